@@ -1,12 +1,11 @@
 """The host-memory tier of a mesh: copies out blocks whose pages are given away, and brings them
 back for prompts that would compute them again.
 
-The bytes are the executor's (`ExtractBlock` and `PullBlock` with the peer `HOST`); here are the
-commands, and what became of them. Copying out takes its place in the mesh's order at the moment
-when the pages are given away, so before anything is written there; a bounded number of blocks is on
-its way, and what is beyond it is computed again one day. What comes back goes into pages of its
-own, is read back and summed, and is kept there like any block; one whose sum differs is forgotten,
-a miss.
+How pieces go and come is `worker/host_pieces.py`'s; here is what becomes of blocks. Copying out
+takes its place in the mesh's order at the moment when the pages are given away, so before anything
+is written there; a bounded number of blocks is on its way, and what is beyond it is computed again
+one day. What comes back goes into pages of its own, is read back and summed, and is kept there like
+any block; one whose sum differs is forgotten, a miss.
 
 Nothing waits for a copy but the prompt that wants it, and that no longer than computing would
 take. What lies on disk (`worker/disk_tier.py`) comes back through host memory, and went there."""
@@ -15,22 +14,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
-
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.ports import Offer
-from jdisagg.messages.step_commands import (
-    HOST,
-    SLOW,
-    DropBlocks,
-    ExtractResult,
-    InsertBlock,
-    InsertResult,
-    PullBlock,
-    PullResult,
-    ReleaseOffers,
-    StepResult,
-)
+from jdisagg.messages.step_commands import SLOW, ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
 from jdisagg.scheduler.brought_blocks import BroughtBlocks, Origin
@@ -44,17 +29,16 @@ from jdisagg.scheduler.host_blocks import (
     RestorePrices,
     TierRoom,
 )
-from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.disk_tier import DiskTier
-from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
+from jdisagg.worker.host_pieces import HostPieces
+from jdisagg.worker.outgoing_kv import offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
 BLOCKS_AT_ONCE = 4  # on their way back, of one prompt
 MOST_RESTORES = 4  # prompts
-COPY_SECONDS = 10.0  # of a piece; then the host is not what it should be
 
 
 @plain
@@ -97,7 +81,6 @@ class HostTier:
         self._tasks = BackgroundTasks()
         self._copies: dict[bytes, asyncio.Task[None]] = {}  # on their way out
         self._restores = 0
-        self._key = 0  # of the sums: nobody else reads them
         self.disk = DiskTier(
             kept,
             loop,
@@ -107,10 +90,12 @@ class HostTier:
             block_bytes,
             self._geometry(),
         )
+        key = 0
         if self.on:
-            # the same in the next life, which reads what is on disk
-            self._key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
+            # the same in the next life, which reads what is on disk; nobody else reads the sums
+            key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._copy_out)
+        self._pieces = HostPieces(loop, limits.page_size, key)
 
     @property
     def on(self) -> bool:
@@ -172,7 +157,7 @@ class HostTier:
         if block is None:
             return
         before = (0,) * (start // size)  # pages of the chain's beginning, which are not read
-        copies = [self._extract(offer, (*before, *pages)) for offer in offers]
+        copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
         task = self._copies[name] = self._tasks.spawn(self._written(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
 
@@ -189,12 +174,6 @@ class HostTier:
         if (task := self._copies.get(name)) is not None:
             await asyncio.wait({task})
         return self.blocks.arrived(name)
-
-    def _extract(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
-        command = extraction(
-            self._loop.next_number(), offer, pages, self._limits.page_size, self._key
-        )
-        return self._loop.submit(msgspec.structs.replace(command, to_host=True))
 
     async def _written(self, block: HostBlock, copies: "list[asyncio.Future[StepResult]]") -> None:
         try:
@@ -381,58 +360,12 @@ class HostTier:
         return held
 
     async def _from_host(self, block: HostBlock, rank: int, pages: tuple[int, ...]) -> bool:
-        found = await asyncio.gather(
-            *(self._piece_back(piece, rank, pages) for piece in block.pieces)
-        )
-        if all(found):
+        if await self._pieces.bring_back(block.pieces, rank, pages):
             return True
         if self.blocks.forget(block):
             self._counters.add("host_blocks_broken")
             self._drop((block,), "broken")
         return False
-
-    async def _piece_back(self, piece: HostPiece, rank: int, pages: tuple[int, ...]) -> bool:
-        offer = piece.offer
-        pull = PullBlock(
-            self._loop.next_number(),
-            offer.offer_id,
-            rank,
-            offer.group,
-            offer.block_tokens,
-            COPY_SECONDS,
-            HOST,
-            groups=offer.groups,
-        )
-        pulling = self._loop.submit(pull)
-        try:
-            pulled = await asyncio.shield(pulling)
-        except asyncio.CancelledError:
-            # what comes all the same is dropped
-            pulling.add_done_callback(lambda _: self._drop_pulled(offer))
-            raise
-        assert isinstance(pulled, PullResult)
-        if pulled.error:
-            self._drop_pulled(offer)
-            return False
-        covered = pages_for(offer.start + offer.valid_tokens, self._limits.page_size)
-        insertion = InsertBlock(
-            self._loop.next_number(),
-            offer.offer_id,
-            rank,
-            offer.group,
-            offer.block_tokens,
-            offer.valid_tokens,
-            offer.start,
-            pages[:covered],
-            self._key,
-            groups=offer.groups,
-        )
-        inserted = await asyncio.shield(self._loop.submit(insertion))
-        assert isinstance(inserted, InsertResult)
-        return inserted.checksum == piece.checksum and inserted.intact
-
-    def _drop_pulled(self, offer: Offer) -> None:
-        self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
 
     # ---- gone
 
@@ -444,6 +377,4 @@ class HostTier:
             self._release(gone)
 
     def _release(self, gone: tuple[HostBlock, ...]) -> None:
-        ids = tuple([offer_id for block in gone for offer_id in block.offer_ids])
-        if ids:
-            self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
+        self._pieces.release(tuple([offer_id for block in gone for offer_id in block.offer_ids]))
