@@ -161,6 +161,8 @@ class HandoffTimeouts:
         pull_tries: how often each block is pulled.
         resume_seconds: for a new source, once the old one has failed.
         migration_seconds: for another worker to take a sequence over, which goes on meanwhile.
+        spilled_seconds: for a sequence whose KV lies in host memory to get pages again; then it is
+            computed anew, perhaps elsewhere.
         sweep_seconds: how often expired leases are looked for, at the least.
     """
 
@@ -174,6 +176,7 @@ class HandoffTimeouts:
     pull_tries: int = 3
     resume_seconds: float = 5.0
     migration_seconds: float = 30.0
+    spilled_seconds: float = 10.0
     sweep_seconds: float = 1.0
 
     def __post_init__(self) -> None:

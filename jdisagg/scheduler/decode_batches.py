@@ -13,6 +13,8 @@ as many steps as all its sequences have room for; it comes back with fewer when 
 Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its
 pages; tokens of a child are accepted once, in order."""
 
+from dataclasses import replace
+
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
@@ -233,6 +235,14 @@ class DecodeBatches:
                         child, kept, tuple([entry for entry in logprobs if entry is not None])
                     )
         return broken
+
+    def forget(self, child: Sequence) -> None:
+        """What its steps in flight yield is dropped, also where it runs again by then."""
+        nobody = replace(child, stage=Stage.ENDED)
+        for rows in self._issued.values():
+            rows[child.rank] = [
+                (nobody if one is child else one, due) for one, due in rows[child.rank]
+            ]
 
     def _accept(
         self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]

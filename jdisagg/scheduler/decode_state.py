@@ -47,6 +47,8 @@ class DecodeState:
         self.preemptions = 0
         # whoever holds pages of a rank, and is no sequence, lets some go; False: nobody does
         self.give_way: Callable[[int], bool] = lambda rank: False
+        # sets a sequence aside whose pages are needed; False: it is better computed anew
+        self.spill: Callable[[Sequence], bool] = lambda child: False
         self._last_key = 0
 
     def new_key(self) -> int:
@@ -101,11 +103,11 @@ class DecodeState:
 
     def contexts(self) -> tuple[int, ...]:
         """By rank, the sum of the living children's known tokens."""
-        contexts, ended = [0] * self.limits.ranks, Stage.ENDED
+        contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
             for child in group.children:
-                if child.stage is not ended:
+                if child.stage not in absent:
                     contexts[group.rank] += prompt + len(child.generated)
         return tuple(contexts)
 
@@ -142,25 +144,17 @@ class DecodeState:
         finish: FinishReason | None = None,
         preempted: bool = False,
         moved: bool = False,
+        counted: bool = True,
     ) -> None:
         """Frees the child's slot and pages and tells why, together with its untold tokens.
-        Idempotent."""
+        `counted`: its pages were taken now, if they were. Idempotent."""
         if child.stage is Stage.ENDED:
             return
-        chain = self._chain_to_keep(child)
-        if child.stage is Stage.RUNNING:
-            self.slots[child.rank][child.slot] = None
-            self.running[child.rank].remove(child)
-            self._count_sampling(child, -1)
-            child.slot = -1
-        elif child.stage is Stage.READY:
-            self.ready.remove(child)
+        if child.stage is not Stage.SPILLED:
+            self._vacate(child)
+            self.states.free(child.rank, child.key)
         child.stage = Stage.ENDED
-        self.preemptions += preempted
-        self.living[child.rank] -= 1
-        self.growing[child.rank].discard(child.key)
-        self.residency.let_go(child.rank, child.key, chain)
-        self.states.free(child.rank, child.key)
+        self.preemptions += preempted and counted
         last = self.untold(child)
         self.news.append(
             ChildProgress(
@@ -177,12 +171,41 @@ class DecodeState:
         if not child.group.alive:
             self._forget(child.group)
 
-    def _chain_to_keep(self, child: Sequence) -> Chain:
+    def set_aside(self, child: Sequence) -> None:
+        """Takes the slot and the pages of a child that lives on: what lies in its pages is read
+        before it is written over. What was not told yet is."""
+        self._vacate(child)
+        child.stage = Stage.SPILLED
+        self.preemptions += 1
+        self.news.append(self.untold(child))
+
+    def take_back(self, child: Sequence, rank: int) -> None:
+        """One that was set aside has pages again, on this rank, and waits for its KV."""
+        child.group.rank, child.stage = rank, Stage.RETURNING
+        self.living[rank] += 1
+        self.note_pages(child)
+
+    def _vacate(self, child: Sequence) -> None:
+        """Frees the child's slot and pages."""
+        chain = self.chain_to_keep(child)
+        if child.stage is Stage.RUNNING:
+            self.slots[child.rank][child.slot] = None
+            self.running[child.rank].remove(child)
+            self._count_sampling(child, -1)
+            child.slot = -1
+        elif child.stage is Stage.READY:
+            self.ready.remove(child)
+        self.living[child.rank] -= 1
+        self.growing[child.rank].discard(child.key)
+        self.residency.let_go(child.rank, child.key, chain)
+
+    def chain_to_keep(self, child: Sequence) -> Chain:
         """The blocks that its pages are full of: KV of the prompt and of all it generated but the
         newest token. Steps that ran ahead wrote behind these."""
         group = child.group
         stale = group.epoch != self.residency.epoch
-        if not self.residency.on or child.stage is Stage.RESERVED or stale:
+        waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
+        if not self.residency.on or waits or stale:
             return ()
         if not self.residency.keeps_answers:
             return group.chain
@@ -227,12 +250,13 @@ class DecodeState:
                     for group in self.groups.values()
                     if group.rank == needy.rank
                     for child in group.alive
+                    if child.stage is not Stage.SPILLED
                 ),
                 key=_age,
             )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
-            else:
+            elif not self.spill(victim):
                 self.end_child(victim, preempted=True)
             if victim is needy:
                 return False

@@ -23,6 +23,7 @@ from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, wanted_of_prompt
+from jdisagg.scheduler.spills import Spill
 
 
 @dataclass(slots=True)
@@ -137,11 +138,13 @@ class Reservations:
             and indices & {index for index, _ in waiting.children}
         ]
 
-    def grant(self, lease_until: float) -> list[SequenceGroup]:
+    def grant(
+        self, lease_until: float, before: tuple[float, int] | None = None
+    ) -> list[SequenceGroup]:
         """Reserves for the head of the queue, and the next, while there is room. A group's `key` is
-        its ticket."""
+        its ticket. `before`: older ones alone, by (arrival, ticket)."""
         granted: list[SequenceGroup] = []
-        while self._queue:
+        while self.waits(before):
             waiting = self._queue[0]
             choice = self._rank_with_room(waiting)
             if choice is None:
@@ -149,6 +152,43 @@ class Reservations:
             self._queue.pop(0)
             granted.append(self._reserve(waiting, *choice, lease_until))
         return granted
+
+    def waits(self, before: tuple[float, int] | None = None) -> bool:
+        """Whether any does that is older."""
+        return bool(self._queue) and (before is None or self._queue[0].order < before)
+
+    def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
+        """Reserves for a sequence whose KV is in host memory, and for its growth, on any rank if it
+        is alone: its pages, and how many of its first positions are known in them. None: there is
+        no room."""
+        child, state = spill.child, self._state
+        size, best, most = state.limits.page_size, None, (-1, -1)
+        alone = len(child.group.alive) == 1
+        for rank in range(state.limits.ranks) if alone else (child.rank,):
+            need = pages_for(min(child.limit, spill.tokens + self._growth_tokens), size)
+            if need > state.limits.pages_per_rank:
+                need = pages_for(spill.tokens + 1, size)
+            fresh = spill.epoch == state.residency.epoch
+            chain = spill.chain if fresh else ()
+            cached = state.residency.cached_tokens(rank, chain, spill.tokens, to_compute=False)
+            held = state.residency.held_pages(rank, chain, cached)
+            worth = (cached, state.ledgers[rank].free_pages)
+            if worth > most and self._fits(rank, need - held, 1):
+                best, most = (rank, chain, cached, need), worth
+        if best is None:
+            return None
+        rank, chain, cached, need = best
+        pages = state.residency.reserve(rank, child.key, chain, cached, need)
+        assert pages is not None, "room was checked"
+        state.take_back(child, rank)
+        return pages, cached
+
+    def _fits(self, rank: int, need: int, children: int) -> bool:
+        """Whether a rank has so many pages beside those that its sequences will grow by, and is not
+        crowded."""
+        state, held = self._state, self._state.living[rank]
+        crowded = held and held + children > state.limits.slots_per_rank + self._ahead
+        return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
         """(rank, growth tokens): the rank with room that knows most of it, unless it is much busier
@@ -162,10 +202,9 @@ class Reservations:
             need = self._pages(waiting, growth)
             if need > limits.pages_per_rank:
                 growth, need = 1, self._pages(waiting, 1)
-            crowded = held and held + len(waiting.children) > limits.slots_per_rank + self._ahead
             cached = self._cached_tokens(waiting, rank)
             need -= self._state.residency.held_pages(rank, waiting.chain, cached)
-            if crowded or ledger.free_pages < need + len(self._state.growing[rank]):
+            if not self._fits(rank, need, len(waiting.children)):
                 continue
             if not self._state.states.has_room(rank, len(waiting.children)):
                 continue

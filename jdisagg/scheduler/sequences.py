@@ -38,11 +38,14 @@ def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
 
 class Stage(enum.Enum):
     """RESERVED: pages held, KV still to come. READY: all KV in place, waits for a slot. RUNNING: in
-    a slot. ENDED: holds nothing."""
+    a slot. SPILLED: holds nothing, its KV is in host memory. RETURNING: pages held, KV on its way
+    back from there. ENDED: holds nothing."""
 
     RESERVED = "reserved"
     READY = "ready"
     RUNNING = "running"
+    SPILLED = "spilled"
+    RETURNING = "returning"
     ENDED = "ended"
 
 

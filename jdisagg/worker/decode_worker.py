@@ -57,7 +57,8 @@ from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.sequences import SequenceGroup, wanted_of_prompt
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, wanted_of_prompt
+from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
@@ -67,6 +68,7 @@ from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.peers import PeerResolver, Peers
 from jdisagg.worker.span_stream import SpanStream
+from jdisagg.worker.spilled_kv import SpilledKv
 
 MOST_MOVES = 3
 _OVERDUE = {
@@ -130,6 +132,16 @@ class DecodeWorker(MeshWorker):
         kept, mesh = self._state.residency, executor.limits
         self._given = GivenKv(kept, None, self._outgoing, self._loop, mesh, context, self.counters)
         self._state.give_way = self._given.give_way
+        self._spilled = SpilledKv(
+            self._state,
+            self._loop,
+            mesh,
+            context,
+            self.counters,
+            self._settle,
+            timeouts.spilled_seconds,
+        )
+        self._state.spill = self._spill
 
     # ---- the loop
 
@@ -193,16 +205,42 @@ class DecodeWorker(MeshWorker):
                 self._migration.abort(progress.group_key, "the sequence has ended")
                 self._prefills.remove(progress.group_key)
                 self._backlog.forget(progress.group_key)
-        if len(self._reservations) and self._loop.failure is None:
-            lease_until = self._clock.now() + self._limits.reservation_lease_seconds
-            for group in self._reservations.grant(lease_until):
-                known = len(group.known_tokens)
-                self._count_reuse(known, CachedTokens(pages=group.cached_tokens))
-                self._streams[group.key] = SpanStream(group)
-                self._tickets.pop(group.key).set_result(group)
+        self._spilled.settle()
+        if self._loop.failure is None and (len(self._reservations) or len(self._spilled)):
+            self._give_pages()
         if not self._span_goes_on():
             self._loop.wake()
         self._quiet.set()
+
+    def _give_pages(self) -> None:
+        """To whoever waits for some, by age: sequences that come back, and reservations."""
+        spills = self._spilled.spills
+        while (spill := spills.next()) is not None:
+            self._grant(spill.order)
+            if not spill.written or self._reservations.waits(spill.order):
+                return
+            if spills.returning() >= SPILLS_AT_ONCE:
+                return
+            back = self._reservations.take_back(spill)
+            if back is None:
+                return
+            self._spilled.bring_back(spill, *back)
+        self._grant()
+
+    def _grant(self, before: tuple[float, int] | None = None) -> None:
+        lease_until = self._clock.now() + self._limits.reservation_lease_seconds
+        for group in self._reservations.grant(lease_until, before):
+            known = len(group.known_tokens)
+            self._count_reuse(known, CachedTokens(pages=group.cached_tokens))
+            self._streams[group.key] = SpanStream(group)
+            self._tickets.pop(group.key).set_result(group)
+
+    def _spill(self, child: Sequence) -> bool:
+        """Sets a sequence aside whose pages are needed. False: it is better computed anew."""
+        if self._migration.moves(child.group) or not self._spilled.take(child):
+            return False
+        self._batches.forget(child)
+        return True
 
     def _span_goes_on(self) -> bool:
         """Whether a turn would find nothing but a span under way for whose end nothing waits: most
@@ -301,7 +339,7 @@ class DecodeWorker(MeshWorker):
         stream = self._streams.get(call.reservation_id)
         if stream is None or stream.taken or stream.attempt != call.attempt:
             raise self._not_held(call.reservation_id, call.attempt)
-        stream.taken = True
+        stream.taken, stream.began_at = True, self._clock.now()
         group = self._state.groups.get(call.reservation_id)
         try:
             if group is not None:
@@ -409,6 +447,9 @@ class DecodeWorker(MeshWorker):
         for first in firsts:
             if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
                 return self.fail(group, self._unchosen(group.request, first.token))
+        if (stream := self._streams.get(group.key)) is not None:
+            tokens = len(group.known_tokens) - group.cached_tokens
+            self._spilled.prices.computed_in(tokens, self._clock.now() - stream.began_at)
         copies = self._batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )
@@ -445,6 +486,7 @@ class DecodeWorker(MeshWorker):
     async def stop(self) -> None:
         self._given.stop()
         await super().stop()
+        self._spilled.stop()
         await self._incoming.stop()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
@@ -498,6 +540,7 @@ class DecodeWorker(MeshWorker):
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
+        self._spilled.sweep(now)
         super()._sweep(now)
         self._peers.sweep(now, self._incoming.senders())
         self._settle()
@@ -512,7 +555,7 @@ class DecodeWorker(MeshWorker):
             free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
             total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),
             running=sum(state.living),
-            waiting=len(self._reservations),
+            waiting=len(self._reservations) + len(self._spilled),
             slots=mesh.ranks * mesh.slots_per_rank,
             page_size=mesh.page_size,
             context_tokens=mesh.context_tokens,
@@ -530,7 +573,7 @@ class DecodeWorker(MeshWorker):
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
             kv_channels=self._context.kv_channels(),
-            kept=self._kept_tiers(),
+            kept=(*self._kept_tiers(), *self._spilled.kept_tiers()),
         )
 
 

@@ -74,6 +74,10 @@ class MigrationSender:
             and group.children[0].position < group.children[0].limit
         )
 
+    def moves(self, group: SequenceGroup) -> bool:
+        """Whether it is on its way to another worker."""
+        return group.key in self._migrations
+
     def begin(self, group: SequenceGroup) -> int:
         """Makes a movable group ready to be fetched, under the hand-off id that is returned."""
         child = group.children[0]

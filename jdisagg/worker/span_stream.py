@@ -21,13 +21,14 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 class SpanStream:
     """`taken`: its caller has come; until `lease_until` it may. `kv_bytes_moved`,
     `exposed_seconds` and `prompt_logprobs` (of the prompt's parts) go with the next span. `moves`:
-    how often it was offered to other workers."""
+    how often it was offered to other workers. `began_at`: when its KV began to come."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self.attempt = group.attempt
         self.lease_until = group.handoff.deadline
         self.taken = False
         self.moves = 0
+        self.began_at = 0.0
         self.begun = asyncio.Event()
         self.kv_bytes_moved = 0
         self.exposed_seconds = 0.0

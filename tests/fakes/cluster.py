@@ -117,10 +117,12 @@ class Cluster:
         wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
         names: BlockNames | None = None,
         tiers: TierRoom | None = None,
+        spills: TierRoom | None = None,
     ) -> None:
         """`wire`: every port call goes through the wire format and back. The wraps stand between
         path and workers, between workers, and between a worker and its mesh. `names`: KV stays for
-        later requests, in other places too."""
+        later requests, in other places too. `tiers`: of the prefill worker, `spills`: of the decode
+        worker."""
         config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
@@ -146,7 +148,9 @@ class Cluster:
         peer = wrap_peer(packed(PeerPort, self.prefill) if wire else self.prefill)
         peers: dict[str, PeerPort] = {"prefill0": peer} if mode is Mode.DISAGGREGATED else {}
         self.decode = DecodeWorker(
-            WorkerContext("decode0", self.clock, self.new_id, names=names),
+            WorkerContext(
+                "decode0", self.clock, self.new_id, names=names, tiers=spills or TierRoom()
+            ),
             wrap_mesh("decode0", self.decode_mesh),
             config,
             self.limits,

@@ -1,0 +1,213 @@
+"""KV of preempted sequences in host memory, and their way back into pages.
+
+`scheduler/spills.py` decides who goes there and who comes back; here are the commands and what
+became of them. The copies take their place in the mesh's order when the pages are taken, so before
+anything is written there: the last positions at once, so that pages are free, the others batch by
+batch, while their pages are held. A sequence goes on from the last token that was read back, and
+what its steps in flight still yield is dropped, for it will be chosen again, and alike. What comes
+back is summed in its pages and compared with the sum from when it left.
+
+Where that differs, or a copy is lost, or no page was free for so long, the sequence ends here as
+preempted, and is computed anew on another attempt, as all are that were never spilled. So host
+memory costs time at most, never a token."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from jdisagg.errors import JdisaggError
+from jdisagg.messages.step_commands import ExtractResult, StepResult
+from jdisagg.messages.worker_status import KeptTier
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.host_blocks import HostPiece, RestorePrices, TierRoom
+from jdisagg.scheduler.sequences import Sequence, Stage
+from jdisagg.scheduler.spills import Spill, Spills, batch_ranges
+from jdisagg.telemetry import Counters
+from jdisagg.worker.background import BackgroundTasks
+from jdisagg.worker.host_pieces import HostPieces
+from jdisagg.worker.mesh_worker import WorkerContext
+from jdisagg.worker.outgoing_kv import offers_of_pages
+from jdisagg.worker.step_loop import StepLoop
+
+
+class SpilledKv:
+    """Of one mesh that decodes. `changed` is called when something that others may wait for has.
+    `most_seconds`: for which a sequence waits for pages."""
+
+    def __init__(
+        self,
+        state: DecodeState,
+        loop: StepLoop,
+        mesh: MeshLimits,
+        context: WorkerContext,
+        counters: Counters,
+        changed: Callable[[], None],
+        most_seconds: float,
+    ) -> None:
+        room: TierRoom = context.tiers
+        self.prices = RestorePrices(room.always)
+        self.spills = Spills(mesh, room.host_bytes, self.prices)
+        self._state = state
+        self._loop = loop
+        self._mesh = mesh
+        self._context = context
+        self._counters = counters
+        self._changed = changed
+        self._most_seconds = most_seconds
+        self._pieces = HostPieces(loop, mesh.page_size, context.ids() >> 1)
+        self._moving: dict[int, asyncio.Task[None]] = {}
+        self._tasks = BackgroundTasks()
+
+    def __len__(self) -> int:
+        return len(self.spills)
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is on its way."""
+        return self._tasks.quiet
+
+    def kept_tiers(self) -> tuple[KeptTier, ...]:
+        """What lies here; nothing where nothing ever does."""
+        spills = self.spills
+        if not spills.room_bytes:
+            return ()
+        pieces = sum([len(spill.offer_ids) for spill in spills])
+        return (KeptTier("host", pieces, spills.bytes, spills.room_bytes),)
+
+    def stop(self) -> None:
+        self._tasks.cancel()
+
+    # ---- out
+
+    def take(self, child: Sequence) -> bool:
+        """A sequence lets its slot and its pages go, for its KV will be in host memory. False: it
+        is better computed anew, and nothing has changed."""
+        cause = self.spills.refusal(child) if self._loop.failure is None else "off"
+        if not cause:
+            spill = self._new_spill(child)
+            if self.spills.has_room(spill.bytes):
+                ledger = self._state.ledgers[child.rank]
+                pages = ledger.pages(child.key)
+                copies = self._copy_out(spill, 0, pages)
+                if count := self._pages_before(spill, 0):
+                    spill.guest = self._state.residency.guest()
+                    ledger.share(child.key, spill.guest, count)
+                self._state.set_aside(child)
+                self.spills.add(spill)
+                self._moving[child.key] = self._tasks.spawn(self._write(spill, copies, pages))
+                return True
+            cause = "room"
+        if cause != "off":
+            self._counters.add("spills_declined", cause=cause)
+        return False
+
+    def _new_spill(self, child: Sequence) -> Spill:
+        residency, tokens = self._state.residency, child.position
+        chain, size = self._state.chain_to_keep(child), self._state.residency.block_tokens
+        batches = [
+            tuple(
+                [
+                    HostPiece(offer)
+                    for start, end in batch
+                    for offer in offers_of_pages(
+                        self._mesh, child.rank, start, end, self._context.ids
+                    )
+                ]
+            )
+            for batch in batch_ranges(self._mesh, len(chain) * size, size, tokens)
+        ]
+        until = self._context.clock.now() + self._most_seconds
+        size = self.spills.bytes_of(batches)
+        return Spill(child, child.rank, batches, tokens, size, chain, residency.epoch, until)
+
+    def _copy_out(
+        self, spill: Spill, number: int, pages: tuple[int, ...]
+    ) -> "list[asyncio.Future[StepResult]]":
+        return [self._pieces.copy_out(piece.offer, pages) for piece in spill.batches[number]]
+
+    def _pages_before(self, spill: Spill, number: int) -> int:
+        """How many of the sequence's pages lie before a batch, which goes out after it."""
+        return spill.batches[number][0].offer.start // self._mesh.page_size
+
+    async def _write(
+        self, spill: Spill, copies: "list[asyncio.Future[StepResult]]", pages: tuple[int, ...]
+    ) -> None:
+        """One batch after the other, so that little lies beside the pages; behind each, pages are
+        free."""
+        for number, batch in enumerate(spill.batches):
+            try:
+                if number:
+                    copies = self._copy_out(spill, number, pages)
+                    self._let_go(spill, self._pages_before(spill, number))
+                    self._changed()
+                results = await asyncio.gather(*copies)
+            except JdisaggError:
+                return  # the mesh is broken, and all that ran on it has ended
+            sums = [one.checksum.checksum for one in results if isinstance(one, ExtractResult)]
+            summed = [replace(one, checksum=sum_) for one, sum_ in zip(batch, sums, strict=True)]
+            spill.batches[number] = tuple(summed)
+        del self._moving[spill.child.key]
+        spill.written = True
+        self._counters.add("sequences_spilled")
+        self._counters.add("spilled_tokens", spill.tokens)
+        self._changed()
+
+    def _let_go(self, spill: Spill, pages: int) -> None:
+        """Of the pages that are held for what is to go out, all but the first ones."""
+        ledger, before = self._state.ledgers[spill.rank], spill.guest
+        if before:
+            spill.guest = self._state.residency.guest() if pages else 0
+            if pages:
+                ledger.share(before, spill.guest, pages)
+            ledger.free(before)
+
+    # ---- back
+
+    def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
+        """A sequence has pages again, the first of which hold its first `cached_tokens` positions
+        already."""
+        returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
+        self._moving[spill.child.key] = returning
+
+    async def _back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
+        child, began, intact = spill.child, self._context.clock.now(), True
+        try:
+            for batch in reversed(spill.batches):
+                missing = [piece for piece in batch if piece.offer.start >= cached_tokens]
+                intact = intact and await self._pieces.bring_back(missing, child.rank, pages)
+        except JdisaggError:
+            return  # as above
+        del self._moving[child.key]
+        if intact:
+            tokens = spill.tokens - cached_tokens
+            self.prices.restored_in(tokens, self._context.clock.now() - began)
+            self._counters.add("spills_restored")
+            self._counters.add("spilled_tokens_restored", tokens)
+            self.spills.forget(spill)
+            self._pieces.release(spill.offer_ids)
+            self._state.become_ready(child)
+        else:
+            self._miss(spill, "broken")
+        self._changed()
+
+    # ---- gone
+
+    def settle(self) -> None:
+        """What ended sequences left there is gone, and what of it was on its way back goes nowhere.
+        Before anything is written to pages that they had."""
+        for spill in self.spills.ended() if len(self.spills) else ():
+            if task := self._moving.pop(spill.child.key, None):
+                task.cancel()
+            self._let_go(spill, 0)
+            self._pieces.release(spill.offer_ids)
+
+    def sweep(self, now: float) -> None:
+        """Those for which no page was free for so long may have more luck elsewhere."""
+        for spill in self.spills:
+            if spill.child.stage is Stage.SPILLED and spill.until < now:
+                self._miss(spill, "late")
+
+    def _miss(self, spill: Spill, cause: str) -> None:
+        self._counters.add("spills_missed", cause=cause)
+        self._state.end_child(spill.child, preempted=True, counted=False)

@@ -1,0 +1,314 @@
+"""Preempted sequences in host memory, over fake meshes that check what lies in every page they
+read: what comes back goes on from where it was, streams are those of the oracle, and what does not
+come back as it was is computed anew."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import LimitsConfig, Mode
+from jdisagg.errors import DeadlineExceededError
+from jdisagg.messages.step_commands import ExtractBlock, PullBlock, PullResult, StepResult
+from jdisagg.request import Request
+from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.residency import BlockNames
+from jdisagg.timeouts import HandoffTimeouts, Timeouts
+from tests.fakes.cluster import Cluster, Collected, toy_request
+from tests.fakes.fake_executor import Costs, FakeExecutor
+from tests.fakes.virtual_time import run_virtually
+from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
+
+TOKEN_BYTES = 16
+ROOMY = TierRoom(4000 * TOKEN_BYTES, always=True)
+FAST = Costs(pull=1e-5, other=1e-5)
+
+
+def scarce(room: TierRoom = ROOMY, pages: int = 24, **more: object) -> Cluster:
+    """A decode worker whose pages run out when two sequences of `long` grow."""
+    options: dict[str, object] = {
+        "decode": limits(pages=pages),
+        "prefill": limits(pages=400),
+        "growth_tokens": 4,
+        "costs": FAST,
+        "spills": room,
+        "wire": True,
+    }
+    return Cluster(**(options | more))  # type: ignore[arg-type]
+
+
+def long(number: int, **sampling: object) -> Request:
+    """40 tokens of prompt and 40 of answer, of which a rank of 24 pages holds one and a bit."""
+    options: dict[str, object] = {"max_tokens": 40}
+    return toy_request(number, 40, **(options | sampling))  # type: ignore[arg-type]
+
+
+async def all_of(cluster: Cluster, *requests: Request) -> list[Collected]:
+    """Their streams, which are the oracle's."""
+    streams = await asyncio.gather(*(cluster.collect(request) for request in requests))
+    for request, collected in zip(requests, streams, strict=True):
+        cluster.check_against_oracle(request, collected)
+    return streams
+
+
+async def check_empty(cluster: Cluster) -> None:
+    """Nothing is left in host memory, nor anywhere else."""
+    await cluster.check_quiet()
+    spilled, mesh = cluster.decode._spilled, cluster.decode_mesh
+    assert len(spilled) == spilled.spills.bytes == 0 and spilled.quiet
+    assert not spilled._moving and not mesh.host and not mesh.pulled
+
+
+def test_a_preempted_sequence_comes_back_from_host_memory_and_is_not_prefilled_again() -> None:
+    async def main() -> None:
+        async with scarce() as cluster:
+            await all_of(cluster, long(1), long(2))
+            decode, prefills = cluster.decode, cluster.path.counters["preemptions"]
+            assert decode.counters["sequences_spilled"] > 0
+            assert decode.counters["spills_restored"] == decode.counters["sequences_spilled"]
+            assert decode._state.preemptions == decode.counters["sequences_spilled"]
+            assert prefills == 0  # the request path made no other attempt
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_without_host_memory_the_same_is_prefilled_again() -> None:
+    async def main() -> None:
+        async with scarce(TierRoom()) as cluster:
+            await all_of(cluster, long(1), long(2))
+            assert cluster.path.counters["preemptions"] > 0
+            assert not [one for one in cluster.decode_mesh.log if isinstance(one, ExtractBlock)]
+            assert cluster.decode.counters["spills_declined"] == 0
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("mode", "page_size", "ranks", "names"),
+    [
+        (Mode.DISAGGREGATED, 4, 1, None),
+        (Mode.DISAGGREGATED, 8, 2, NAMES),
+        (Mode.DISAGGREGATED, 4, 2, replace(NAMES, grid_tokens=32)),
+        (Mode.CHUNKED, 4, 1, NAMES),
+        (Mode.UNIFIED, 4, 2, None),
+    ],
+)
+def test_streams_are_the_oracles_whoever_is_set_aside_and_nothing_is_left(
+    seed: int, mode: Mode, page_size: int, ranks: int, names: BlockNames | None
+) -> None:
+    """Conversations with n > 1, seeds, penalties, stops and cancels, in pages for a few of them."""
+
+    async def main() -> None:
+        async with scarce(
+            mode=mode, decode=limits(ranks, 320 // page_size, page_size), names=names, seed=seed
+        ) as cluster:
+            await storm(cluster, Talk(seed), requests=60, at_once=6, cancels=0.15)
+            counters = cluster.decode.counters
+            assert counters["sequences_spilled"] > 0 and counters["spills_restored"] > 0
+            assert counters["spills_missed"] == 0
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def flip_all(mesh: FakeExecutor) -> int:
+    """One bit of each piece that lies in host memory; how many that were."""
+    for _, entries in mesh.host.values():
+        position, token, chain = entries[-1]
+        entries[-1] = (position, token, chain ^ 1)
+    return len(mesh.host)
+
+
+def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None:
+    async def main() -> None:
+        async with scarce() as cluster:
+            running = asyncio.ensure_future(all_of(cluster, long(1), long(2)))
+            while not cluster.decode.counters["sequences_spilled"]:
+                await asyncio.sleep(0.001)
+            assert flip_all(cluster.decode_mesh) > 0
+            await running
+            assert cluster.decode.counters["spills_missed"] == 1
+            assert cluster.path.counters["preemptions"] == 1  # it was computed anew
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_a_sequence_whose_pieces_vanished_is_computed_anew() -> None:
+    async def main() -> None:
+        async with scarce() as cluster:
+
+            def lost(command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
+                future.set_result(PullResult(command.step, command.offer_id, 0, "it is gone"))
+
+            cluster.decode_mesh._pull_from_host = lost  # type: ignore[method-assign]
+            await all_of(cluster, long(1), long(2))
+            counters = cluster.decode.counters
+            assert counters["spills_missed"] == counters["sequences_spilled"] > 0
+            assert counters["spills_restored"] == 0
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_host_memory_holds_no_more_than_it_was_given_and_the_rest_is_computed_anew() -> None:
+    async def main() -> None:
+        room = TierRoom(100 * TOKEN_BYTES, always=True)
+        async with scarce(room, pages=48) as cluster:
+            most = 0
+
+            async def watch() -> None:
+                nonlocal most
+                while True:
+                    held = sum(len(entries) for _, entries in cluster.decode_mesh.host.values())
+                    # each piece is of one of two layer groups, and is not padded here
+                    most = max(most, held * TOKEN_BYTES // 2)
+                    assert cluster.decode._spilled.spills.bytes <= room.host_bytes
+                    await asyncio.sleep(0.001)
+
+            watching = asyncio.ensure_future(watch())
+            await all_of(cluster, *(long(number) for number in range(5)))
+            watching.cancel()
+            assert 0 < most <= room.host_bytes
+            assert cluster.decode.counters["spills_declined"] > 0
+            assert cluster.path.counters["preemptions"] > 0
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_what_is_dearer_to_bring_back_than_to_compute_is_computed_after_a_try() -> None:
+    async def main() -> None:
+        dear = Costs(pull=5.0, other=1e-5)
+        # what comes from the prefill worker is as dear, but is not copied from host memory
+        async with scarce(replace(ROOMY, always=False), costs=dear, mode=Mode.CHUNKED) as cluster:
+            for turn in range(4):
+                await all_of(cluster, long(10 * turn), long(10 * turn + 1))
+            counters = cluster.decode.counters
+            assert counters["sequences_spilled"] == 1
+            assert counters["spills_declined"] > 0
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_a_sequence_that_finds_no_pages_for_long_goes_on_elsewhere() -> None:
+    async def main() -> None:
+        soon = HandoffTimeouts(spilled_seconds=0.05, sweep_seconds=0.02)
+        waits = LimitsConfig(timeouts=Timeouts(handoff=soon))
+        async with scarce(limits=waits) as cluster:
+            await all_of(cluster, long(1, max_tokens=50), long(2, max_tokens=50))
+            counters = cluster.decode.counters
+            assert counters["spills_missed"] > 0
+            assert cluster.path.counters["preemptions"] == counters["spills_missed"]
+            assert cluster.decode._state.preemptions == counters["sequences_spilled"]
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_a_request_whose_deadline_passes_while_it_is_set_aside_leaves_nothing() -> None:
+    async def main() -> None:
+        async with scarce(costs=Costs(decode_step=0.1, pull=1e-5, other=1e-5)) as cluster:
+            late = replace(long(2), deadline_seconds=2.5)
+            first = asyncio.ensure_future(all_of(cluster, long(1)))
+            await asyncio.sleep(0.01)
+            with pytest.raises(DeadlineExceededError):
+                await cluster.collect(late)
+            assert cluster.decode.counters["sequences_spilled"] == 1
+            await first
+            assert cluster.decode.counters["spills_restored"] == 0
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_one_that_is_cancelled_on_its_way_back_writes_to_nobodys_pages() -> None:
+    """The mesh asserts what lies in every page that the others read."""
+
+    async def main() -> None:
+        async with scarce(costs=Costs(pull=0.5, other=1e-5)) as cluster:
+            waiting = [asyncio.ensure_future(cluster.collect(long(one))) for one in (1, 2)]
+            spilled = cluster.decode._spilled
+            while not spilled.spills.returning():
+                await asyncio.sleep(0.001)
+            waiting[1].cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert cluster.decode.counters["spills_restored"] == 0
+            await all_of(cluster, *(long(number) for number in range(3, 6)))
+            await asyncio.sleep(1.0)
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_who_was_set_aside_comes_back_before_younger_requests_get_pages() -> None:
+    async def main() -> None:
+        async with scarce() as cluster:
+            ended: list[str] = []
+
+            async def one(number: int) -> None:
+                await all_of(cluster, long(number))
+                ended.append(f"r{number}")
+
+            waiting = [asyncio.ensure_future(one(1))]
+            await asyncio.sleep(0.001)
+            waiting.append(asyncio.ensure_future(one(2)))
+            while not cluster.decode.counters["sequences_spilled"]:
+                await asyncio.sleep(0.001)
+            waiting.append(asyncio.ensure_future(one(3)))
+            await asyncio.gather(*waiting)
+            assert ended == ["r1", "r2", "r3"]
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
+def test_a_status_says_who_waits_and_what_lies_in_host_memory() -> None:
+    async def main() -> None:
+        async with scarce() as cluster:
+            running = asyncio.ensure_future(all_of(cluster, long(1), long(2)))
+            while not cluster.decode.counters["sequences_spilled"]:
+                await asyncio.sleep(0.001)
+            status = await cluster.decode.status()
+            (tier,) = status.kept
+            (spill,) = cluster.decode._spilled.spills
+            assert (tier.tier, tier.room_bytes) == ("host", ROOMY.host_bytes)
+            assert tier.bytes == spill.bytes >= spill.tokens * TOKEN_BYTES
+            assert tier.blocks == len(cluster.decode_mesh.host)
+            assert (status.running, status.waiting) == (1, 1)
+            await running
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_room_and_random_flips_cost_no_token(seed: int) -> None:
+    async def main() -> None:
+        rng = random.Random(seed)
+        async with scarce(
+            TierRoom(rng.choice((200, 500, 2000)) * TOKEN_BYTES, always=True),
+            decode=limits(2, 64, 4),
+            names=NAMES,
+            seed=seed,
+        ) as cluster:
+            flipped = 0
+
+            async def spoil() -> None:
+                nonlocal flipped
+                while True:
+                    await asyncio.sleep(rng.random() / 4)
+                    flipped += flip_all(cluster.decode_mesh)
+
+            spoiling = asyncio.ensure_future(spoil())
+            await storm(cluster, Talk(seed), requests=80, at_once=10, cancels=0.1)
+            spoiling.cancel()
+            counters = cluster.decode.counters
+            assert flipped > 0 and counters["spills_missed"] > 0
+            assert counters["spills_restored"] > 0
+            await check_empty(cluster)
+
+    run_virtually(main)
