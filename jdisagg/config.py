@@ -265,10 +265,10 @@ class PrefixConfig:
             multiples of it (None: the grain). With `chunk_tokens` a hit runs the programs of a
             miss on the same rows, and gives the same bits in bfloat16 too; answers are not kept
             then, for decode steps round otherwise.
-        host_gib: host memory of each prefill worker, in GiB, for blocks that its pages have no room
-            for; 0: none.
-        restores: when a block comes back from there: "priced", where that was measured to be faster
-            than computing it, or "always".
+        host_gib: host memory of each worker, in GiB, for sequences that it sets aside, and with
+            `reuse` for blocks that the pages of a prefill worker have no room for; 0: none.
+        restores: when KV comes back from there: "priced", where that was measured to be faster than
+            computing it, or "always".
         disk_dir: folder on disk of the prefill workers of this host, for blocks that were used
             twice; they go there and come back through host memory. "": none.
         disk_gib: of it, for each prefill worker, in GiB.
@@ -317,11 +317,6 @@ class PrefixConfig:
             )
         if not 0 <= self.host_gib < math.inf:
             raise ConfigError(f"prefix.host_gib must be 0 or more GiB, got {self.host_gib}")
-        if self.host_gib and not self.reuse:
-            raise ConfigError(
-                f"prefix.host_gib={self.host_gib:g} keeps what prefix.reuse=False throws away; say"
-                " --prefix_cache, or leave it out"
-            )
         if self.restores not in ("priced", "always"):
             raise ConfigError(f"prefix.restores must be priced or always, got {self.restores!r}")
         if not 0 <= self.disk_gib < math.inf:
@@ -330,6 +325,11 @@ class PrefixConfig:
             raise ConfigError(
                 f"prefix.disk_dir={self.disk_dir!r} and prefix.disk_gib={self.disk_gib:g} go"
                 " together; give --disk_cache_dir and --disk_cache_gib, or neither"
+            )
+        if self.disk_gib and not self.reuse:
+            raise ConfigError(
+                f"prefix.disk_gib={self.disk_gib:g} keeps what prefix.reuse=False throws away; say"
+                " --prefix_cache, too"
             )
         if self.disk_gib and not self.host_gib:
             raise ConfigError(
@@ -460,11 +460,11 @@ class EngineConfig:
     compilation_cache: str = "~/.cache/jdisagg/xla"
 
     def __post_init__(self) -> None:
-        if self.prefix.host_gib and self.mode is not Mode.DISAGGREGATED:
+        if self.prefix.disk_gib and self.mode is not Mode.DISAGGREGATED:
             raise ConfigError(
-                f"prefix.host_gib={self.prefix.host_gib:g} is for prefill workers, and"
-                f" mode={self.mode.value} has none; leave --host_cache_gib (and --disk_cache_dir)"
-                " out, or say --mode=disaggregated"
+                f"prefix.disk_gib={self.prefix.disk_gib:g} is for prefill workers, and"
+                f" mode={self.mode.value} has none; leave --disk_cache_dir out, or say"
+                " --mode=disaggregated"
             )
 
 

@@ -19,7 +19,13 @@ import jax
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.engine.embedded import devices_of
 from jdisagg.engine.limits import check_reuse
-from jdisagg.engine.memory_plan import DeviceMemory, check_host_cache, device_memory, fit_engine
+from jdisagg.engine.memory_plan import (
+    DeviceMemory,
+    check_host_cache,
+    device_memory,
+    fit_engine,
+    host_sharers,
+)
 from jdisagg.errors import JdisaggError
 from jdisagg.node.deployment import memory_fraction, prepare_engine
 from jdisagg.node.gpus import DEVICE_FRACTION
@@ -95,7 +101,7 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
     else:
         prepare_engine(config, None)
         devices = jax.devices()[: devices_of(config)]
-        check_host_cache(config.prefix, devices[0], memory_fraction(config))
+        check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
         memory = device_memory(devices, memory_fraction(config))
     return [str(plan) for plan in fit_engine(config, geometry, memory)[1]]
 

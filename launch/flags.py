@@ -128,8 +128,9 @@ FLAGS: dict[str, Spec] = {
     ),
     "host_cache_gib": _real(
         None,
-        "With --prefix_cache: GiB of host memory of each prefill worker, for KV that its pages have"
-        " no room for. Default: the recipe's, or 0.",
+        "GiB of host memory of each worker, for KV that its pages have no room for: sequences that"
+        " are set aside, and with --prefix_cache what prefill workers keep. Default: the recipe's,"
+        " or 0.",
         least=0.0,
     ),
     "disk_cache_dir": _text(

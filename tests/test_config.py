@@ -104,5 +104,7 @@ def test_a_disk_for_kv_that_cannot_be_is_refused(fields: dict[str, object], mess
 def test_a_disk_for_kv_is_refused_where_there_is_no_prefill_worker():
     prefix = PrefixConfig(True, host_gib=1.0, disk_dir="/kv", disk_gib=1.0)
     assert EngineConfig(prefix=prefix).prefix.disk_bytes == 1 << 30
-    with pytest.raises(ConfigError, match="leave --host_cache_gib .and --disk_cache_dir. out"):
+    with pytest.raises(ConfigError, match="leave --disk_cache_dir out"):
         EngineConfig(mode=Mode.CHUNKED, prefix=prefix)
+    in_memory = PrefixConfig(host_gib=1.0)  # for sequences that are set aside
+    assert EngineConfig(mode=Mode.CHUNKED, prefix=in_memory).prefix.host_bytes == 1 << 30

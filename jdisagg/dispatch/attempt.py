@@ -305,6 +305,9 @@ class Attempt:
                     self._source.worker if self._source else None, held.worker
                 )
             self._accept(span.child, span.first_index, span.token_ids, span.logprobs)
+        if span.aside:
+            self._run.preemptions += 1
+            self._deviated("sequences_set_aside")
         if span.end is SpanEnd.PREEMPTED and span.child in self.open:
             self.open.discard(span.child)
             self._preempted(span.child)
@@ -331,7 +334,7 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """A failure inside the attempt was made up for: predictions do not hold."""
+        """A failure or a pause inside the attempt was made up for: predictions do not hold."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 

@@ -114,6 +114,7 @@ class EmbeddedCluster:
         check_reuse(self.model.kv_spec, config.prefix)
         self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Instance | None = None
+        spills = config.prefix.host_bytes > 0
         if disaggregated:
             prefill_loaded = load(config.prefill.layout, prefill_devices)
             role = MeshRole(
@@ -125,9 +126,9 @@ class EmbeddedCluster:
                 disk=config.prefix.disk_dir,
             )
             self.prefill = self._instance("prefill", config.prefill, prefill_loaded, role)
-            role = MeshRole(prefill=False, decode=True, codec=config.decode.codec)
+            role = MeshRole(False, decode=True, codec=config.decode.codec, spills=spills)
         else:
-            role = MeshRole(prefill=True, decode=True)
+            role = MeshRole(prefill=True, decode=True, spills=spills)
         self.decode = self._instance("decode", config.decode, decode_loaded, role)
         if self.prefill:
             self.decode.executor.expect(self.prefill.executor.card)
@@ -162,7 +163,9 @@ class EmbeddedCluster:
             peers[PREFILL] = wrap.peer(DECODE, prefill_worker, observer)
             self._workers.append(prefill_worker)
         decode_worker = DecodeWorker(
-            WorkerContext(DECODE, self.clock, random_id, names=names),
+            WorkerContext(
+                DECODE, self.clock, random_id, names=names, tiers=tier_room(config.prefix)
+            ),
             self._mesh(DECODE, self.decode),
             config.decode,
             config.limits,

@@ -116,6 +116,7 @@ def build_worker_instance(
             config.prefix.host_tokens(config.instance.page_size),
             config.prefix.disk_dir,
             config.prefix.peer_tokens(config.instance.page_size),
+            config.prefix.host_bytes > 0,
         ),
         channel,
         context_tokens(config.model, loaded.model),
@@ -142,10 +143,11 @@ def mesh_role(
     host_tokens: int = 0,
     disk: str = "",
     peer_tokens: int = 0,
+    spills: bool = False,
 ) -> MeshRole:
     """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
-    to another; one that prefills sends from its pages what it has kept (`reuse`), may keep it
-    in host memory and on disk, and fetch it from others."""
+    to another, and set them aside in host memory (`spills`); one that prefills sends from its pages
+    what it has kept (`reuse`), may keep it in host memory and on disk, and fetch it from others."""
     match role:
         case WorkerRole.PREFILL:
             return MeshRole(
@@ -158,9 +160,9 @@ def mesh_role(
                 peer_tokens=peer_tokens,
             )
         case WorkerRole.DECODE:
-            return MeshRole(prefill=False, decode=True, codec=codec, extracts=True)
+            return MeshRole(False, decode=True, codec=codec, extracts=True, spills=spills)
         case WorkerRole.MIXED:
-            return MeshRole(prefill=True, decode=True, codec=codec, extracts=True)
+            return MeshRole(True, decode=True, codec=codec, extracts=True, spills=spills)
 
 
 def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:

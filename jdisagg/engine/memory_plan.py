@@ -31,6 +31,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.scheduler.fetch_prices import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_FETCHES
 from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
+from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
 
 # Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
@@ -148,12 +149,15 @@ def fit_instance(
             staged += (given + MOST_FETCHES * BLOCKS_IN_FLIGHT * fetched) * token_bytes
     elif fetched and instance.codec == "none":
         staged += MOST_CHUNKS_OF_DECODE * chunk * token_bytes
+    spilled = 0  # on its way to host memory and back
+    if prefix is not None and prefix.host_bytes and role is not WorkerRole.PREFILL:
+        spilled = 0 if state_bytes else 2 * SPILLS_AT_ONCE * chunk * token_bytes
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
         _activations(geometry, instance, role, chunk, model.dtype),
         # of a state as of a chunk: one that is packed, and those on their way
-        0 if role is WorkerRole.MIXED else staged,
+        spilled + (0 if role is WorkerRole.MIXED else staged),
         0,
         0,
         context,
@@ -227,7 +231,7 @@ def device_memory(
 def check_host_cache(
     prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1
 ) -> None:
-    """Whether each of `sharers` processes of this host may keep `prefix.host_gib` of KV in its
+    """Whether each of `sharers` workers of this host may keep `prefix.host_gib` of KV in its
     memory, of which virtual devices take their `fraction`.
 
     Raises:
@@ -241,13 +245,20 @@ def check_host_cache(
         raise ConfigError(
             f"prefix.host_gib={prefix.host_gib:g} does not fit: this host has {_gigabytes(whole)},"
             f" of which {part:.0%} are for devices and {1 - MOST_OF_HOST:.0%} for all else, so that"
-            f" each of {sharers} processes may have {_gigabytes(room)}; lower --host_cache_gib"
+            f" each of {sharers} workers may have {_gigabytes(room)}; lower --host_cache_gib"
             + (" or --memory_fraction" if part else "")
         )
 
 
-def describe_tiers(prefix: PrefixConfig) -> str:
-    """What a prefill worker keeps behind its pages."""
+def host_sharers(config: EngineConfig) -> int:
+    """How many workers of an embedded cluster keep KV in host memory."""
+    return 1 + (config.mode is Mode.DISAGGREGATED and config.prefix.reuse)
+
+
+def describe_tiers(prefix: PrefixConfig, role: WorkerRole) -> str:
+    """What a worker keeps behind its pages."""
+    if role is not WorkerRole.PREFILL:
+        return f"up to {prefix.host_gib:g} GiB of host memory for sequences that are set aside"
     disk = (
         f", and up to {prefix.disk_gib:g} GiB in {prefix.disk_dir} for what was used twice"
         if prefix.disk_dir

@@ -73,9 +73,9 @@ class MeshRole:
     """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come
     to it. `extracts`: it may send what lies in its pages: running sequences that it hands on (and
     takes those of others), or what it has kept. `host_tokens`: of the blocks that it keeps in host
-    memory; 0: it keeps none there. `disk`: the directory of those that it keeps on disk; empty:
-    none. `peer_tokens`: of the blocks that a mesh which does not decode fetches from others; 0: it
-    fetches none."""
+    memory; 0: it keeps none there. `spills`: it sets sequences aside there. `disk`: the directory
+    of the blocks that it keeps on disk; empty: none. `peer_tokens`: of the blocks that a mesh which
+    does not decode fetches from others; 0: it fetches none."""
 
     prefill: bool
     decode: bool
@@ -83,6 +83,7 @@ class MeshRole:
     codec: str = "none"
     extracts: bool = False
     host_tokens: int = 0
+    spills: bool = False
     disk: str = ""
     peer_tokens: int = 0
 

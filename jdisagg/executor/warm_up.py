@@ -44,15 +44,13 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
                 lambda band=band, tokens=tokens: executor.warm_insert(band, tokens)
                 for band, tokens in limits.block_shapes()
             ]
-    if role.extracts:
+    if role.extracts or role.spills:
         steps += [
             lambda band=band, tokens=tokens: executor.warm_extract(band, tokens)
             for band, tokens in limits.block_shapes()
         ]
-    steps += [
-        partial(executor.warm_restore, band, tokens)
-        for band, tokens in _shapes_of(limits, role.host_tokens)
-    ]
+    back = limits.block_shapes() if role.spills else _shapes_of(limits, role.host_tokens)
+    steps += [partial(executor.warm_restore, band, tokens) for band, tokens in back]
     steps += [
         partial(executor.warm_insert, band, tokens)
         for band, tokens in _shapes_of(limits, role.peer_tokens)

@@ -103,9 +103,10 @@ class Span(Message, frozen=True):
 
     On `STOP` the stop id itself is the last token. Set on the first span: `kv_bytes_moved` counts
     what the hand-off moved, `exposed_transfer_seconds` what it took beyond the prefill;
-    `prompt_logprobs`, where they were asked for. `lost` and
-    `moving` are news of the whole reservation, without tokens: the KV's source failed; the sequence
-    can be taken over from this worker under that hand-off."""
+    `prompt_logprobs`, where they were asked for. `aside`: behind these tokens, if any, the child
+    has no pages for a while. `lost` and `moving` are news of the whole reservation, without
+    tokens: the KV's source failed; the sequence can be taken over from this worker under that
+    hand-off."""
 
     child: int
     first_index: int
@@ -117,6 +118,7 @@ class Span(Message, frozen=True):
     lost: SourceLost | None = None
     moving: HandoffSource | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    aside: bool = False
 
 
 class ResumeCall(Message, frozen=True):

@@ -13,7 +13,8 @@ class WorkerRole(enum.Enum):
 
 class KeptTier(Message, frozen=True):
     """KV that a worker keeps for later requests in one place: `tier` is "pages" (those that
-    sequences hold among them), "host" or "disk". `room_bytes`: what there is for it."""
+    sequences hold among them), "host" or "disk"; in "host" of a worker that decodes lie sequences
+    that were set aside. `room_bytes`: what there is for it."""
 
     tier: str
     blocks: int

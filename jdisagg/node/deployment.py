@@ -20,10 +20,17 @@ from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.instance import Loaded, LoadModel
-from jdisagg.engine.memory_plan import check_host_cache, describe_tiers, device_memory, fit_engine
+from jdisagg.engine.memory_plan import (
+    check_host_cache,
+    describe_tiers,
+    device_memory,
+    fit_engine,
+    host_sharers,
+)
 from jdisagg.errors import ConfigError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
@@ -129,12 +136,14 @@ class Deployment:
     ) -> None:
         devices = jax.devices()
         memory = device_memory(devices[: devices_of(config)], memory_fraction(config))
-        check_host_cache(config.prefix, devices[0], memory_fraction(config))
+        check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
         config, plans = fit_engine(config, model.geometry, memory)
         for plan in plans:
             tell(str(plan))
         if config.prefix.host_bytes:
-            tell(f"prefill: {describe_tiers(config.prefix)}")
+            if host_sharers(config) > 1:
+                tell(f"prefill: {describe_tiers(config.prefix, WorkerRole.PREFILL)}")
+            tell(f"decode: {describe_tiers(config.prefix, WorkerRole.DECODE)}")
         self.config = config
         self.tokenizer = tokenizer
         record = embedded_recorder(record_to, replace(config.model, directory=model.directory))

@@ -194,9 +194,11 @@ class WorkerRuntime:
 
     @property
     def _host_bytes(self) -> int:
-        """Of host memory, for KV that this worker keeps there."""
-        state = self._state
-        return state.config.prefix.host_bytes if state.spec.role is WorkerRole.PREFILL else 0
+        """Of host memory, for KV that this worker keeps there: a prefill worker where any stays;
+        one that decodes if it has one process."""
+        state, prefix = self._state, self._state.config.prefix
+        prefills, alone = state.spec.role is WorkerRole.PREFILL, state.group.processes == 1
+        return prefix.host_bytes if (prefix.reuse if prefills else alone) else 0
 
     def _tiers(self) -> TierRoom:
         room = tier_room(self._state.config.prefix)
@@ -215,7 +217,7 @@ class WorkerRuntime:
                 )
             fraction = config.instance.memory_fraction
             check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
-            print(f"worker {spec.name}: {describe_tiers(config.prefix)}", flush=True)
+            print(f"worker {spec.name}: {describe_tiers(config.prefix, spec.role)}", flush=True)
         if spec.geometry is None:
             return config
         devices = self._state.devices[: config.instance.layout.devices]

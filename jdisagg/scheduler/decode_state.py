@@ -11,6 +11,7 @@ group without living children holds nothing; after all groups ended every ledger
 
 import bisect
 from collections.abc import Callable
+from dataclasses import replace
 
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.executor import MeshLimits
@@ -177,7 +178,7 @@ class DecodeState:
         self._vacate(child)
         child.stage = Stage.SPILLED
         self.preemptions += 1
-        self.news.append(self.untold(child))
+        self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
         """One that was set aside has pages again, on this rank, and waits for its KV."""

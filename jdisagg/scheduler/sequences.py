@@ -133,8 +133,8 @@ class SequenceGroup:
 
 @plain
 class ChildProgress:
-    """New tokens of one child, or why it ended, for whoever listens. `first_index` counts from the
-    first generated token."""
+    """New tokens of one child, or why it ended or rests (`aside`), for whoever listens.
+    `first_index` counts from the first generated token."""
 
     group_key: int
     child: int
@@ -144,3 +144,4 @@ class ChildProgress:
     finish: FinishReason | None = None
     preempted: bool = False
     moved: bool = False
+    aside: bool = False

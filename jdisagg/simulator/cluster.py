@@ -24,7 +24,6 @@ from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
 from jdisagg.router.known_blocks import KnownBlocks
-from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
 from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.simulator.deferred_reservation import ComputedPrompts, DeferredReservation
@@ -247,7 +246,7 @@ class SimulatedCluster:
             self.new_id,
             address=f"{name}:1",
             names=self._names,
-            tiers=self.fleet.tiers if role is WorkerRole.PREFILL else TierRoom(),
+            tiers=self.fleet.tiers,
         )
         if role is WorkerRole.PREFILL:
             fetches = self._names is not None and self.fleet.routing.peer_fetch
@@ -255,8 +254,8 @@ class SimulatedCluster:
         return DecodeWorker(context, mesh, instance, limits, peers, self.fleet.mode)
 
     def _host_memory(self, seat: Seat) -> HostMemory | None:
-        """Of a worker that keeps blocks there."""
-        if seat.role is not WorkerRole.PREFILL or not self.fleet.tiers.host_bytes:
+        """Of a worker that keeps KV there."""
+        if not self.fleet.tiers.host_bytes:
             return None
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 

@@ -199,7 +199,7 @@ class Fleet:
 
     @property
     def tiers(self) -> TierRoom:
-        """Of each prefill worker."""
+        """Of each worker."""
         return TierRoom(self.prefix.host_bytes, always=self.prefix.restores == "always")
 
     def host_link(self, pool: Pool) -> HostLink:

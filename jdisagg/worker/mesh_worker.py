@@ -42,8 +42,9 @@ class WorkerContext:
     """One start of a worker, beside its mesh and its configuration. `ids` gives fresh random 64-bit
     numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
     `loading_seconds`: for how long it will still load programs while it serves. `names`: of blocks
-    of KV that stays for later requests; None: none does. `tiers`: room of a prefill worker for
-    blocks that its pages have none for. `kv_channels`: as in its status."""
+    of KV that stays for later requests; None: none does. `tiers`: room for what its pages have
+    none for: of a prefill worker blocks, of one that decodes sequences. `kv_channels`: as in its
+    status."""
 
     name: str
     clock: Clock

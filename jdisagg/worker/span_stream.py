@@ -41,7 +41,7 @@ class SpanStream:
         if progress.child not in self._open:
             return
         end = _end_of(progress)
-        if progress.token_ids or end:
+        if progress.token_ids or end or progress.aside:
             span = Span(
                 child=progress.child,
                 first_index=progress.first_index,
@@ -53,6 +53,7 @@ class SpanStream:
                 prompt_logprobs=(
                     PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
                 ),
+                aside=progress.aside,
             )
             self._spans.put_nowait(span)
             self.prompt_logprobs = []

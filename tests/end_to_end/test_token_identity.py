@@ -2,10 +2,11 @@
 streams as one by one."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import Mode
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, PrefillChunk
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Completed, Running, config, running
@@ -132,6 +133,40 @@ async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
     assert result == await reference()
 
 
+async def outgrow_their_pages(run: Running) -> tuple[list[Completed], int]:
+    """All `mixed_requests` at once, and how often pages were taken. Short prompts first: many
+    sequences then grow at once, and together outgrow their pages."""
+    requests = mixed_requests(run)
+    order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
+    last, preemptions = await run.complete_preempted([requests[index] for index in order])
+    completed = dict(zip(order, last, strict=True))
+    return [completed[index] for index in range(len(requests))], preemptions
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode", "pages"),
+    [
+        (Mode.DISAGGREGATED, "tp=1", "tp=2", 58),
+        (Mode.DISAGGREGATED, "tp=2", "dp=2", 56),
+        (Mode.CHUNKED, "tp=1", "tp=1", 58),
+    ],
+)
+async def test_what_comes_back_from_host_memory_changes_no_stream(mode, prefill, decode, pages):
+    engine = config(mode, prefill, decode, decode_page=8, pages=pages, growth=1, slots=16)
+    engine = replace(engine, prefix=PrefixConfig(host_gib=0.25, restores="always"))
+    async with running(engine) as run:
+        done, preemptions = await outgrow_their_pages(run)
+        counters = run.cluster._workers[-1].counters
+        assert counters["spills_restored"] > 0 and counters["spills_missed"] == 0
+        spilled = counters["sequences_spilled"]
+        assert 0 < spilled <= preemptions
+        noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
+        assert 0 < noticed <= preemptions
+        assert len(run.cluster.decode.executor.host) == 0
+    assert streams(done) == await reference()
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "steps"), [(Mode.DISAGGREGATED, 1), (Mode.DISAGGREGATED, 4), (Mode.CHUNKED, 1)]
@@ -139,14 +174,7 @@ async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
 async def test_preemption_changes_no_stream(mode, steps):
     engine = config(mode, "tp=1", "tp=1", decode_page=8, pages=58, growth=1, steps=steps, slots=16)
     async with running(engine) as run:
-        requests = mixed_requests(run)
-        # Short prompts first: many sequences then grow at once, and together outgrow their pages.
-        order = sorted(
-            range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids)
-        )
-        last, preemptions = await run.complete_preempted([requests[index] for index in order])
-        completed = dict(zip(order, last, strict=True))
-        done = [completed[index] for index in range(len(requests))]
+        done, preemptions = await outgrow_their_pages(run)
     noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
     assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()

@@ -24,6 +24,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import load_recipe
+from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from launch.model import as_kept
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -113,14 +114,15 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, ONE_B, memory(2))
 
 
-def test_blocks_on_their_way_to_host_memory_are_room_of_a_prefill_worker() -> None:
+def test_what_is_on_its_way_to_host_memory_is_room_of_its_worker() -> None:
     config = EngineConfig(model=BF16, prefill=SMALL, decode=SMALL)
     keeps = replace(config, prefix=PrefixConfig(True, host_gib=1.0))
-    (prefill, decode), (with_host, same) = (
+    (prefill, decode), (with_host, sets_aside) = (
         fit_engine(one, ONE_B, memory(20))[1] for one in (config, keeps)
     )
     assert with_host.staged - prefill.staged == 32 * 128 * (32 << 10)
-    assert same == decode
+    chunks = 2 * SPILLS_AT_ONCE * SMALL.chunk_tokens  # out, and back
+    assert sets_aside.staged - decode.staged == chunks * (32 << 10)
 
 
 @pytest.mark.parametrize(("codec", "chunks"), [("none", 1), ("fp8", 0)])
@@ -192,7 +194,7 @@ def test_a_host_keeps_no_more_kv_than_it_has_memory_for_beside_its_devices() -> 
     check_host_cache(PrefixConfig(True, host_gib=0.69 * whole), device, 0.2)
     with pytest.raises(ConfigError, match=r"does not fit: .* 50% are for devices .*--host_cache"):
         check_host_cache(PrefixConfig(True, host_gib=0.41 * whole), device, None)
-    with pytest.raises(ConfigError, match="each of 2 processes"):
+    with pytest.raises(ConfigError, match="each of 2 workers"):
         check_host_cache(PrefixConfig(True, host_gib=0.3 * whole), device, None, sharers=2)
 
 

@@ -110,7 +110,6 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
                 "--prefill_stages=2 means nothing in mode unified",
             ),
             (("--speed=2",), "--speed=2 is of a trace's times, and there is no --trace"),
-            (("--host_cache_gib=2",), "--prefix_cache"),
             (("--think_seconds=2",), "--think_seconds=2.0 is of conversations that are made up"),
             (("--turns=0.5",), "1 turn or more"),
             (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),

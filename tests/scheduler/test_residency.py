@@ -259,7 +259,10 @@ def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"host_gib": 1.0}, "prefix.host_gib=1 keeps what prefix.reuse=False throws away"),
+        (
+            {"host_gib": 1.0, "disk_dir": "/kv", "disk_gib": 1.0},
+            "prefix.disk_gib=1 keeps what prefix.reuse=False throws away",
+        ),
         ({"reuse": True, "host_gib": -1.0}, "prefix.host_gib must be 0 or more GiB, got -1"),
         ({"reuse": True, "host_gib": math.nan}, "prefix.host_gib must be 0 or more GiB, got nan"),
         ({"reuse": True, "restores": "never"}, "must be priced or always, got 'never'"),
@@ -272,9 +275,10 @@ def test_host_memory_that_makes_no_sense_is_refused(
         PrefixConfig(**fields)  # type: ignore[arg-type]
 
 
-def test_a_server_without_prefill_workers_keeps_nothing_in_host_memory() -> None:
+def test_a_server_without_prefill_workers_keeps_nothing_on_disk() -> None:
+    kept = PrefixConfig(True, host_gib=1.0, disk_dir="/kv", disk_gib=1.0)
     with pytest.raises(ConfigError, match="mode=chunked has none"):
-        EngineConfig(mode=Mode.CHUNKED, prefix=PrefixConfig(True, host_gib=1.0))
+        EngineConfig(mode=Mode.CHUNKED, prefix=kept)
 
 
 def test_a_page_that_nobody_holds_is_not_kept() -> None:

@@ -64,11 +64,12 @@ def test_a_preempted_sequence_comes_back_from_host_memory_and_is_not_prefilled_a
     async def main() -> None:
         async with scarce() as cluster:
             await all_of(cluster, long(1), long(2))
-            decode, prefills = cluster.decode, cluster.path.counters["preemptions"]
+            decode, again = cluster.decode, cluster.path.counters["preemptions"]
             assert decode.counters["sequences_spilled"] > 0
             assert decode.counters["spills_restored"] == decode.counters["sequences_spilled"]
             assert decode._state.preemptions == decode.counters["sequences_spilled"]
-            assert prefills == 0  # the request path made no other attempt
+            assert again == 0  # the request path made no other attempt
+            assert cluster.path.counters["sequences_set_aside"] == decode._state.preemptions
             await check_empty(cluster)
 
     run_virtually(main)
