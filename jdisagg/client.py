@@ -28,7 +28,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
@@ -38,13 +38,13 @@ from google.protobuf.message import Message
 from jdisagg.chat.messages import ChatMessage, ChatTool, ToolCall
 from jdisagg.dispatch.frontend import ModelInfo
 from jdisagg.dispatch.routing_status import RoutingStatus
-from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.prompt_logprobs import PromptLogprobs
-from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
+from jdisagg.request import StreamEvent
 from jdisagg.service import generation_pb2 as pb
 from jdisagg.service import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.client_chat import Messages
+from jdisagg.service.client_completion import Choice, Collector, Completion
 from jdisagg.service.client_request import GenerateOptions, asked, tokenize_request
 from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
 from jdisagg.service.connection import (
@@ -72,82 +72,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 Reply = TypeVar("Reply")
 Options = list[tuple[str, int | str]]
-
-
-@dataclass(slots=True)
-class Choice:
-    """All of one child of a request; of a chat that the server takes apart, `text` is the words,
-    beside `reasoning` and `tool_calls`."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The whole answer; `text` is that of the first of `choices`. `request_id`: what the server
-    calls the request, in its logs and timelines. `prompt_logprobs`: where they were asked for, an
-    entry for each token of the prompt but the first."""
-
-    choices: tuple[Choice, ...]
-    usage: Usage | None
-    timings: Timings | None
-    request_id: str = ""
-    prompt_logprobs: PromptLogprobs | None = None
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-
-class _Collector:
-    """Puts events together; a token that is missing or comes twice is an error, never a wrong
-    answer."""
-
-    def __init__(self) -> None:
-        self._choices: dict[int, Choice] = {}
-        self._usage: Usage | None = None
-        self._timings: Timings | None = None
-        self._request_id = ""
-        self._prompt_logprobs: PromptLogprobs | None = None
-
-    def add(self, event: StreamEvent) -> None:
-        choice = self._choices.setdefault(event.child, Choice())
-        if event.token_ids and event.first_index != len(choice.token_ids):
-            raise JdisaggError(
-                f"stream of child {event.child}: token {event.first_index} came where"
-                f" {len(choice.token_ids)} was due"
-            )
-        choice.text += event.text
-        choice.token_ids += event.token_ids
-        choice.logprobs += event.logprobs
-        choice.finish_reason = event.finish_reason or choice.finish_reason
-        choice.reasoning += event.reasoning
-        for call in event.tool_calls:
-            if call.name:
-                choice.tool_calls.append(ToolCall(call.name, call.arguments, call.id))
-            else:
-                known = choice.tool_calls[call.index]
-                arguments = known.arguments + call.arguments
-                choice.tool_calls[call.index] = replace(known, arguments=arguments)
-        self._usage, self._timings = event.usage or self._usage, event.timings or self._timings
-        self._request_id = event.request_id or self._request_id
-        self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
-
-    def completion(self) -> Completion:
-        if not self._choices:
-            raise JdisaggError("the stream ended without an event; see the server's log")
-        return Completion(
-            tuple(self._choices[child] for child in sorted(self._choices)),
-            self._usage,
-            self._timings,
-            self._request_id,
-            self._prompt_logprobs,
-        )
 
 
 class AsyncClient:
@@ -230,7 +154,7 @@ class AsyncClient:
         Raises:
             JdisaggError: as `generate`.
         """
-        collector = _Collector()
+        collector = Collector()
         async with contextlib.aclosing(self.generate(prompt, **options)) as events:
             async for event in events:
                 collector.add(event)
@@ -297,6 +221,37 @@ class AsyncClient:
             UnavailableError: a worker does not answer; what it keeps may still be used.
         """
         return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
+
+    async def suspend(
+        self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
+    ) -> None:
+        """Lets a request rest whose stream is open: its slots and pages are free for others, and
+        its stream says nothing until `resume`. Its deadline is not moved. May be called again.
+
+        Args:
+            request_id: the one that the request was given, or that its first event bears.
+            keep_seconds: for how long its KV is kept in host memory, as far as there is room; then
+                it is computed anew when the request goes on. None: as long as its deadline allows.
+            tenant: as the request says.
+
+        Raises:
+            InvalidRequestError: the server streams no such request.
+            UnavailableError: a worker does not answer; ask again.
+        """
+        request = pb.SuspendRequest(request_id=request_id, tenant=tenant, keep_seconds=keep_seconds)
+        await self._unary(self._stub.Suspend, request)
+
+    async def resume(self, request_id: str, *, tenant: str = "") -> None:
+        """Lets a suspended request go on, at its next token.
+
+        Args:
+            request_id, tenant: as `suspend`.
+
+        Raises:
+            JdisaggError: as `suspend`.
+        """
+        request = pb.ResumeRequest(request_id=request_id, tenant=tenant)
+        await self._unary(self._stub.Resume, request)
 
     async def close(self) -> None:
         """Ends what runs; nothing more can be asked. Idempotent."""
@@ -428,6 +383,16 @@ class Client:
     def reset_cache(self) -> int:
         """As `AsyncClient.reset_cache`."""
         return _result(self._client.reset_cache())
+
+    def suspend(
+        self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
+    ) -> None:
+        """As `AsyncClient.suspend`."""
+        _result(self._client.suspend(request_id, keep_seconds=keep_seconds, tenant=tenant))
+
+    def resume(self, request_id: str, *, tenant: str = "") -> None:
+        """As `AsyncClient.resume`."""
+        _result(self._client.resume(request_id, tenant=tenant))
 
     def close(self) -> None:
         """Ends what runs; nothing more can be asked. Idempotent."""

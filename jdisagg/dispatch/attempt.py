@@ -73,6 +73,9 @@ class Attempt:
         self._ended: set[int] = set()  # at their worker
         self._firsts: dict[int, FirstToken] = {}
         self._joined = False
+        self._reserved = False
+        self._telling = asyncio.Lock()
+        self._told = run.suspensions_known_anew
         self._migration: Migration | None = None
         # the source of the KV
         self._source: HandoffSource | None = None
@@ -99,7 +102,9 @@ class Attempt:
             self._blame(decision.decode, error)
             raise
         self._run.queue_seconds += self._context.clock.now() - began
+        self._reserved = True
         try:
+            await self.tell_suspended()
             if decision.prefill is None:
                 placement.prefill_sent()
                 known = min(self._run.prompt_tokens, held.reservation.cached_tokens)
@@ -110,6 +115,15 @@ class Attempt:
         finally:
             if len(self._ended) < len(self.children):
                 await to_the_end(self._free(held))
+
+    async def tell_suspended(self) -> None:
+        """Lets its decode worker know whether the request is suspended, if that has changed."""
+        async with self._telling:
+            run = self._run
+            while self._reserved and self._told < run.suspensions:
+                told = run.suspensions
+                await self._held.port.suspend(self._held.key, run.keep_seconds)
+                self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
         """Prefills at one worker; receives and decodes at the other at the same time."""
@@ -251,6 +265,8 @@ class Attempt:
                 held, spans = self._migration.arrived()
                 self._deviated("sequences_moved")
                 self._held, self._migration = held, None
+                self._told = self._run.suspensions_known_anew
+                await self.tell_suspended()
         except BaseException:
             await to_the_end(self._end_decode(spans))
             raise
@@ -305,7 +321,7 @@ class Attempt:
                     self._source.worker if self._source else None, held.worker
                 )
             self._accept(span.child, span.first_index, span.token_ids, span.logprobs)
-        if span.aside:
+        if span.aside and self._run.keep_seconds is None:
             self._run.preemptions += 1
             self._deviated("sequences_set_aside")
         if span.end is SpanEnd.PREEMPTED and span.child in self.open:

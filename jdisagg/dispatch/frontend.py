@@ -79,6 +79,8 @@ class ServingPath(Protocol):
 
     async def status(self) -> tuple[WorkerStatus, ...]: ...
 
+    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None: ...
+
     async def reset_cache(self) -> int: ...
 
     async def drain(self) -> None: ...
@@ -334,6 +336,23 @@ class Frontend:
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
+
+    async def suspend(
+        self, request_id: str, tenant: str = "", keep_seconds: float | None = None
+    ) -> None:
+        """Lets a running request of the caller's rest (`RequestPath.suspend`). `keep_seconds` None:
+        as long as its deadline allows. Raises InvalidRequestError, UnavailableError."""
+        seconds = math.inf if keep_seconds is None else keep_seconds
+        if not (seconds > 0 and (keep_seconds is None or math.isfinite(seconds))):
+            raise InvalidRequestError(
+                f"keep_seconds must be positive and finite, got {seconds}; leave it out to keep the"
+                " KV as long as the request's deadline allows"
+            )
+        await self._path.suspend(caller.current().tenant_of(tenant), request_id, seconds)
+
+    async def resume(self, request_id: str, tenant: str = "") -> None:
+        """Lets a suspended request of the caller's go on. Raises as `suspend`."""
+        await self._path.suspend(caller.current().tenant_of(tenant), request_id, None)
 
     async def reset_cache(self) -> int:
         """Every worker forgets the KV that it keeps; returns how many blocks. Raises

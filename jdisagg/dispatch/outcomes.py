@@ -62,6 +62,9 @@ class OutcomeTap:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
 
+    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
+        await self._path.suspend(tenant, request_id, keep_seconds)
+
     async def reset_cache(self) -> int:
         return await self._path.reset_cache()
 

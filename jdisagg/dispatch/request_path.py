@@ -34,7 +34,12 @@ from jdisagg.dispatch.placer import PlacementRequest, Placer, PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts, RequestContext
 from jdisagg.dispatch.request_run import NewTextStream, RequestRun
 from jdisagg.dispatch.routing_status import RoutingStatus
-from jdisagg.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from jdisagg.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from jdisagg.ids import random_id
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.worker_status import WorkerStatus
@@ -80,6 +85,7 @@ class RequestPath:
         self._running = 0
         self._waiting: Counter[str] = Counter()  # for their first token, by tenant
         self._draining = False
+        self._runs: dict[tuple[str, str], RequestRun] = {}  # by tenant and id
         self._quiet = asyncio.Event()
         self._first_tokens = Drain()
 
@@ -91,7 +97,8 @@ class RequestPath:
         run = RequestRun(
             request, self._new_text, context.clock, context.limits.default_deadline_seconds
         )
-        waits = True
+        waits, key = True, (request.tenant, request.request_id)
+        self._runs[key] = run
         try:
             await run.resume()
             for children in run.groups(run.open_children):
@@ -108,7 +115,25 @@ class RequestPath:
             try:
                 await run.close(2 * context.limits.timeouts.request.close_seconds)
             finally:  # also where that was cut short: what it began to free goes on
+                if self._runs.get(key) is run:
+                    del self._runs[key]
                 self._leave(request, waits)
+
+    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
+        """Lets a running request rest: its slots and pages are free for others, its KV is kept in
+        the workers' host memory for so long, as far as there is room, and no attempt begins. None:
+        it goes on, at the next token, from that KV or computed anew. Its deadline is not moved.
+        Raises InvalidRequestError where no such request is running, UnavailableError where a worker
+        does not answer: then call again."""
+        run = self._runs.get((tenant, request_id))
+        if run is None:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is that of no request that is running here; suspend one"
+                " while its stream is open, at the server that streams it"
+            )
+        self.counters.add("requests_resumed" if keep_seconds is None else "requests_suspended")
+        run.suspend(None if keep_seconds is None else min(keep_seconds, run.remaining_seconds()))
+        await asyncio.gather(*(attempt.tell_suspended() for attempt in tuple(run.attempts)))
 
     def _start(self, run: RequestRun, children: tuple[int, ...], wait_seconds: float = 0.0) -> None:
         preempted = functools.partial(self._preempted, run)
@@ -122,6 +147,7 @@ class RequestPath:
         try:
             if wait_seconds:
                 await self._context.clock.sleep(wait_seconds)
+            await run.awake.wait()
             began = self._context.clock.now()
             placement = await self.placer.place(
                 PlacementRequest(

@@ -58,6 +58,8 @@ class RunningAttempt(Protocol):
     @property
     def over(self) -> bool: ...
 
+    async def tell_suspended(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class ChildRun:
@@ -129,6 +131,25 @@ class RequestRun:
         self._closing: set[asyncio.Task[None]] = set()
         self._timer = asyncio.get_running_loop().call_later(self.seconds, self._end_by_deadline)
         self.closed = False
+        # for how long workers keep the KV of a suspended one; None: it is not
+        self.keep_seconds: float | None = None
+        self.suspensions = 0  # changes of that
+        self.awake = asyncio.Event()
+        self.awake.set()
+
+    def suspend(self, keep_seconds: float | None) -> None:
+        """No attempt begins until it goes on (None)."""
+        self.keep_seconds, self.as_planned = keep_seconds, False
+        self.suspensions += 1
+        if keep_seconds is None:
+            self.awake.set()
+        else:
+            self.awake.clear()
+
+    @property
+    def suspensions_known_anew(self) -> int:
+        """Of its suspensions, those that a worker to which it is new need not be told."""
+        return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
 

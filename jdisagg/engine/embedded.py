@@ -291,6 +291,21 @@ class EmbeddedCluster:
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self.observed_path.stream(request)
 
+    async def suspend(self, request_id: str, keep_seconds: float | None, tenant: str = "") -> None:
+        """Lets a request that is being streamed rest, or go on: its slots and pages are free for
+        others, and its stream says nothing meanwhile.
+
+        Args:
+            request_id: the request's.
+            keep_seconds: for how long its KV stays in host memory, as far as `prefix.host_gib` has
+                room; what is not kept is computed anew when it goes on. None: it goes on.
+            tenant: the request's.
+
+        Raises:
+            InvalidRequestError: no such request is being streamed.
+        """
+        await self.path.suspend(tenant, request_id, keep_seconds)
+
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.path.status()
 

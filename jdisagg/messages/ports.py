@@ -294,6 +294,12 @@ class DecodePort(Protocol):
         lease). `child` None is all."""
         ...
 
+    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
+        """Lets slot and pages of all children go as soon as their KV is here. It is kept in host
+        memory for so long, as far as there is room; what is not ends as preempted. None: they go on
+        when they get pages. The last call holds; idempotent."""
+        ...
+
     async def reset_cache(self) -> int:
         """Nothing that is kept here is used again, nor what running sequences leave; returns how
         many blocks were forgotten."""

@@ -177,7 +177,7 @@ class DecodeState:
         before it is written over. What was not told yet is."""
         self._vacate(child)
         child.stage = Stage.SPILLED
-        self.preemptions += 1
+        self.preemptions += child.group.suspended_until is None
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:

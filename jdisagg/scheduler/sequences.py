@@ -97,7 +97,8 @@ class SequenceGroup:
     that KV is written to until the group is ready; `copies` are the shared last pages to copy then
     (rank, source, destination). `until`: the deadline of the call that generates from it. The first
     `cached_tokens` positions hold their KV from the beginning; `chain` names the blocks of what was
-    known, in `epoch` of what is kept."""
+    known, in `epoch` of what is kept. `suspended_until`: nothing of it runs; its KV is kept in host
+    memory till then."""
 
     key: int
     request: Request
@@ -113,6 +114,7 @@ class SequenceGroup:
     cached_tokens: int = 0
     chain: Chain = ()
     epoch: int = 0
+    suspended_until: float | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,5 +1,5 @@
 """Sequences whose pages were taken and whose KV lies in host memory: who may go there, and who is
-the next to come back.
+the next to come back. Those of suspended requests go there, too, and wait until they are wanted.
 
 A spilled sequence lives on: it has no slot and no pages, and goes on from where it was when it has
 both again. It goes to host memory only where that is better than to be computed anew on another
@@ -103,8 +103,13 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """The oldest of those that wait, whether it is there already or still on its way."""
-        waiting = [one for one in self._spills.values() if one.child.stage is Stage.SPILLED]
+        """The oldest of those that wait for pages, whether it is there already or still on its
+        way."""
+        waiting = [
+            one
+            for one in self._spills.values()
+            if one.child.stage is Stage.SPILLED and one.child.group.suspended_until is None
+        ]
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:

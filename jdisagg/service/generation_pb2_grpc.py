@@ -64,6 +64,16 @@ class GenerationServiceStub:
                 request_serializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheRequest.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheResponse.FromString,
                 _registered_method=True)
+        self.Suspend = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/Suspend',
+                request_serializer=jdisagg_dot_service_dot_generation__pb2.SuspendRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_generation__pb2.SuspendResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/Resume',
+                request_serializer=jdisagg_dot_service_dot_generation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_generation__pb2.ResumeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -107,6 +117,20 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Suspend(self, request, context):
+        """A request whose stream is open, here, rests: its slots and pages are free for others, and its stream says nothing. Its KV stays in
+        host memory as far as there is room, else it is computed anew when the request goes on, at the next token. Its deadline is not moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +163,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ResetCache,
                     request_deserializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheRequest.FromString,
                     response_serializer=jdisagg_dot_service_dot_generation__pb2.ResetCacheResponse.SerializeToString,
+            ),
+            'Suspend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Suspend,
+                    request_deserializer=jdisagg_dot_service_dot_generation__pb2.SuspendRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_generation__pb2.SuspendResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=jdisagg_dot_service_dot_generation__pb2.ResumeRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_generation__pb2.ResumeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -303,6 +337,60 @@ class GenerationService:
             '/jdisagg.v1.GenerationService/ResetCache',
             jdisagg_dot_service_dot_generation__pb2.ResetCacheRequest.SerializeToString,
             jdisagg_dot_service_dot_generation__pb2.ResetCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Suspend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/Suspend',
+            jdisagg_dot_service_dot_generation__pb2.SuspendRequest.SerializeToString,
+            jdisagg_dot_service_dot_generation__pb2.SuspendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/Resume',
+            jdisagg_dot_service_dot_generation__pb2.ResumeRequest.SerializeToString,
+            jdisagg_dot_service_dot_generation__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -118,6 +118,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.ResetCacheResponse:
         return pb.ResetCacheResponse(blocks=await self._frontend.reset_cache())
 
+    async def Suspend(
+        self, request: pb.SuspendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SuspendResponse:
+        seconds = request.keep_seconds if request.HasField("keep_seconds") else None
+        await self._frontend.suspend(request.request_id, request.tenant, seconds)
+        return pb.SuspendResponse()
+
+    async def Resume(
+        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResumeResponse:
+        await self._frontend.resume(request.request_id, request.tenant)
+        return pb.ResumeResponse()
+
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
     """The sooner of the request's own deadline and the gRPC call's; gRPC says infinity where the

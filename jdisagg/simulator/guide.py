@@ -170,6 +170,9 @@ class _Watched:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.front.status()
 
+    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
+        await self.front.suspend(tenant, request_id, keep_seconds)
+
     async def reset_cache(self) -> int:
         return await self.front.reset_cache()
 

@@ -197,6 +197,7 @@ class DecodeWorker(MeshWorker):
 
     def _settle(self) -> None:
         """After any change: news to streams, pages to those that wait, and the loop looks again."""
+        self._spilled.rest()
         for progress in self._state.take_news() if self._state.news else ():
             if (stream := self._streams.get(progress.group_key)) is not None:
                 stream.put(progress)
@@ -377,6 +378,13 @@ class DecodeWorker(MeshWorker):
                 if sequence.child == child:
                     self._state.end_child(sequence, FinishReason.CANCELLED)
         self._settle()
+
+    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
+        group, now = self._state.groups.get(reservation_id), self._clock.now()
+        if group is not None:
+            self._migration.abort(group.key, "the request is suspended, or goes on")
+            self._spilled.suspend(group, None if keep_seconds is None else now + keep_seconds)
+            self._settle()
 
     def migrate_out(self, reservation_id: int) -> bool:
         """Offers a running sequence to other decode workers; it goes on here until one of them has

@@ -21,7 +21,7 @@ from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import HostPiece, RestorePrices, TierRoom
-from jdisagg.scheduler.sequences import Sequence, Stage
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.scheduler.spills import Spill, Spills, batch_ranges
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
@@ -56,6 +56,7 @@ class SpilledKv:
         self._changed = changed
         self._most_seconds = most_seconds
         self._pieces = HostPieces(loop, mesh.page_size, context.ids() >> 1)
+        self._suspended: dict[int, SequenceGroup] = {}
         self._moving: dict[int, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks()
 
@@ -77,6 +78,33 @@ class SpilledKv:
 
     def stop(self) -> None:
         self._tasks.cancel()
+
+    # ---- suspended requests
+
+    def suspend(self, group: SequenceGroup, until: float | None) -> None:
+        """Nothing of a group runs, and what it leaves here is kept till then; None: it goes on."""
+        group.suspended_until = until
+        if until is None:
+            self._suspended.pop(group.key, None)
+            until = self._context.clock.now() + self._most_seconds
+        else:
+            self._suspended[group.key] = group
+        for spill in self.spills:
+            if spill.child.group is group:
+                spill.until = until
+
+    def rest(self) -> None:
+        """Sequences of suspended requests let go of what they hold, once all their KV is here. Of
+        several some wait until others are out; those for which there is no room end."""
+        for key, group in list(self._suspended.items()):
+            if key not in self._state.groups:
+                del self._suspended[key]
+            for child in group.alive:
+                waits = child.stage not in (Stage.READY, Stage.RUNNING)
+                if waits or self.spills.refusal(child) == "busy":
+                    continue
+                if not self._state.spill(child):
+                    self._state.end_child(child, preempted=True, counted=False)
 
     # ---- out
 
@@ -117,7 +145,7 @@ class SpilledKv:
             )
             for batch in batch_ranges(self._mesh, len(chain) * size, size, tokens)
         ]
-        until = self._context.clock.now() + self._most_seconds
+        until = child.group.suspended_until or self._context.clock.now() + self._most_seconds
         size = self.spills.bytes_of(batches)
         return Spill(child, child.rank, batches, tokens, size, chain, residency.epoch, until)
 
@@ -203,10 +231,12 @@ class SpilledKv:
             self._pieces.release(spill.offer_ids)
 
     def sweep(self, now: float) -> None:
-        """Those for which no page was free for so long may have more luck elsewhere."""
+        """Those for which no page was free for so long may have more luck elsewhere; those that are
+        suspended for longer than they are kept are computed anew if they go on."""
         for spill in self.spills:
             if spill.child.stage is Stage.SPILLED and spill.until < now:
-                self._miss(spill, "late")
+                late = spill.child.group.suspended_until is None
+                self._miss(spill, "late" if late else "expired")
 
     def _miss(self, spill: Spill, cause: str) -> None:
         self._counters.add("spills_missed", cause=cause)

@@ -6,7 +6,7 @@ meshes, no KV cache."""
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -115,14 +115,18 @@ class Running:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
     async def complete_preempted(
-        self, requests: Sequence[Request], rounds: int = 6
+        self,
+        requests: Sequence[Request],
+        rounds: int = 6,
+        enough: Callable[[], bool] = lambda: True,
     ) -> tuple[list["Completed"], int]:
-        """All at once, and again until sequences were preempted: while programs are compiled, or
-        on a busy machine, too few may run together. The last round, and its preemptions."""
+        """All at once, and again until sequences were preempted, and `enough`: while programs are
+        compiled, or on a busy machine, too few may run together. The last round, and the
+        preemptions of all."""
         for _ in range(rounds):
             done = await self.complete_all(requests)
             preemptions = sum(status.preemptions for status in await self.cluster.status())
-            if preemptions:
+            if preemptions and enough():
                 return done, preemptions
         raise AssertionError("the pages were not few enough")
 

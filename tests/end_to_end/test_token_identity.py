@@ -1,7 +1,9 @@
 """Rule 1 over everything else: batch mix, mode, preemption, several steps a dispatch give the same
 streams as one by one."""
 
+import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -133,12 +135,15 @@ async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
     assert result == await reference()
 
 
-async def outgrow_their_pages(run: Running) -> tuple[list[Completed], int]:
+async def outgrow_their_pages(
+    run: Running, enough: Callable[[], bool] = lambda: True
+) -> tuple[list[Completed], int]:
     """All `mixed_requests` at once, and how often pages were taken. Short prompts first: many
     sequences then grow at once, and together outgrow their pages."""
     requests = mixed_requests(run)
     order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_token_ids))
-    last, preemptions = await run.complete_preempted([requests[index] for index in order])
+    shortest_first = [requests[index] for index in order]
+    last, preemptions = await run.complete_preempted(shortest_first, enough=enough)
     completed = dict(zip(order, last, strict=True))
     return [completed[index] for index in range(len(requests))], preemptions
 
@@ -156,11 +161,10 @@ async def test_what_comes_back_from_host_memory_changes_no_stream(mode, prefill,
     engine = config(mode, prefill, decode, decode_page=8, pages=pages, growth=1, slots=16)
     engine = replace(engine, prefix=PrefixConfig(host_gib=0.25, restores="always"))
     async with running(engine) as run:
-        done, preemptions = await outgrow_their_pages(run)
         counters = run.cluster._workers[-1].counters
-        assert counters["spills_restored"] > 0 and counters["spills_missed"] == 0
-        spilled = counters["sequences_spilled"]
-        assert 0 < spilled <= preemptions
+        done, preemptions = await outgrow_their_pages(run, lambda: counters["spills_restored"] > 0)
+        assert counters["spills_missed"] == 0
+        assert 0 < counters["sequences_spilled"] <= preemptions
         noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
         assert 0 < noticed <= preemptions
         assert len(run.cluster.decode.executor.host) == 0
@@ -178,3 +182,32 @@ async def test_preemption_changes_no_stream(mode, steps):
     noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
     assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()
+
+
+@pytest.mark.ci
+async def test_a_suspended_request_goes_on_with_the_tokens_of_an_undisturbed_one():
+    """Its KV lies in host memory meanwhile, and nothing is prefilled for it again."""
+    engine = config(prefill="tp=2", decode="dp=2", decode_page=8)
+    engine = replace(engine, prefix=PrefixConfig(host_gib=0.25, restores="always"))
+    async with running(engine) as run:
+        options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+        request = run.request(SENTENCE, "rests", repetition_penalty=1.2, **options)
+        undisturbed = await run.complete(replace(request, request_id="first"))
+        prefills = len(run.recording.prefill)
+        tokens: list[int] = []
+        async for event in run.cluster.stream(request):
+            tokens += event.token_ids
+            if len(tokens) == 10:
+                await run.cluster.suspend("rests", 60.0)
+                worker = run.cluster._workers[-1]
+                while not worker.counters["sequences_spilled"]:
+                    await asyncio.sleep(0.01)
+                (status,) = [one for one in await run.cluster.status() if one.name == "decode-0"]
+                assert status.free_pages == status.total_pages and status.running == 0
+                others = [run.request(SENTENCE, f"other {n}", max_tokens=5) for n in range(3)]
+                await run.complete_all(others)
+                prefills = len(run.recording.prefill)
+                await run.cluster.suspend("rests", None)
+        assert worker.counters["spills_restored"] == 1
+        assert len(run.recording.prefill) == prefills
+    assert tokens == undisturbed.tokens[0]

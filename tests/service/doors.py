@@ -111,6 +111,7 @@ class FakePath:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[Request] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
+    suspended: list[tuple[str, str, float | None]] = field(default_factory=list)
     made_events: int = 0
     filler: str = ""
     pause_seconds: float = 0.0
@@ -171,6 +172,9 @@ class FakePath:
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return (STATUS,)
+
+    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
+        self.suspended.append((tenant, request_id, keep_seconds))
 
     async def reset_cache(self) -> int:
         return 7

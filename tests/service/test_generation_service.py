@@ -1,13 +1,14 @@
 """The generation service over real gRPC on loopback."""
 
 import asyncio
+import math
 import socket
 
 import grpc
 import grpc.aio
 import pytest
 
-from jdisagg.client import AsyncClient
+from jdisagg.client import AsyncClient, Client
 from jdisagg.dispatch.frontend import TokenPrompt
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import (
@@ -338,3 +339,26 @@ async def test_the_same_request_can_be_built_of_text_and_of_its_tokens(
     await client.complete(token_ids=await client.tokenize("abc"), max_tokens=1)
     assert door.path.requests[0].prompt_token_ids == door.path.requests[1].prompt_token_ids
     assert await door.frontend.tokenize(TokenPrompt((1, 2))) == (1, 2)
+
+
+async def test_a_request_is_suspended_and_resumed_by_its_id(door: Door) -> None:
+    """By both clients; a time that cannot be is refused before the path hears of it."""
+    async with AsyncClient(door.target) as client:
+        await client.suspend("r", keep_seconds=2.5, tenant="t")
+        await client.resume("r", tenant="t")
+        for seconds in (0.0, -1.0, math.nan, math.inf):
+            with pytest.raises(InvalidRequestError, match="keep_seconds must be positive"):
+                await client.suspend("r", keep_seconds=seconds)
+
+    def block() -> None:
+        with Client(door.target) as client:
+            client.suspend("s")
+            client.resume("s")
+
+    await asyncio.to_thread(block)
+    assert door.path.suspended == [
+        ("t", "r", 2.5),
+        ("t", "r", None),
+        ("", "s", math.inf),  # as long as its deadline allows
+        ("", "s", None),
+    ]

@@ -48,7 +48,16 @@ async def test_reflection_describes_the_service(door: Door) -> None:
 
     services, methods = await asyncio.to_thread(look)
     assert {"jdisagg.v1.GenerationService", "grpc.health.v1.Health"} <= set(services)
-    assert methods == ["Generate", "Tokenize", "Detokenize", "GetModel", "GetStatus", "ResetCache"]
+    assert methods == [
+        "Generate",
+        "Tokenize",
+        "Detokenize",
+        "GetModel",
+        "GetStatus",
+        "ResetCache",
+        "Suspend",
+        "Resume",
+    ]
 
 
 async def test_a_port_that_is_taken_is_a_clear_error(door: Door) -> None:

@@ -104,6 +104,19 @@ async def test_who_belongs_to_a_tenant_may_not_empty_the_cache_of_all(tmp_path: 
             assert await client.reset_cache() == 7
 
 
+async def test_who_belongs_to_a_tenant_suspends_requests_of_that_tenant_alone(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("\n".join(LINES))
+    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
+        target = f"127.0.0.1:{door.server._port}"
+        async with AsyncClient(target, token="one") as client:
+            await client.suspend("r", keep_seconds=1.0, tenant="globex")
+            await client.resume("r", tenant="globex")
+    assert [(tenant, name) for tenant, name, _ in door.path.suspended] == [("acme", "r")] * 2
+
+
 async def test_blocks_of_two_tenants_have_no_name_in_common_whatever_they_send(
     tmp_path: Path,
 ) -> None:
