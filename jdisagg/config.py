@@ -6,7 +6,6 @@ pages and seconds."""
 
 import dataclasses
 import enum
-import math
 import re
 import types
 import typing
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
+from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # one of the parts
 from jdisagg.timeouts import Timeouts
 
 KV_CHANNELS = ("auto", "engine", "nixl")
@@ -252,90 +252,6 @@ class RoutingConfig:
 
     def quotas(self) -> dict[str, float]:
         return _by_name("routing.tenant_quotas", self.tenant_quotas)
-
-
-@dataclass(frozen=True)
-class PrefixConfig:
-    """KV that stays in device memory for later requests that begin alike (docs/prefix_reuse.md).
-
-    Args:
-        reuse: whether any stays.
-        grain_tokens: of the blocks in which beginnings are known, the same on all workers.
-        grid_tokens: prefill chunks are cut, and computing goes on behind what is known, at
-            multiples of it (None: the grain). With `chunk_tokens` a hit runs the programs of a
-            miss on the same rows, and gives the same bits in bfloat16 too; answers are not kept
-            then, for decode steps round otherwise.
-        host_gib: host memory of each worker, in GiB, for sequences that it sets aside, and with
-            `reuse` for blocks that the pages of a prefill worker have no room for; 0: none.
-        restores: when KV comes back from there: "priced", where that was measured to be faster than
-            computing it, or "always".
-        disk_dir: folder on disk of the prefill workers of this host, for blocks that were used
-            twice; they go there and come back through host memory. "": none.
-        disk_gib: of it, for each prefill worker, in GiB.
-        peer_fetch: as `routing.peer_fetch`, of workers. None: no; of a cluster: where any gives.
-
-    Raises:
-        ConfigError: naming the field, its value and the rule.
-    """
-
-    reuse: bool = False
-    grain_tokens: int = 128
-    grid_tokens: int | None = None
-    host_gib: float = 0.0
-    restores: str = "priced"
-    disk_dir: str = ""
-    disk_gib: float = 0.0
-    peer_fetch: bool | None = None
-
-    @property
-    def host_bytes(self) -> int:
-        return int(self.host_gib * (1 << 30))
-
-    @property
-    def disk_bytes(self) -> int:
-        return int(self.disk_gib * (1 << 30))
-
-    def host_tokens(self, page_size: int) -> int:
-        """Of a block in host memory, where pages are of so many tokens; 0: there is none."""
-        keeps = self.reuse and self.host_bytes
-        return math.lcm(self.grain_tokens, page_size) if keeps else 0
-
-    def peer_tokens(self, page_size: int) -> int:
-        """Of a block that another worker gives, where pages are of so many tokens; 0: none does."""
-        return math.lcm(self.grain_tokens, page_size) if self.reuse and self.peer_fetch else 0
-
-    def __post_init__(self) -> None:
-        grain, grid = self.grain_tokens, self.grid_tokens
-        if grain < 1 or grain % 16:
-            raise ConfigError(
-                f"prefix.grain_tokens must be a multiple of 16, the smallest block that a hand-off"
-                f" sends, got {grain}"
-            )
-        if grid is not None and (grid < 1 or grid % grain):
-            raise ConfigError(
-                f"prefix.grid_tokens must be a multiple of prefix.grain_tokens={grain}, got {grid}"
-            )
-        if not 0 <= self.host_gib < math.inf:
-            raise ConfigError(f"prefix.host_gib must be 0 or more GiB, got {self.host_gib}")
-        if self.restores not in ("priced", "always"):
-            raise ConfigError(f"prefix.restores must be priced or always, got {self.restores!r}")
-        if not 0 <= self.disk_gib < math.inf:
-            raise ConfigError(f"prefix.disk_gib must be 0 or more GiB, got {self.disk_gib}")
-        if bool(self.disk_dir) != bool(self.disk_gib):
-            raise ConfigError(
-                f"prefix.disk_dir={self.disk_dir!r} and prefix.disk_gib={self.disk_gib:g} go"
-                " together; give --disk_cache_dir and --disk_cache_gib, or neither"
-            )
-        if self.disk_gib and not self.reuse:
-            raise ConfigError(
-                f"prefix.disk_gib={self.disk_gib:g} keeps what prefix.reuse=False throws away; say"
-                " --prefix_cache, too"
-            )
-        if self.disk_gib and not self.host_gib:
-            raise ConfigError(
-                f"prefix.disk_gib={self.disk_gib:g}: blocks go to disk and come back through host"
-                " memory, and prefix.host_gib=0 has none; give --host_cache_gib, too"
-            )
 
 
 @dataclass(frozen=True)

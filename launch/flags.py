@@ -41,7 +41,7 @@ ENGINE = (
     "config", "model", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
     "memory_fraction", "codec", "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
-    "disk_cache_gib", "peer_fetch", "compilation_cache", "set",
+    "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "compilation_cache", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -140,6 +140,12 @@ FLAGS: dict[str, Spec] = {
     ),
     "disk_cache_gib": _real(
         None, "GiB of it, for each prefill worker. Default: the recipe's, or 0.", least=0.0
+    ),
+    "disk_cache_ttl_hours": _real(
+        None,
+        "Blocks that were written there so many hours ago are removed. Default: the recipe's, or 0:"
+        " they stay while there is room.",
+        least=0.0,
     ),
     "peer_fetch": _yes(
         None,

@@ -31,6 +31,7 @@ _FIELDS = {
     "host_cache_gib": "prefix.host_gib",
     "disk_cache_dir": "prefix.disk_dir",
     "disk_cache_gib": "prefix.disk_gib",
+    "disk_cache_ttl_hours": "prefix.disk_ttl_hours",
     "peer_fetch": "prefix.peer_fetch",
     "kv_channel": "service.kv_channel",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},

@@ -94,6 +94,9 @@ def test_a_service_that_cannot_be_is_refused(fields: dict[str, float]):
         ({"disk_gib": 1.0}, "prefix.disk_dir='' and prefix.disk_gib=1 go together"),
         ({"disk_gib": -1.0}, "prefix.disk_gib must be 0 or more"),
         ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "give --host_cache_gib, too"),
+        ({"disk_ttl_hours": 1.0}, "prefix.disk_ttl_hours=1 is of what lies on disk"),
+        ({"disk_ttl_hours": -1.0}, "prefix.disk_ttl_hours must be 0 or more, got -1"),
+        ({"disk_ttl_hours": float("nan")}, "prefix.disk_ttl_hours must be 0 or more, got nan"),
     ],
 )
 def test_a_disk_for_kv_that_cannot_be_is_refused(fields: dict[str, object], message: str):

@@ -268,7 +268,12 @@ def describe_tiers(prefix: PrefixConfig, role: WorkerRole) -> str:
 
 
 def tier_room(prefix: PrefixConfig) -> TierRoom:
-    return TierRoom(prefix.host_bytes, prefix.disk_bytes, prefix.restores == "always")
+    return TierRoom(
+        prefix.host_bytes,
+        prefix.disk_bytes,
+        prefix.restores == "always",
+        3600.0 * prefix.disk_ttl_hours,
+    )
 
 
 def host_memory() -> int:

@@ -48,7 +48,7 @@ class DiskReading:
             return DiskResult(self.step, SLOW)
         came = self.done.result()
         return DiskResult(
-            self.step, came.error, came.names, came.checksums, came.skipped, came.bytes
+            self.step, came.error, came.names, came.ages, came.checksums, came.skipped, came.bytes
         )
 
 

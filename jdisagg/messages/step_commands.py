@@ -358,11 +358,13 @@ class ExtractResult(Message, frozen=True):
 
 class DiskResult(Message, frozen=True):
     """`error`: why not, in a word of a small fixed set (transfer/block_file.py); empty on success.
-    `skipped`: files that hold no block, by the same words. `bytes_moved`: of the file."""
+    `ages`: seconds since each of `names` was written. `skipped`: files that hold no block, by the
+    same words. `bytes_moved`: of the file."""
 
     step: int
     error: str = ""
     names: tuple[bytes, ...] = ()
+    ages: tuple[float, ...] = ()
     checksums: tuple[int, ...] = ()
     skipped: tuple[tuple[str, int], ...] = ()
     bytes_moved: int = 0

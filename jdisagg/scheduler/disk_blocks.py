@@ -6,15 +6,17 @@ out, would be mostly waste; and what waited for being pushed out would be lost w
 Few are on their way at a time; what is wanted meanwhile waits in a bounded queue. After a write
 that failed only one block in `PROBE` is tried, until one is written.
 
-Above capacity the least recently used goes. A block that is being read stays. Pure. Invariants
+Above capacity the least recently used goes. A block that is being read stays. What was written too
+long ago goes whether or not there is room, also while it is read. Pure. Invariants
 (each is a test of the same name in tests/scheduler/test_disk_blocks.py):
 - no_more_lie_there_than_there_is_room_for
 - a_block_that_is_read_is_not_given_up
 - a_block_is_written_once
-- what_was_cleared_is_not_known_again"""
+- what_was_cleared_is_not_known_again
+- what_was_written_too_long_ago_is_not_known_any_more"""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jdisagg.plain import plain
@@ -29,12 +31,13 @@ FILE_EXTRA_BYTES = 4096  # of a file, beside the block: its header, and what a f
 @dataclass(slots=True, eq=False)
 class DiskBlock:
     """The `index`-th of its chain. `rank`: which is known to have had it in pages. `written`: it
-    lies there whole. `readers`: of it now."""
+    lies there whole, since `written_at`. `readers`: of it now."""
 
     name: bytes
     index: int = 0
     rank: int = 0
     written: bool = False
+    written_at: float = 0.0
     readers: int = 0
 
 
@@ -50,6 +53,7 @@ class DiskBlocks:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._blocks: OrderedDict[bytes, DiskBlock] = OrderedDict()  # least recently used first
+        self._by_age: OrderedDict[bytes, DiskBlock] = OrderedDict()  # written longest ago first
         self._wanted: OrderedDict[bytes, WantedBlock] = OrderedDict()
         self._writing = 0
         self._failing = False
@@ -74,14 +78,22 @@ class DiskBlocks:
     def wanted(self) -> int:
         return len(self._wanted)
 
-    def found(self, names: Iterable[bytes]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Blocks that lay there at the start, used longest ago first. Gives those that stay, and
-        those that there is no room for: the oldest."""
+    def found(
+        self, names: Sequence[bytes], written_at: Sequence[float] = ()
+    ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Blocks that lay there at the start, used longest ago first, and when each was written.
+        Gives those that stay, and those that there is no room for: the oldest."""
+        instants = dict(zip(names, written_at, strict=False))
         new = [name for name in names if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
-            self._blocks[name] = DiskBlock(name, written=True)
+            block = DiskBlock(name, written=True, written_at=instants.get(name, 0.0))
+            self._blocks[name] = block
             self._blocks.move_to_end(name, last=False)
+        by_age = sorted(new[over:], key=lambda name: self._blocks[name].written_at, reverse=True)
+        for name in by_age:  # before all that was written since
+            self._by_age[name] = self._blocks[name]
+            self._by_age.move_to_end(name, last=False)
         return tuple(new[over:]), tuple(new[:over])
 
     def use(self, rank: int, chain: Chain) -> int:
@@ -117,13 +129,25 @@ class DiskBlocks:
             return block, tuple(gone)
         return None, tuple(gone)
 
-    def written(self, block: DiskBlock) -> bool:
-        """It lies there. False: it was given up meanwhile."""
+    def written(self, block: DiskBlock, now: float = 0.0) -> bool:
+        """It lies there from `now` on. False: it was given up meanwhile."""
         if not self.knows(block):
             return False
         self._writing -= 1
-        self._failing, block.written = False, True
+        self._failing, block.written, block.written_at = False, True, now
+        self._by_age[block.name] = block
         return True
+
+    def expire(self, before: float) -> tuple[bytes, ...]:
+        """Those that were written before an instant are known no longer."""
+        gone: list[bytes] = []
+        for name, block in self._by_age.items():
+            if block.written_at >= before:
+                break
+            gone.append(name)
+        for name in gone:
+            self._forget(name)
+        return tuple(gone)
 
     def not_written(self, block: DiskBlock, failed: bool) -> bool:
         """It does not: the disk `failed`, or there was nothing to write."""
@@ -158,13 +182,18 @@ class DiskBlocks:
         """It is not what it should be, or not there. Whether it was known still."""
         if not self.knows(block):
             return False
-        del self._blocks[block.name]
+        self._forget(block.name)
         return True
+
+    def _forget(self, name: bytes) -> None:
+        del self._blocks[name]
+        self._by_age.pop(name, None)
 
     def clear(self) -> tuple[DiskBlock, ...]:
         """All of them are gone."""
         gone = tuple(self._blocks.values())
         self._blocks.clear()
+        self._by_age.clear()
         self._wanted.clear()
         self._writing = 0
         return gone
@@ -177,7 +206,7 @@ class DiskBlocks:
     def _make_room(self, gone: list[bytes]) -> bool:
         for name, block in self._blocks.items():
             if block.written and not block.readers:
-                del self._blocks[name]
+                self._forget(name)
                 gone.append(name)
                 return True
         return False

@@ -33,11 +33,13 @@ PROBE = 32  # one in so many that are judged too dear is tried all the same
 @plain
 class TierRoom:
     """Bytes of host memory and of disk behind the pages of a mesh; on disk lies only what went
-    through host memory. `always`: what lies there comes back whatever that costs."""
+    through host memory, and for `disk_ttl_seconds` (0: while there is room). `always`: what lies
+    there comes back whatever that costs."""
 
     host_bytes: int = 0
     disk_bytes: int = 0
     always: bool = False
+    disk_ttl_seconds: float = 0.0
 
 
 @plain

@@ -85,13 +85,15 @@ class _Place(Message, frozen=True):
 
 
 class BlockHeader(Message, frozen=True):
-    """What a file says of itself. `digest`: of the arrays."""
+    """What a file says of itself. `digest`: of the arrays. `written_at`: in seconds since 1970; 0:
+    nobody knows."""
 
     namespace: bytes
     name: bytes
     checksums: tuple[int, ...]
     places: tuple[_Place, ...]
     digest: bytes
+    written_at: float = 0.0
 
     @property
     def payload_bytes(self) -> int:
@@ -104,6 +106,7 @@ def write_block(
     name: bytes,
     arrays: Sequence[SavedArray],
     checksums: tuple[int, ...],
+    written_at: float = 0.0,
 ) -> int:
     """Puts a block at `path`, whole or not at all; returns its bytes. Raises OSError."""
     views = [np.ascontiguousarray(one.array).reshape(-1).view(np.uint8) for one in arrays]
@@ -112,7 +115,7 @@ def write_block(
         digest.update(view.data)
     places = tuple([_Place(one.piece, one.box, one.array.dtype.name) for one in arrays])
     header = msgspec.msgpack.encode(
-        BlockHeader(namespace, name, checksums, places, digest.digest())
+        BlockHeader(namespace, name, checksums, places, digest.digest(), written_at)
     )
     front = _FRONT.pack(MAGIC, VERSION, len(header)) + header
     unfinished = path.with_suffix(UNFINISHED)

@@ -51,10 +51,11 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class DiskOutcome:
     """What became of a call. `error`: why not, in a word. `skipped`: files without a block, by the
-    same words."""
+    same words. `ages`: seconds since each of `names` was written."""
 
     error: str = ""
     names: tuple[bytes, ...] = ()
+    ages: tuple[float, ...] = ()
     arrays: tuple[SavedArray, ...] = ()
     checksums: tuple[int, ...] = ()
     skipped: tuple[tuple[str, int], ...] = ()
@@ -98,7 +99,9 @@ class DiskStore:
 
         def write() -> DiskOutcome:
             path = self._path(name)
-            bytes_ = write_block(path, self._namespace, name, arrays(), checksums)
+            bytes_ = write_block(
+                path, self._namespace, name, arrays(), checksums, written_at=time.time()
+            )
             _used(path, index)
             return DiskOutcome(bytes=bytes_)
 
@@ -172,7 +175,8 @@ class DiskStore:
 
 
 def _look(folder: Path, namespace: bytes) -> DiskOutcome:
-    found: list[tuple[float, bytes]] = []
+    found: list[tuple[float, bytes, float]] = []
+    now = time.time()
     skipped: dict[str, int] = {}
     for entry in list(os.scandir(folder)):
         path = Path(entry.path)
@@ -185,14 +189,16 @@ def _look(folder: Path, namespace: bytes) -> DiskOutcome:
                 header = read_header(file, namespace)
             if header.name.hex() != path.stem:
                 raise SpoiledFileError(FOREIGN)
-            found.append((entry.stat().st_mtime, header.name))
+            age = max(0.0, now - header.written_at)  # where the clock was set back, it is new
+            found.append((entry.stat().st_mtime, header.name, age))
         except (SpoiledFileError, OSError) as error:
             cause = cause_of(error)
             skipped[cause] = skipped.get(cause, 0) + 1
             if isinstance(error, SpoiledFileError) and cause not in (FOREIGN, VERSION_DIFFERS):
                 _removed(path)
-    names = tuple([name for _, name in sorted(found)])
-    return DiskOutcome(names=names, skipped=tuple(sorted(skipped.items())))
+    found.sort()
+    names, ages = tuple([one[1] for one in found]), tuple([one[2] for one in found])
+    return DiskOutcome(names=names, ages=ages, skipped=tuple(sorted(skipped.items())))
 
 
 def _locked(folder: Path) -> int | None:

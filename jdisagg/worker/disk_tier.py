@@ -40,7 +40,8 @@ Copied = Callable[[int, bytes, int], Awaitable[HostBlock | None]]
 
 class DiskTier:
     """`copied` gives a block of a rank, by name and index in its chain, as it lies in host memory,
-    if it does or can be copied there. `block_bytes`: of each; `geometry`: how they lie."""
+    if it does or can be copied there. `block_bytes`: of each; `geometry`: how they lie. What was
+    written `ttl_seconds` ago is not used any more; 0: whenever it was."""
 
     def __init__(
         self,
@@ -51,6 +52,8 @@ class DiskTier:
         bytes_: int,
         block_bytes: int,
         geometry: str,
+        now: Callable[[], float],
+        ttl_seconds: float = 0.0,
     ) -> None:
         self._file_bytes = block_bytes + FILE_EXTRA_BYTES
         self.blocks = DiskBlocks(bytes_ // self._file_bytes if kept.on else 0)
@@ -59,6 +62,8 @@ class DiskTier:
         self._copied = copied
         self._counters = counters
         self._geometry = geometry
+        self._now = now
+        self._ttl_seconds = ttl_seconds
         self._open = False
         self._epoch = 0  # of what was found and what was cleared
         self._tasks = BackgroundTasks()
@@ -96,11 +101,13 @@ class DiskTier:
             return
         self._open = True
         if epoch == self._epoch:
-            stay, gone = self.blocks.found(found.names)
+            now = self._now()
+            stay, gone = self.blocks.found(found.names, [now - age for age in found.ages])
             for name in stay:
                 self._kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))
             self._remove(gone, "room")
+            self.expire()
 
     # ---- out
 
@@ -134,7 +141,7 @@ class DiskTier:
                     )
                 )
                 error = saved.error
-                if not error and self.blocks.written(block):
+                if not error and self.blocks.written(block, self._now()):
                     done = True
                     self._counters.add("disk_blocks_written")
                     self._counters.add("disk_bytes_written", saved.bytes_moved)
@@ -180,6 +187,11 @@ class DiskTier:
             self._gone((block.name,), "broken")
 
     # ---- gone
+
+    def expire(self) -> None:
+        """What was written too long ago is not used any more, and removed."""
+        if self._ttl_seconds:
+            self._gone(self.blocks.expire(self._now() - self._ttl_seconds), "expired")
 
     def clear(self) -> int:
         """Nothing that lies there is used again; returns how many blocks there were."""

@@ -69,6 +69,7 @@ class HostTier:
         room: TierRoom,
         ids: Callable[[], int],
         counters: Counters,
+        now: Callable[[], float],
     ) -> None:
         self._block_bytes = block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
         self.blocks = HostBlocks(room.host_bytes // block_bytes if block_bytes else 0)
@@ -89,6 +90,8 @@ class HostTier:
             room.disk_bytes if self.on else 0,
             block_bytes,
             self._geometry(),
+            now,
+            room.disk_ttl_seconds,
         )
         key = 0
         if self.on:
@@ -199,6 +202,7 @@ class HostTier:
         if not self.on or not chain or self._restores >= MOST_RESTORES:
             return 0
         size = self._kept.block_tokens
+        self.disk.expire()
         chain = chain[: most_tokens // size]
         known = self._kept.match(rank, chain)
         found = sources(chain[known:], self.blocks, self.disk.blocks)
@@ -258,6 +262,7 @@ class HostTier:
         once it is `given_up`."""
         size, page_size = self._kept.block_tokens, self._limits.page_size
         rank, chain = wanted.rank, wanted.chain[: wanted.tokens // size]
+        self.disk.expire()
         known = self._kept.match(rank, chain)
         found = sources(chain[known:], self.blocks, self.disk.blocks)
         chain = chain[: known + len(found)]

@@ -287,6 +287,8 @@ class MeshWorker(ABC):
     def _sweep(self, now: float) -> None:
         """Frees what outstayed its lease, and finds out a mesh that hangs."""
         self._outgoing.sweep(now)
+        if self._tier is not None:
+            self._tier.disk.expire()
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
 

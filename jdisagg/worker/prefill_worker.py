@@ -101,7 +101,13 @@ class PrefillWorker(MeshWorker):
         self._states = StateSlots(mesh)
         self._residency = Residency(self._ledgers, mesh.page_size, context.names)
         self._host = HostTier(
-            self._residency, self._loop, mesh, context.tiers, context.ids, self.counters
+            self._residency,
+            self._loop,
+            mesh,
+            context.tiers,
+            context.ids,
+            self.counters,
+            context.clock.now,
         )
         self._given = GivenKv(
             self._residency, self._host, self._outgoing, self._loop, mesh, context, self.counters

@@ -18,10 +18,11 @@ Pieces = tuple[tuple[range, tuple[Entry, ...]], ...]
 @dataclass
 class FakeDisk:
     """`blocks`: by namespace and name, with the sums of their pieces. `fails`: every command of
-    these kinds, with this word."""
+    these kinds, with this word. `ages`: of blocks when they are found."""
 
     blocks: dict[tuple[bytes, bytes], tuple[Pieces, tuple[int, ...]]] = field(default_factory=dict)
     fails: dict[type, str] = field(default_factory=dict)
+    ages: dict[bytes, float] = field(default_factory=dict)
     refused: int = 0
     namespace: bytes = b""
 
@@ -33,7 +34,8 @@ class FakeDisk:
             case FindSaved():
                 self.namespace = command.namespace
                 names = [name for space, name in self.blocks if space == self.namespace]
-                return DiskResult(command.step, names=tuple(names))
+                ages = tuple([self.ages.get(name, 0.0) for name in names])
+                return DiskResult(command.step, names=tuple(names), ages=ages)
             case SaveBlock():
                 pieces = tuple((host[one][0], tuple(host[one][1])) for one in command.offer_ids)
                 key = (self.namespace, command.name)

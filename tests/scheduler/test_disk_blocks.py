@@ -204,3 +204,33 @@ def test_a_disk_that_seemed_too_dear_is_tried_now_and_then() -> None:
     prices.computed, prices.restored, prices.from_disk = 1.0, 9.0, 9.0
     tried = [worth_bringing((True,), 16, prices) for _ in range(3 * PROBE)]
     assert sum(tried) == 3
+
+
+def test_what_was_written_too_long_ago_is_not_known_any_more() -> None:
+    """Used lately or not, being read or not; what is only on its way is not old."""
+    blocks = DiskBlocks(100)
+    assert blocks.found(chain(1, 2, 3), (5.0, 3.0, 4.0)) == (chain(1, 2, 3), ())
+    blocks.use(0, chain(4, 5))
+    late, under_way = blocks.take()[0], blocks.take()[0]
+    assert late is not None and under_way is not None
+    assert blocks.written(late, now=6.0)
+    blocks.use(0, chain(2))
+    held = blocks.hold(name(3))
+    assert blocks.expire(before=4.0) == chain(2)
+    assert blocks.expire(before=6.0) == chain(3, 1)
+    assert blocks.expire(before=6.0) == () and lie_there(blocks) == list(chain(4))
+    assert not blocks.knows(held)
+    blocks.let_go((held,))
+    assert blocks.expire(before=7.0) == chain(4)
+    assert blocks.knows(under_way) and len(blocks) == 1
+    assert blocks.written(under_way, now=8.0) and blocks.expire(before=9.0) == chain(5)
+    assert len(blocks) == 0
+
+
+def test_what_has_gone_for_another_reason_does_not_expire_too() -> None:
+    blocks = DiskBlocks(2)
+    blocks.found(chain(1, 2), (1.0, 2.0))
+    blocks.use(0, chain(3))
+    assert write_all(blocks) == [name(1)]  # for want of room
+    assert blocks.forget(blocks.hold(name(2)))
+    assert blocks.expire(before=9.0) == chain(3)  # which was written at 0

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -117,6 +118,26 @@ def test_blocks_are_found_in_the_order_of_their_last_use_and_a_chains_end_before
     disk.read(3)  # as a first block
     disk.close()
     assert opened().found.names == (name(2), name(1), name(0), name(3))
+
+
+def test_a_block_is_as_old_as_it_was_written_long_ago_however_lately_it_was_used(
+    opened: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1e9
+    monkeypatch.setattr(disk_store, "time", SimpleNamespace(time=lambda: now))
+    disk = opened()
+    for number in range(3):
+        disk.write(number)
+        now += 100.0
+    disk.read(0)
+    disk.close()
+    now += 1000.0
+    disk = opened()
+    ages = dict(zip(disk.found.names, disk.found.ages, strict=True))
+    assert ages == {name(0): 1300.0, name(1): 1200.0, name(2): 1100.0}
+    disk.close()
+    now = 1e9 + 150.0  # the clock was set back
+    assert sorted(opened().found.ages) == [0.0, 50.0, 150.0]
 
 
 def test_a_namespace_finds_nothing_of_another_and_touches_none_of_it(

@@ -129,6 +129,70 @@ def test_another_namespace_knows_nothing_of_it(what: str) -> None:
     run_virtually(main)
 
 
+def kept_for(seconds: float) -> TierRoom:
+    return replace(room(12, 200), disk_ttl_seconds=seconds)
+
+
+def test_what_was_written_too_long_ago_is_computed_and_its_files_are_removed() -> None:
+    async def main() -> None:
+        disk = FakeDisk()
+        async with worker_on(disk, tiers=kept_for(600.0)) as cluster:
+            await known_on_disk(cluster)
+            counters = cluster.prefill.counters
+            await asyncio.sleep(300.0)
+            assert await again(cluster, 1) == 80 - 64, "it is not too old"
+            for number in range(2, 7):  # and in host memory no longer
+                await again(cluster, number)
+            await until_quiet(cluster)
+            assert len(disk.blocks) == 4
+            await asyncio.sleep(305.0)
+            assert not disk.blocks and not len(cluster.prefill._host.disk.blocks)
+            assert counters.labelled()["disk_blocks_dropped", (("cause", "expired"),)] == 4
+            read = counters["disk_blocks_read"]
+            assert await again(cluster, 1) == 80
+            assert counters["disk_blocks_read"] == read
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_what_became_too_old_since_the_last_look_is_not_served() -> None:
+    """A prompt that comes before the sweep does."""
+
+    async def main() -> None:
+        async with worker_on(FakeDisk(), tiers=kept_for(600.0)) as cluster:
+            await known_on_disk(cluster)
+            worker = cluster.prefill
+            assert worker._sweeping is not None
+            worker._sweeping.cancel()
+            await asyncio.sleep(700.0)
+            assert len(worker._host.disk.blocks) == 4, "nobody has looked"
+            assert await again(cluster, 1) == 80
+            assert worker.counters["disk_tokens_restored"] == 0
+
+    run_virtually(main)
+
+
+def test_age_counts_over_the_lives_of_a_worker() -> None:
+    async def main() -> None:
+        disk = FakeDisk()
+        async with worker_on(disk, tiers=kept_for(600.0)) as cluster:
+            await known_on_disk(cluster)
+        names = [name for _, name in disk.blocks]
+        disk.ages = dict(zip(names, (500.0, 500.0, 500.0, 650.0), strict=True))
+        async with worker_on(disk, seed=7, tiers=kept_for(600.0)) as cluster:
+            counters = cluster.prefill.counters
+            assert counters["disk_blocks_found"] == 4
+            assert counters.labelled()["disk_blocks_dropped", (("cause", "expired"),)] == 1
+            await asyncio.sleep(50.0)
+            assert len(disk.blocks) == 3
+            await asyncio.sleep(51.0)
+            assert not disk.blocks
+            assert await again(cluster, 1) == 80
+
+    run_virtually(main)
+
+
 def test_another_tenant_knows_nothing_of_it() -> None:
     async def main() -> None:
         disk = FakeDisk()
