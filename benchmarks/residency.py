@@ -14,7 +14,11 @@ round; the first rounds only compile.
 mesh's pages, again when others had taken these, so that it comes back from host memory, and again
 when host memory has forgotten it, too, so that it comes from disk (a folder of --disk; what was
 just written there lies in the system's cache of files). The decode mesh forgets each time. Times to
-the first token, by length of the prompt."""
+the first token, by length of the prompt.
+
+--aside instead: a sequence that was set aside goes on, of two clusters that keep nothing else, one
+with host memory for it, one without, where it is prefilled and handed over again. They take turns.
+Times from when it may go on to its next token, by length of the prompt."""
 
 import asyncio
 import statistics
@@ -34,6 +38,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Request, SamplingParams
+from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 from models.catalog import read_config
 from models.checkpoint import LoadedModel
@@ -44,6 +49,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, a conversation eac
 _MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which clusters.")
 _FRESH = flags.DEFINE_integer("fresh", 8, "Prompts without anything in common, a round.")
 _TIERS = flags.DEFINE_bool("tiers", False, "Pages and host memory instead of conversations.")
+_ASIDE = flags.DEFINE_bool("aside", False, "Sequences that were set aside instead.")
 _DISK = flags.DEFINE_string("disk", "", "Folder of the tier on disk; '': a temporary one.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
@@ -265,11 +271,61 @@ async def tiers() -> dict[str, object]:
     return figures
 
 
+async def back(one: Contender, prompt: tuple[int, ...]) -> float:
+    """Seconds from when a sequence that was set aside may go on until its next token."""
+    params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
+    resumed, waited, tokens = 0.0, 0.0, 0
+    worker = one.cluster._workers[-1]
+    assert isinstance(worker, DecodeWorker)
+    async for event in one.cluster.stream(Request("rests", prompt, params)):
+        tokens += len(event.token_ids)
+        if resumed and not waited:
+            waited = time.perf_counter() - resumed
+        if tokens >= 4 and not resumed:
+            await one.cluster.suspend("rests", 600.0)
+            while (await worker.status()).running or not worker._spilled.quiet:
+                await asyncio.sleep(0.01)
+            resumed = time.perf_counter()
+            await one.cluster.suspend("rests", None)
+    return waited
+
+
+async def aside() -> dict[str, object]:
+    spills = Contender(Mode.DISAGGREGATED, reuse=False, host_gib=1.0)
+    plain = Contender(Mode.DISAGGREGATED, reuse=False)
+    both, rng, figures = [spills, plain], np.random.default_rng(0), dict[str, object]()
+    for one in both:
+        await one.cluster.start()
+    try:
+        for length in LENGTHS:
+            seconds: dict[Contender, list[float]] = {spills: [], plain: []}
+            for number in range(WARM_ROUNDS + _ROUNDS.value):
+                prompt = tuple(rng.integers(3, plain_loop.VOCABULARY, length).tolist())
+                for one in both[:: 1 if number % 2 else -1]:
+                    took = await back(one, prompt)
+                    if number >= WARM_ROUNDS:
+                        seconds[one].append(took)
+            counters = spills.cluster._workers[-1].counters
+            assert counters["spills_restored"] == counters["sequences_spilled"] > 0
+            assert not plain.cluster._workers[-1].counters["sequences_spilled"]
+            medians = [statistics.median(seconds[one]) for one in both]
+            print(
+                f"{length} tokens: goes on after {1e3 * medians[0]:.1f} ms from host memory,"
+                f" {1e3 * medians[1]:.1f} computed anew ({medians[1] / medians[0]:.2f} x)",
+                flush=True,
+            )
+            figures[str(length)] = paired(seconds[spills], seconds[plain])
+    finally:
+        for one in both:
+            await one.cluster.stop()
+    return figures
+
+
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     use_compilation_cache("~/.cache/jdisagg/xla")
-    if _TIERS.value:
-        figures = asyncio.run(tiers())
+    if _TIERS.value or _ASIDE.value:
+        figures = asyncio.run(tiers() if _TIERS.value else aside())
         if _NAME.value:
             print(save(_NAME.value, figures))
         return

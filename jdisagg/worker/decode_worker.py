@@ -526,6 +526,7 @@ class DecodeWorker(MeshWorker):
 
     def _hand_on(self) -> None:
         """Running sequences are offered to other decode workers, a few times each."""
+        self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)
             if stream is not None and stream.moves < MOST_MOVES:

@@ -106,6 +106,13 @@ class SpilledKv:
                 if not self._state.spill(child):
                     self._state.end_child(child, preempted=True, counted=False)
 
+    def end_suspended(self) -> None:
+        """Suspended requests end here as preempted: if they go on, then elsewhere."""
+        for group in list(self._suspended.values()):
+            for child in group.alive:
+                self._state.end_child(child, preempted=True, counted=False)
+        self._changed()
+
     # ---- out
 
     def take(self, child: Sequence) -> bool:

@@ -180,6 +180,23 @@ def test_its_deadline_is_not_moved_and_a_client_that_leaves_leaves_nothing() -> 
     run_virtually(main)
 
 
+def test_a_drain_does_not_wait_for_who_rests() -> None:
+    async def main() -> None:
+        async with roomy() as cluster:
+            stream = Stream(cluster, long(1))
+            await stream.until(10)
+            await stream.suspend(LATER)
+            await asyncio.sleep(0.2)
+            async with asyncio.timeout(1.0):
+                await cluster.decode.drain(deadline_seconds=60.0)
+            assert not cluster.decode_mesh.host
+            await stream.suspend(None)  # a worker that drains takes who has accepted tokens
+            await stream.end()
+            await check_empty(cluster)
+
+    run_virtually(main)
+
+
 def test_who_is_not_running_cannot_be_suspended() -> None:
     async def main() -> None:
         async with roomy() as cluster:
