@@ -119,6 +119,11 @@ class Spills:
             del self._spills[spill.child.key]
         return tuple(gone)
 
+    def waiting(self) -> int:
+        """How many wait for pages."""
+        suspended = [one.child.group.suspended_until is not None for one in self._spills.values()]
+        return len(suspended) - sum(suspended)
+
     def returning(self) -> int:
         """How many are on their way back."""
         return sum([one.child.stage is Stage.RETURNING for one in self._spills.values()])

@@ -564,7 +564,7 @@ class DecodeWorker(MeshWorker):
             free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
             total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),
             running=sum(state.living),
-            waiting=len(self._reservations) + len(self._spilled),
+            waiting=len(self._reservations) + self._spilled.spills.waiting(),
             slots=mesh.ranks * mesh.slots_per_rank,
             page_size=mesh.page_size,
             context_tokens=mesh.context_tokens,

@@ -72,7 +72,8 @@ async def resting(
     await asyncio.sleep(0.2)
     before = stream.tokens
     status = await cluster.decode.status()
-    assert status.free_pages == status.total_pages and status.running == 0
+    assert status.free_pages == status.total_pages
+    assert (status.running, status.waiting) == (0, 0)
     yield stream
     assert stream.tokens == before < request.sampling.max_tokens * request.sampling.n
     await stream.suspend(None)
