@@ -1,14 +1,16 @@
 """Rule 12: after warm-up nothing is compiled, whatever the mix of requests; and nothing but tokens
 is read back."""
 
+import asyncio
 from dataclasses import replace
 
 import jax
 import pytest
 
-from jdisagg.config import Mode
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.request import Grammar, GrammarKind
-from tests.end_to_end.clusters import config, running
+from tests import time_scale
+from tests.end_to_end.clusters import Running, config, running
 
 REGEX = Grammar(GrammarKind.REGEX, "[0-9]{30}")
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -61,7 +63,8 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
     )
     # blocks of 16 and 32 tokens carry all layers, of 64 half of them
     few = replace(meshes.prefill, block_bytes=64 << 10)
-    engine = replace(meshes, prefill=few)
+    aside = PrefixConfig(host_gib=0.1, restores="always")
+    engine = replace(meshes, prefill=few, prefix=aside)
     async with running(engine) as run:
         before = run.cluster.compilations
         requests = [
@@ -99,8 +102,26 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
         ]
         with Compilations() as seen:
             await run.complete_all(requests)
+            await rest_and_go_on(run)
         assert seen.count == 0
         assert run.cluster.compilations == before
+
+
+async def rest_and_go_on(run: Running) -> None:
+    """A sequence of several blocks goes to host memory and comes back."""
+    counters, tokens, rested = run.cluster._workers[-1].counters, 0, False
+    before = counters["spills_restored"]
+    asked = run.request("a dog and a cat " * 20, "rests", max_tokens=30, ignore_eos=True)
+    async for event in run.cluster.stream(asked):
+        tokens += len(event.token_ids)
+        if tokens >= 5 and not rested:
+            rested, spilled = True, counters["sequences_spilled"]
+            await run.cluster.suspend("rests", 60.0)
+            async with asyncio.timeout(time_scale.seconds(30)):
+                while counters["sequences_spilled"] == spilled:
+                    await asyncio.sleep(0.01)
+            await run.cluster.suspend("rests", None)
+    assert counters["spills_restored"] > before and counters["spills_missed"] == 0
 
 
 async def test_the_host_reads_tokens_and_nothing_else():
