@@ -59,6 +59,7 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
         state = geometry.state_bytes(flags.dtype)
         context = geometry.context_tokens
         if config is None:
+            lines.append(("estimated", "what follows, by the fields that are known"))
             lines.append(("layers", str(geometry.layers)))
         lines += [
             ("parameters", f"{geometry.parameters:,}, {geometry.active_parameters:,} active"),

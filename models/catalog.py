@@ -75,6 +75,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2_config),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
+    "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4_config),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read_config),
     "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),

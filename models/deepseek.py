@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3, R1 and those of their form (Kimi K2, GLM-4.7-Flash): latent attention; experts
-in groups beside one that every token takes; the first layers dense."""
+"""DeepSeek-V2, V3, R1 and those of their form (Kimi K2, GLM-4.7-Flash, Mistral 4): latent
+attention; experts in groups beside one that every token takes; the first layers dense."""
 
 import math
 from dataclasses import replace
@@ -8,16 +8,31 @@ from models.decoder_config import DecoderConfig, ExpertConfig, LatentConfig
 from models.glm4_moe import RoutingDefaults, check_groups, read_experts
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
+from models.ministral import with_query_growth, without_query_growth
 
 V2_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
 V3_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=4096)
 FLASH_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=202752, norm_epsilon=1e-5)
 V3_ROUTING = RoutingDefaults(256, 8, 2048, groups=8, groups_per_token=4, scaling=2.5)
+MISTRAL_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=1048576)
+# What transformers assumes where config.json is silent.
+SIZES = LatentConfig(query_rank=1536, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+FLASH_SIZES = LatentConfig(query_rank=768, rank=512, rope_dim=64, nope_dim=192, value_dim=256)
+MISTRAL_SIZES = LatentConfig(query_rank=1024, rank=256, rope_dim=64, nope_dim=64, value_dim=128)
+MISTRAL_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 FLASH_ROUTING = RoutingDefaults(64, 4, 1536, scaling=1.8)
 
 
 def read_v3_config(hf: HfConfig) -> DecoderConfig:
-    config = _read_latent(hf, V3_DEFAULTS, query_rank=1536)
+    config = _read_latent(hf, V3_DEFAULTS, SIZES)
     dense = hf.count("first_k_dense_replace", 3, least=0)
     sparse = [at >= dense for at in range(len(config.layers))]
     return _sparse(hf, config, read_experts(hf, V3_ROUTING), sparse)
@@ -25,7 +40,7 @@ def read_v3_config(hf: HfConfig) -> DecoderConfig:
 
 def read_flash_config(hf: HfConfig) -> DecoderConfig:
     """GLM-4.7-Flash."""
-    config = _read_latent(hf, FLASH_DEFAULTS, query_rank=768)
+    config = _read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
     if kinds is None:
@@ -42,7 +57,7 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
 
 def read_v2_config(hf: HfConfig) -> DecoderConfig:
     """Scores by softmax, whose weights are scaled and never normalised."""
-    config = _read_latent(hf, V2_DEFAULTS, query_rank=1536)
+    config = _read_latent(hf, V2_DEFAULTS, SIZES)
     method = hf.raw("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise hf.error(
@@ -70,18 +85,41 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
     return _sparse(hf, config, check_groups(hf, experts), sparse)
 
 
-def _read_latent(hf: HfConfig, defaults: FamilyDefaults, *, query_rank: int) -> DecoderConfig:
+def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
+    """Mistral Small 4: scores by softmax, and queries that grow with their position. Of a head
+    `partial_rotary_factor` says again which part is turned."""
+    if hf.count("n_group", 1) != 1 and not hf.sizes_only:
+        raise hf.error("n_group", "must be 1", "groups of experts are not supported here")
+    hf.pass_over("topk_group")
+    hf, beta = without_query_growth(hf, MISTRAL_ROPE, "partial_rotary_factor")
+    config = with_query_growth(_read_latent(hf, MISTRAL_DEFAULTS, MISTRAL_SIZES), beta, hf)
+    ffn = hf.count("moe_intermediate_size", 2048)
+    experts = ExpertConfig(
+        hf.count("n_routed_experts", hf.count("num_local_experts", 128)),
+        hf.count("num_experts_per_tok", 4),
+        ffn,
+        hf.flag("norm_topk_prob", True),
+        shared_ffn=ffn * hf.count("n_shared_experts", 1, least=0),
+        scaling=hf.number("routed_scaling_factor", 1.0),
+        wide=True,
+    )
+    dense = hf.count("first_k_dense_replace", 0, least=0)
+    sparse = [at >= dense for at in range(len(config.layers))]
+    return _sparse(hf, config, check_groups(hf, experts), sparse)
+
+
+def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
     """All but the experts."""
     refuse_windows(hf, "this family attends to everything")
     hf.pass_over("qk_head_dim")
-    rope_dim = hf.count("qk_rope_head_dim", 64)
+    rope_dim = hf.count("qk_rope_head_dim", sizes.rope_dim)
     one_step = "q_lora_rank" in hf.fields and hf.raw("q_lora_rank") is None
     latent = LatentConfig(
-        0 if one_step else hf.count("q_lora_rank", query_rank, least=0),
-        hf.count("kv_lora_rank", 512),
+        0 if one_step else hf.count("q_lora_rank", sizes.query_rank, least=0),
+        hf.count("kv_lora_rank", sizes.rank),
         rope_dim,
-        hf.count("qk_nope_head_dim", 192 if defaults is FLASH_DEFAULTS else 128),
-        hf.count("v_head_dim", 256 if defaults is FLASH_DEFAULTS else 128),
+        hf.count("qk_nope_head_dim", sizes.nope_dim),
+        hf.count("v_head_dim", sizes.value_dim),
     )
     _check_head_dim(hf, latent)
     bias = hf.flag("attention_bias", False)

@@ -44,7 +44,9 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
         hf, "rope_parameters", local, attention.head_dim, config.context_tokens, DEFAULTS
     )
     layers = (replace(each, rope=rope if each.window else None) for each in config.layers)
-    return replace(config, attention=attention, layers=tuple(layers))
+    # of the model that sees transformers bounds no logits, whatever its text part says
+    cap = 0.0 if hf.nested else config.logits_cap
+    return replace(config, attention=attention, layers=tuple(layers), logits_cap=cap)
 
 
 def _read(hf: HfConfig, defaults: FamilyDefaults, *, pattern: int, bias: bool) -> DecoderConfig:

@@ -41,6 +41,7 @@ class Outer:
 OUTER = {
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
+    "kimi_k25": Outer("KimiK25ForConditionalGeneration", "deepseek_v3", tied=True),
     "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),
@@ -167,6 +168,8 @@ class HfConfig:
                 continue
             if known_only and field not in CHANGING:
                 continue
+            if field == "sliding_window" and self.fields.get("use_sliding_window") is False:
+                continue  # switched off
             meaning = CHANGING.get(field, "not known")
             found.append(f"{field}={short(value)} ({meaning})")
         return found
@@ -186,7 +189,10 @@ def _text_part(
 ) -> dict[str, object]:
     """What is said of the whole holds for the text part, unless it says otherwise itself."""
     architectures = fields.get("architectures")
-    if isinstance(architectures, list) and outer.architecture not in architectures:
+    # published as KimiK25..., written by transformers as Kimi_K25...
+    stated = architectures if isinstance(architectures, list) else [outer.architecture]
+    called = {str(each).replace("_", "") for each in stated}
+    if outer.architecture.replace("_", "") not in called:
         raise CheckpointError(
             f"{where}: architectures must hold {outer.architecture!r}, got {short(architectures)};"
             " only models that generate text are served"

@@ -55,6 +55,8 @@ def read_decoder(
     except CheckpointError:
         if not hf.sizes_only:
             raise
+        # what is wrong has been said; the fields beside it are known
+        hf.pass_over("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
         rope = Rope(head_dim, defaults.rope_theta)
     return DecoderConfig(
         family=str(hf.raw("model_type")),

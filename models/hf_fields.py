@@ -31,8 +31,8 @@ HARMLESS = names("""
     num_return_sequences output_scores return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty tokenizer_class chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 cross_attention_hidden_size ep_size trust_remote_code
-    model_max_length tokenizer_model_max_length max_sequence_length original_architectures
-    is_llama_config transformers.js_config full_attn_mod interpolate_factor
+    model_max_length max_model_len tokenizer_model_max_length max_sequence_length
+    original_architectures is_llama_config transformers.js_config full_attn_mod interpolate_factor
     bos_token eos_token pad_token unk_token keys_to_ignore_at_inference
     mtp_transformer_layers num_mtp_modules use_mtp num_nextn_predict_layers num_mtp_layers
     cache_implementation
@@ -40,11 +40,13 @@ HARMLESS = names("""
 
 # Of a model that sees, beside its text part (`text_config`), which alone is served.
 VISION = names("""
-    text_config vision_config image_token_id image_token_index video_token_id
+    text_config vision_config audio_config image_token_id image_token_index video_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     spatial_merge_size multimodal_projector_bias projector_hidden_act image_seq_length
     architectures boi_token_index eoi_token_index boi_token_id eoi_token_id mm_tokens_per_image
     boa_token_id eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
+    media_placeholder_token_id use_unified_vision_chunk video_placeholder ignore_index
+    projection_hidden_size projection_layer_norm_eps
 """)
 
 # Options of some family that change the output, and what each means. A reader that has one takes

@@ -61,6 +61,7 @@ def rope_of(
         if key not in _KNOWN:
             raise wrong(f"holds {key}={short(value)}, which is not known")
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # as the first Phi-3 of 128k called it
     if kind not in _TYPES:
         raise wrong(
             f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
@@ -159,7 +160,12 @@ def _proportional(
 
 def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:
     """How many dimensions of a head are rotated; `given` is 0 where the parameters do not say."""
-    part = given or hf.number("partial_rotary_factor", defaults.partial_rotary or 1.0)
+    part = hf.number("partial_rotary_factor", given or defaults.partial_rotary or 1.0)
+    if given and part != given:
+        raise CheckpointError(
+            f"{hf.where}: partial_rotary_factor={part:g} contradicts the rotary parameters, which"
+            f" say {given:g}; correct it"
+        )
     if defaults.partial_rotary is None and part != 1.0:
         raise CheckpointError(
             f"{hf.where}: partial_rotary_factor is not supported in this family (whole heads are"

@@ -10,16 +10,26 @@ from models.hf_decoder import read_decoder, refuse_windows
 DEFAULTS = FamilyDefaults(
     kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, rope_theta=11_158_840.0
 )
+# What released checkpoints say of themselves, and the one thing that it may be.
+_ONLY = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     refuse_windows(hf, "this family attends to everything")
-    hf.pass_over("enable_moe_fp32_combine")  # a rounding of bfloat16
+    for field in _ONLY:
+        if not hf.flag(field, True) and not hf.sizes_only:
+            raise hf.error(field, "must be true", "another form of it is not supported")
+    # roundings of bfloat16, and how others compute experts
+    hf.pass_over("enable_moe_fp32_combine", "enable_lm_head_fp32")
+    hf.pass_over("enable_attention_fp32_softmax", "use_grouped_mm")
     bias = hf.flag("attention_bias", False)
     config = read_decoder(
         hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128
     )
-    count, ffn = len(config.layers), hf.count("moe_intermediate_size", 1536)
+    count = len(config.layers)
+    ffn = hf.count("moe_intermediate_size", hf.count("expert_hidden_dim", 1536))
+    if hf.count("expert_hidden_dim", ffn) != ffn:
+        raise hf.error("expert_hidden_dim", f"must be moe_intermediate_size={ffn}", "correct it")
     total, chosen = hf.count("num_experts", 192), hf.count("num_experts_per_tok", 8)
     if chosen > total:
         raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
@@ -33,7 +43,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         correction=True,
         scaling=hf.number("router_scaling_factor", 2.826),
     )
-    kinds = hf.names("mlp_layer_types") or ("dense", *("sparse",) * (count - 1))
+    dense = min(count, hf.count("first_k_dense_replace", 1, least=0))
+    kinds = hf.names("mlp_layer_types") or ("dense",) * dense + ("sparse",) * (count - dense)
     if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
         raise hf.error("mlp_layer_types", f"must name {count} layers dense or sparse", "correct it")
     layers = tuple(

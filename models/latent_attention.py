@@ -1,5 +1,5 @@
-"""Multi-head latent attention, as DeepSeek-V2, V3 and R1, Kimi K2 and GLM-4.7-Flash have it: see
-`jdisagg/ops/latent_attention.py` for what is cached and computed.
+"""Multi-head latent attention, as DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4 have
+it: see `jdisagg/ops/latent_attention.py` for what is cached and computed.
 
 What makes the cached vector is whole on every device; heads are sharded over tp. Queries are made
 in one step or, with a norm between, in two."""
@@ -11,7 +11,7 @@ from flax import nnx
 from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
-from jdisagg.ops.rope import rope_angles, rotate
+from jdisagg.ops.rope import query_growth, rope_angles, rotate
 from models.decoder_config import DecoderConfig, LayerConfig
 from models.linear import Linear, Norm, rows_of
 
@@ -82,7 +82,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), shards)
 
     def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
-        """[R, N, nope + rope], the last part turned."""
+        """[R, N, nope + rope], the last part turned; perhaps grown with their position."""
         if self.config.query_rank:
             q = self.q_b(self.q_norm(self.q_a(x_RD, shards)), shards)
         else:
@@ -90,7 +90,10 @@ class MultiHeadLatentAttention(nnx.Module):
         nope, head = self.config.nope_dim, self.config.nope_dim + self.config.rope_dim
         q_RNH = q.reshape(q.shape[0], q.shape[1] // head, head)
         turned_RNR = self._turned(q_RNH[..., nope:], positions_R)
-        return jnp.concatenate((q_RNH[..., :nope], turned_RNR), axis=-1)
+        q_RNH = jnp.concatenate((q_RNH[..., :nope], turned_RNR), axis=-1)
+        if not self.rope.query_beta:
+            return q_RNH
+        return q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
 
     def _cached(self, x_TD: jax.Array, positions_T: jax.Array, shards: Shards) -> jax.Array:
         """What is kept of each token: [T, 1, rank + rope]."""

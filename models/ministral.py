@@ -29,16 +29,31 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
+    hf, beta = without_query_growth(hf, ROPE_3)
+    config = with_query_growth(read_decoder(hf, DEFAULTS_3, head_dim_default=128), beta, hf)
+    window = hf.count("sliding_window") if hf.has("sliding_window") else None
+    return with_windows(config, (window,) * len(config.layers))
+
+
+def without_query_growth(
+    hf: HfConfig, assumed: dict[str, object], *passed_over: str
+) -> tuple[HfConfig, float]:
+    """The config with rotary parameters that know nothing of it, nor of what is passed over; and
+    the factor. `assumed`: the parameters where nothing is said."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
-    given = hf.raw(field) or ROPE_3
+    given = hf.raw(field) or assumed
     if not isinstance(given, dict):
         raise hf.error(field, "must be an object", "correct it")
     beta = checked_number(given.get("llama_4_scaling_beta"), 0.0, f"{field}.beta", hf.where)
-    rest = {key: value for key, value in given.items() if key != "llama_4_scaling_beta"}
-    config = read_decoder(hf.changed(**{field: rest}), DEFAULTS_3, head_dim_default=128)
-    window = hf.count("sliding_window") if hf.has("sliding_window") else None
+    without = ("llama_4_scaling_beta", *passed_over)
+    rest = {key: value for key, value in given.items() if key not in without}
+    return hf.changed(**{field: rest}), beta
+
+
+def with_query_growth(config: DecoderConfig, beta: float, hf: HfConfig) -> DecoderConfig:
+    """Raises CheckpointError where the context that growth is counted by is not known."""
     rope = replace(config.attention.rope, query_beta=beta)
     if beta and not rope.original_tokens:
+        field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
         raise hf.error(field, "must have original_max_position_embeddings", "correct it")
-    config = replace(config, attention=replace(config.attention, rope=rope))
-    return with_windows(config, (window,) * len(config.layers))
+    return replace(config, attention=replace(config.attention, rope=rope))

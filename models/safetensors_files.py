@@ -36,7 +36,10 @@ _KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # As transformers 5 names them, and as it did before.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
-_EYES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|embed_vision)\.")
+_EYES = re.compile(
+    r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"
+    r"|audio_tower|embed_audio)\."
+)
 _LARGEST_HEADER_BYTES = 100_000_000
 
 

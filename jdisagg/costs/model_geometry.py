@@ -317,7 +317,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(
-                    f"{name}: {field} must be an integer of at least {least}, got {value!r};"
+                    f"{name}: {field} must be an integer of at least {least}, got {_short(value)};"
                     " correct it"
                 )
             return value
@@ -349,7 +349,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         window = count("sliding_window", default=0, least=0) if on else 0
         windowed = _windowed_layers(fields, layers, count) if window else 0
         attention = GroupedAttention(
-            heads, count("num_key_value_heads", default=heads), head_dim, window or None, windowed
+            heads, _kv_heads(fields, heads, count), head_dim, window or None, windowed
         )
     experts_count = count(
         "num_experts", "num_local_experts", "n_routed_experts", default=0, least=0
@@ -388,6 +388,18 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         expert_layers=expert_layers,
         context_tokens=count("max_position_embeddings", "seq_length", default=2048),
     )
+
+
+def _kv_heads(fields: Mapping[str, object], heads: int, count: Callable[..., int]) -> int:
+    """Falcon and GPT-BigCode state them otherwise."""
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        return 1
+    return count("num_key_value_heads", "num_kv_heads", default=heads)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:

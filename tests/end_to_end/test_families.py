@@ -22,6 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
         ("gpt_oss_mxfp4", "dp=2", "dp=2,tp=2,ep=4"),
         ("olmo3", "tp=2", "dp=2"),
         ("ministral3", "tp=1", "tp=4"),
+        ("mistral4", "tp=4,ep=4", "dp=2,tp=2,ep=4"),
         ("phi3", "tp=4", "dp=2"),
         ("gemma2", "tp=2", "dp=2,tp=2"),
         ("gemma3", "tp=2", "dp=2,tp=2"),

@@ -18,7 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # pyright: ignore[reportMissingImports]
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mistral4ForCausalLM,
+)  # pyright: ignore[reportMissingImports]
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
@@ -116,6 +121,14 @@ LATENT = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
+}
+# 6 of the 16 values of a head are turned; queries grow every 16 positions.
+MISTRAL4 = {
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "partial_rotary_factor": 0.375,
 }
 # Gated DeltaNet: two key heads of 8 values, each for two value heads of 12.
 DELTA = {
@@ -224,6 +237,8 @@ VARIANTS: dict[str, Variant] = {
     "deepseek_v2_groups": Variant("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),  # noqa: E501
     "deepseek_v3": Variant("deepseek_v3", LATENT | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
     "kimi_k2": Variant("deepseek_v3", LATENT | {"n_group": 1, "topk_group": 1, "attention_bias": True, "n_shared_experts": 2}, called="kimi_k2"),  # noqa: E501
+    "kimi_k25": Variant("kimi_k25", LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}),  # noqa: E501
+    "mistral4": Variant("mistral4", LATENT | {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "rope_parameters": YARN | MISTRAL4}),  # noqa: E501
     "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
     "qwen3_next": Variant("qwen3_next", MOE | DELTA | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],  # noqa: E501
                                                        "full_attention_interval": 2}),
@@ -253,6 +268,16 @@ EYES["gemma4"] = EYES["gemma3"] | {
     "position_embedding_size": 16,
 }
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
+EYES["kimi_k25"] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 2,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+BESIDE_EYES: dict[str, dict[str, object]] = {"kimi_k25": {"projection_hidden_size": 32}}
 EYES["qwen3_5"] = EYES["qwen3_5_moe"] = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32,
     "num_position_embeddings": 4, "patch_size": 2,
@@ -278,6 +303,8 @@ def make(name: str, variant: Variant) -> None:
     (directory / "generation_config.json").unlink(missing_ok=True)
     if variant.mxfp4:
         to_mxfp4(directory, kept)
+    if variant.family == "kimi_k25":
+        to_published_kimi(directory)
     if variant.called:
         path = directory / "config.json"
         path.write_text(path.read_text().replace(f'"{variant.family}"', f'"{variant.called}"'))
@@ -291,16 +318,29 @@ def make(name: str, variant: Variant) -> None:
     )
 
 
-def random_model(variant: Variant, seed: int) -> torch.nn.Module:
-    """Weights drawn anew, rounded to the stored dtype, computed with in float32."""
+def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Module:
+    """Weights drawn anew, rounded to the stored dtype, computed with in float32. `gain`: of a
+    matrix; beyond one, float noise grows with the layers, and margins do."""
     torch.manual_seed(seed)
     fields = COMMON | dict(variant.fields)
     if (eyes := EYES.get(variant.family)) is None:
         config = AutoConfig.for_model(variant.family, **fields)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        # transformers 5.23 gives Mistral 4 no automatic class for text
+        made = (
+            Mistral4ForCausalLM
+            if variant.family == "mistral4"
+            else AutoModelForCausalLM.from_config
+        )
+        model = made(config).eval()
     else:
+        if "out_hidden_size" in eyes:
+            eyes = eyes | {"out_hidden_size": fields["hidden_size"]}
         config = AutoConfig.for_model(
-            variant.family, text_config=fields, vision_config=eyes, tie_word_embeddings=False
+            variant.family,
+            text_config=fields,
+            vision_config=eyes,
+            tie_word_embeddings=False,
+            **BESIDE_EYES.get(variant.family, {}),
         )
         model = AutoModelForImageTextToText.from_config(config).eval()
     if variant.family == "nemotron_h":
@@ -326,7 +366,7 @@ def random_model(variant: Variant, seed: int) -> torch.nn.Module:
             elif "embed_tokens" in name or name == "model.embeddings.weight":
                 weight.normal_(std=0.7)
             else:
-                weight.normal_(std=1.6 / weight.shape[-1] ** 0.5)
+                weight.normal_(std=gain / weight.shape[-1] ** 0.5)
             weight.copy_(weight.to(variant.dtype).float())
     if variant.mxfp4:
         draw_mxfp4(model)
@@ -370,6 +410,20 @@ def to_mxfp4(directory: Path, kept: Mapping[str, torch.Tensor]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
+def to_published_kimi(directory: Path) -> None:
+    """Names as moonshotai has them: transformers 5.23 renames the text part's layers, too, where it
+    means those of the eyes."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    named = {name.replace("model.blocks.", "model.layers."): each for name, each in tensors.items()}
+    save_file(named, path, {"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    fields["architectures"] = ["KimiK25ForConditionalGeneration"]
+    fields["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
 @torch.no_grad()
 def reference(
     model: torch.nn.Module, seed: int
@@ -395,6 +449,8 @@ def to_legacy(path: Path) -> None:
     rope = fields.pop("rope_parameters")
     fields["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
+    if "partial_rotary_factor" in rope:
+        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     fields["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     path.write_text(json.dumps(fields, indent=2) + "\n")
 

@@ -1,0 +1,577 @@
+"""Configurations of every family drawn at random, for `tests/golden/compare.py`: sizes that are no
+multiples of anything, and the options that the family's published checkpoints have, in any mix.
+
+Half of the draws have sizes that four devices divide, so that every layout can be tried on them;
+the others need not divide at all. Pure: knows the fields of transformers' configurations and
+nothing of our own readers."""
+
+import random
+from collections.abc import Callable
+
+Fields = dict[str, object]
+CONTEXT = 1024
+LINEAR, FULL, WINDOWED = "linear_attention", "full_attention", "sliding_attention"
+
+
+class Draw:
+    """One draw: sizes that every family has, and what is drawn on top of them."""
+
+    def __init__(self, family: str, seed: int) -> None:
+        self.random = random.Random(f"{family} {seed}")
+        self.even = self.random.random() < 0.5
+        self.layers = self.random.choice((2, 3, 4, 5))
+        self.kv_heads = self.random.choice((1, 2, 4) if self.even else (1, 2, 3, 5))
+        groups = {1: (4, 8), 2: (2, 4), 4: (1, 2, 3)} if self.even else {}
+        self.heads = self.kv_heads * self.random.choice(groups.get(self.kv_heads, (1, 2, 3, 5)))
+        self.head_dim = self.random.choice((8, 12, 16, 20, 24))
+
+    def one_of(self, *values: object) -> object:
+        return self.random.choice(values)
+
+    def flag(self, likely: float = 0.5) -> bool:
+        return self.random.random() < likely
+
+    def ffn(self) -> int:
+        return 4 * self.random.randint(4, 16) if self.even else self.random.randint(11, 61)
+
+    def base(self, *, own_head_dim: bool = True) -> Fields:
+        """`own_head_dim`: heads need not add up to the width."""
+        heads = self.heads * self.head_dim
+        apart = own_head_dim and self.flag(0.7)
+        # transformers wants the width of some families to be a multiple of heads all the same
+        width = self.heads * self.random.randint(3, 9) if apart else heads
+        fields: Fields = {
+            "vocab_size": self.random.randint(97, 311),
+            "hidden_size": width,
+            "intermediate_size": self.ffn(),
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": CONTEXT,
+            "rms_norm_eps": self.one_of(1e-5, 1e-6, 1e-3),
+            "tie_word_embeddings": self.flag(0.3),
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        return fields | ({"head_dim": self.head_dim} if apart or self.flag() else {})
+
+    def rope(self, *kinds: str, rotated: int | None = None) -> Fields:
+        """`rotated`: values of a head that turn, where not all do."""
+        kind = self.random.choice(
+            kinds or ("default", "linear", "dynamic", "llama3", "yarn", "yarn", "longrope")
+        )
+        rope: Fields = {"rope_type": kind, "rope_theta": self.one_of(10000.0, 1e6, 777.7)}
+        pairs = (rotated or self.head_dim) // 2
+        factor = {"factor": self.one_of(2.0, 4.0, 7.5)}
+        if kind in ("linear", "dynamic"):
+            rope |= factor
+        if kind == "llama3":
+            rope |= factor | {"low_freq_factor": 1.0, "high_freq_factor": self.one_of(2.0, 4.0)}
+            rope["original_max_position_embeddings"] = self.one_of(32, 64, 256)
+        if kind == "yarn":
+            rope |= factor | {"original_max_position_embeddings": self.one_of(64, 128, 512)}
+            for name, values in (
+                ("beta_fast", (16.0, 32.0)),
+                ("beta_slow", (1.0, 2.0)),
+                ("truncate", (True, False)),
+                ("attention_factor", (1.0, 1.3)),
+            ):
+                if self.flag(0.4):
+                    rope[name] = self.one_of(*values)
+            if self.flag(0.4):
+                rope |= {"mscale": self.one_of(1.0, 0.7), "mscale_all_dim": self.one_of(1.0, 0.5)}
+        if kind == "longrope":
+            rope |= {
+                "short_factor": [1.0 + self.random.random() for _ in range(pairs)],
+                "long_factor": [2.0 + self.random.random() for _ in range(pairs)],
+                "original_max_position_embeddings": CONTEXT,
+            } | (factor if self.flag() else {})
+        return rope
+
+    def window(self) -> int:
+        return self.random.choice((5, 9, 33, 64, 130, 500))
+
+    def kinds(self, *kinds: str, last: str = "") -> list[str]:
+        """Of each layer one; every kind at least once where there are layers enough."""
+        drawn = [*kinds, *(self.random.choice(kinds) for _ in range(self.layers))][: self.layers]
+        self.random.shuffle(drawn)
+        if last:
+            drawn[-1] = last
+        return drawn
+
+    def experts(self, count: str = "num_experts") -> Fields:
+        total = self.random.choice((4, 8, 12)) if self.even else self.random.randint(3, 9)
+        ffn = 4 * self.random.randint(2, 8) if self.even else self.random.randint(7, 30)
+        chosen = self.random.randint(1, min(4, total))
+        return {count: total, "num_experts_per_tok": chosen, "moe_intermediate_size": ffn}
+
+    def groups(self) -> Fields:
+        """Experts in groups, of which some are looked at."""
+        fields = self.experts("n_routed_experts")
+        groups = self.random.choice((1, 2, 4))
+        each = self.random.choice((2, 3) if groups > 1 else (3, 4, 8))
+        kept = self.random.randint(1, groups)
+        total = groups * each * (2 if self.even and groups * each % 4 else 1)
+        chosen = min(4, total // groups * kept)
+        return fields | {
+            "n_routed_experts": total,
+            "n_group": groups,
+            "topk_group": kept,
+            "num_experts_per_tok": self.random.randint(1, chosen),
+            "routed_scaling_factor": self.one_of(1.0, 1.8, 2.5),
+            "n_shared_experts": self.one_of(1, 2),
+            "norm_topk_prob": self.flag(),
+        }
+
+
+def llama(draw: Draw) -> Fields:
+    biases = {"attention_bias": draw.flag(), "mlp_bias": draw.flag()}
+    return draw.base() | biases | {"rope_parameters": draw.rope()}
+
+
+def mistral(draw: Draw) -> Fields:
+    window = {"sliding_window": draw.one_of(None, draw.window())}
+    return draw.base() | window | {"rope_parameters": draw.rope()}
+
+
+def mixtral(draw: Draw) -> Fields:
+    fields = draw.base() | {"rope_parameters": draw.rope()}
+    experts = draw.experts("num_local_experts")
+    ffn = experts.pop("moe_intermediate_size")
+    return fields | experts | {"intermediate_size": ffn, "sliding_window": draw.one_of(None, 33)}
+
+
+def _qwen_windows(draw: Draw) -> Fields:
+    fields: Fields = {"use_sliding_window": draw.flag(), "sliding_window": draw.window()}
+    if draw.flag():
+        return fields | {"max_window_layers": draw.random.randint(0, draw.layers)}
+    kinds = draw.kinds(FULL, WINDOWED) if fields["use_sliding_window"] else [FULL] * draw.layers
+    return fields | {"layer_types": kinds}
+
+
+def qwen2(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope()}
+    fields.pop("head_dim", None)
+    return fields | _qwen_windows(draw)
+
+
+def qwen3(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
+    return fields | {"rope_parameters": draw.rope()} | _qwen_windows(draw)
+
+
+def _sparse(draw: Draw) -> Fields:
+    return {
+        "decoder_sparse_step": draw.one_of(1, 1, 2),
+        "mlp_only_layers": draw.one_of([], [draw.random.randrange(draw.layers)]),
+        "norm_topk_prob": draw.flag(),
+    }
+
+
+def qwen2_moe(draw: Draw) -> Fields:
+    shared = {"shared_expert_intermediate_size": draw.ffn(), "qkv_bias": draw.flag(0.8)}
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope()}
+    fields.pop("head_dim", None)
+    return fields | draw.experts() | _sparse(draw) | shared | _qwen_windows(draw)
+
+
+def qwen3_moe(draw: Draw) -> Fields:
+    window = {"use_sliding_window": draw.flag(0.3), "sliding_window": draw.window()}
+    fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
+    return fields | {"rope_parameters": draw.rope()} | draw.experts() | _sparse(draw) | window
+
+
+def _in_three_dimensions(draw: Draw) -> Fields:
+    pairs = draw.head_dim // 2
+    first = draw.random.randint(1, pairs - 2)
+    second = draw.random.randint(1, pairs - first - 1)
+    sections: Fields = {"mrope_section": [first, second, pairs - first - second]}
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True} | sections
+
+
+def qwen3_vl(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
+    return fields | {"rope_parameters": _in_three_dimensions(draw)}
+
+
+def qwen3_vl_moe(draw: Draw) -> Fields:
+    return qwen3_vl(draw) | draw.experts() | _sparse(draw)
+
+
+def ministral(draw: Draw) -> Fields:
+    windows = {"sliding_window": draw.window(), "layer_types": draw.kinds(FULL, WINDOWED)}
+    return draw.base() | {"head_dim": draw.head_dim} | windows | {"rope_parameters": draw.rope()}
+
+
+def ministral3(draw: Draw) -> Fields:
+    rope = draw.rope("yarn") | {"llama_4_scaling_beta": draw.one_of(0.1, 0.3)}
+    fields = draw.base() | {"head_dim": draw.head_dim, "rope_parameters": rope}
+    return fields | {"sliding_window": draw.one_of(None, draw.window())}
+
+
+def mistral3(draw: Draw) -> Fields:
+    if draw.flag():
+        return ministral3(draw) | {"model_type": "ministral3"}
+    return mistral(draw) | {"model_type": "mistral"}
+
+
+def smollm3(draw: Draw) -> Fields:
+    window = {"use_sliding_window": draw.flag(), "sliding_window": draw.window()}
+    biases = {"attention_bias": draw.flag(), "mlp_bias": draw.flag()}
+    still = draw.one_of(
+        {"no_rope_layer_interval": draw.one_of(2, 3, 4)},
+        {"no_rope_layers": [draw.random.randint(0, 1) for _ in range(draw.layers)]},
+    )
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope()}
+    return fields | window | biases | still  # type: ignore[operator]
+
+
+def seed_oss(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "rope_parameters": draw.rope()}
+    biases = ("attention_bias", "attention_out_bias", "mlp_bias")
+    return fields | {name: draw.flag() for name in biases}
+
+
+def olmo2(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope()}
+    return fields | {"attention_bias": draw.flag()}
+
+
+def olmo3(draw: Draw) -> Fields:
+    theta = {"rope_theta": draw.one_of(10000.0, 500000.0)}
+    ropes = {FULL: draw.rope("default", "yarn") | theta, WINDOWED: {"rope_type": "default"} | theta}
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": ropes}
+    fields |= {"sliding_window": draw.window(), "attention_bias": draw.flag()}
+    return fields | ({"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag() else {})
+
+
+def _gemma(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "sliding_window": draw.window()}
+    fields |= {"query_pre_attn_scalar": draw.one_of(7, 24, 144), "attention_bias": draw.flag()}
+    fields["final_logit_softcapping"] = draw.one_of(None, 12.0, 30.0)
+    return fields | ({"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag() else {})
+
+
+def gemma2(draw: Draw) -> Fields:
+    caps = {"attn_logit_softcapping": draw.one_of(None, 3.0, 50.0)}
+    return _gemma(draw) | caps | {"rope_parameters": draw.rope("default", "linear", "yarn")}
+
+
+def gemma3_text(draw: Draw) -> Fields:
+    ropes = {FULL: draw.rope("default", "linear", "yarn"), WINDOWED: draw.rope("default")}
+    return _gemma(draw) | {"rope_parameters": ropes}
+
+
+def gemma4_text(draw: Draw) -> Fields:
+    own = draw.random.choice([heads for heads in (1, 2, 3, 4) if draw.heads % heads == 0])
+    size = draw.random.choice((16, 24, 40))
+    part = draw.random.choice((0.25, 0.5, 1.0))
+    ropes = {
+        FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": part},
+        WINDOWED: draw.rope("default"),
+    }
+    fields = draw.base() | {
+        "head_dim": draw.head_dim,
+        "global_head_dim": size,
+        "num_global_key_value_heads": own,
+        "attention_k_eq_v": draw.flag(),
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds(FULL, WINDOWED, last=FULL),
+        "final_logit_softcapping": draw.one_of(None, 12.0),
+        "rope_parameters": ropes,
+        "use_bidirectional_attention": None,
+    }
+    if draw.flag():
+        experts = draw.experts()
+        experts["top_k_experts"] = experts.pop("num_experts_per_tok")
+        fields |= experts | {"enable_moe_block": True}
+    return fields
+
+
+def granite(draw: Draw) -> Fields:
+    return llama(draw) | {
+        "attention_multiplier": draw.one_of(0.1, 0.3),
+        "embedding_multiplier": draw.one_of(1.0, 3.0),
+        "residual_multiplier": draw.one_of(0.7, 1.3),
+        "logits_scaling": draw.one_of(0.5, 2.0),
+    }
+
+
+def granitemoehybrid(draw: Draw) -> Fields:
+    fields = granite(draw) | draw.experts("num_local_experts")
+    fields.pop("mlp_bias")
+    ffn = fields.pop("moe_intermediate_size")
+    heads = draw.random.choice((4, 8) if draw.even else (2, 3, 6))
+    size = draw.random.choice((6, 8, 16))
+    # twice the width is what heads of Mamba add up to
+    expand = 2
+    fields["hidden_size"] = heads * size // expand
+    if heads * size % expand or "head_dim" not in fields:
+        fields["hidden_size"] = draw.heads * draw.head_dim
+        heads, size = draw.heads, draw.head_dim * expand
+    fields["intermediate_size"] = ffn
+    if draw.flag(0.4):
+        fields |= {"num_local_experts": 0, "num_experts_per_tok": 0}
+    return fields | {
+        "layer_types": draw.kinds(LINEAR, FULL),
+        "shared_intermediate_size": draw.ffn(),
+        "position_embedding_type": draw.one_of("rope", None, "nope"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": size,
+        "mamba_d_state": draw.one_of(8, 12, 20),
+        "mamba_expand": expand,
+        "mamba_n_groups": draw.random.choice([g for g in (1, 2, 3, 4) if heads % g == 0]),
+        "mamba_d_conv": draw.one_of(2, 3, 4),
+        "mamba_chunk_size": draw.one_of(8, 32, 256),
+        "mamba_conv_bias": draw.flag(),
+        "mamba_proj_bias": draw.flag(),
+    }
+
+
+def phi3(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False)
+    fields.pop("head_dim", None)
+    part = draw.random.choice((0.5, 1.0))
+    rotated = int(draw.head_dim * part)
+    if rotated % 2:
+        part, rotated = 1.0, draw.head_dim
+    rope = draw.rope("default", "longrope", rotated=rotated)
+    rope["partial_rotary_factor"] = part
+    if "short_factor" in rope:
+        original = rope.pop("original_max_position_embeddings")
+        rope.pop("factor", None)
+        fields |= {
+            "original_max_position_embeddings": original,
+            "max_position_embeddings": draw.one_of(CONTEXT, 4 * CONTEXT),
+        }
+    return fields | {"rope_parameters": rope, "sliding_window": draw.one_of(None, draw.window())}
+
+
+def _partly(draw: Draw, *kinds: str) -> Fields:
+    part = draw.random.choice((0.5, 1.0, 0.25))
+    if int(draw.head_dim * part) % 2:
+        part = 0.5
+    if int(draw.head_dim * part) % 2:
+        part = 1.0
+    rope = draw.rope(*(kinds or ("default", "linear", "yarn", "llama3")))
+    return rope | {"partial_rotary_factor": part}
+
+
+def glm(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "pad_token_id": None}
+    return fields | {"attention_bias": draw.flag(), "rope_parameters": _partly(draw)}
+
+
+def glm4_moe(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
+    fields |= {"rope_parameters": _partly(draw), "use_qk_norm": draw.flag()}
+    dense = {"first_k_dense_replace": draw.random.randint(0, draw.layers - 1)}
+    return fields | draw.groups() | dense
+
+
+def minimax_m2(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim}
+    experts = draw.experts("num_local_experts")
+    ffn = experts.pop("moe_intermediate_size")
+    rope = _partly(draw, "default")
+    rotated = int(draw.head_dim * rope.pop("partial_rotary_factor"))  # type: ignore[call-overload]
+    return (
+        fields
+        | experts
+        | {
+            "intermediate_size": ffn,
+            "rotary_dim": rotated,
+            "rope_parameters": rope | {"partial_rotary_factor": rotated / draw.head_dim},
+        }
+    )
+
+
+def _latent(draw: Draw) -> Fields:
+    fields = draw.base()
+    fields.pop("head_dim", None)
+    return (
+        fields
+        | draw.groups()
+        | {
+            "num_key_value_heads": draw.heads,
+            "kv_lora_rank": draw.one_of(10, 20, 34),
+            "q_lora_rank": draw.one_of(None, 14, 22),
+            "qk_rope_head_dim": draw.one_of(4, 6, 10),
+            "qk_nope_head_dim": draw.one_of(6, 10, 16),
+            "v_head_dim": draw.one_of(6, 12, 18),
+            "attention_bias": draw.flag(0.3),
+            "first_k_dense_replace": draw.random.randint(0, draw.layers - 1),
+            "rope_parameters": draw.rope("default", "yarn", "linear"),
+        }
+    )
+
+
+def deepseek_v2(draw: Draw) -> Fields:
+    fields = _latent(draw) | {"norm_topk_prob": False, "attention_bias": False}
+    return fields | {"topk_method": draw.one_of("greedy", "group_limited_greedy")}
+
+
+def deepseek_v3(draw: Draw) -> Fields:
+    return _latent(draw) | {"rope_interleave": draw.flag(0.7)}
+
+
+def glm4_moe_lite(draw: Draw) -> Fields:
+    fields = deepseek_v3(draw)
+    dense = fields.pop("first_k_dense_replace")
+    sparse = ["dense" if at < dense else "sparse" for at in range(draw.layers)]  # type: ignore[operator]
+    return fields | {"mlp_layer_types": sparse}
+
+
+def kimi_k25(draw: Draw) -> Fields:
+    return deepseek_v3(draw) | {"model_type": "deepseek_v3"}
+
+
+def mistral4(draw: Draw) -> Fields:
+    fields = deepseek_v3(draw) | {"n_group": 1, "topk_group": 1}
+    turned, still = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
+    part = turned / (turned + still)  # type: ignore[operator]
+    growth = {"llama_4_scaling_beta": draw.one_of(0.1, 0.3), "partial_rotary_factor": part}
+    return fields | {"rope_parameters": draw.rope("yarn") | growth}
+
+
+def hy_v3(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
+    fields |= {"rope_parameters": draw.rope(), "mlp_bias": draw.flag(0.3)}
+    more = {"router_scaling_factor": 1.7, "num_shared_experts": draw.one_of(1, 2)}
+    kinds = draw.kinds("dense", "sparse") if draw.flag() else None
+    return fields | draw.experts() | more | ({"mlp_layer_types": kinds} if kinds else {})
+
+
+def _delta(draw: Draw) -> Fields:
+    keys = draw.random.choice((4,) if draw.even else (1, 2, 3))
+    fields = draw.base() | {
+        "head_dim": draw.head_dim,
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * draw.random.choice((1, 2, 3)),
+        "linear_key_head_dim": draw.one_of(6, 8, 12),
+        "linear_value_head_dim": draw.one_of(6, 10, 12),
+        "linear_conv_kernel_dim": draw.one_of(2, 3, 4),
+        "layer_types": draw.kinds(LINEAR, FULL),
+    }
+    part = draw.random.choice([p for p in (0.25, 0.5, 1.0) if int(draw.head_dim * p) % 2 == 0])
+    rope = draw.rope("default", "yarn") | {"partial_rotary_factor": part}
+    return fields | {"rope_parameters": rope}
+
+
+def qwen3_next(draw: Draw) -> Fields:
+    shared = {"shared_expert_intermediate_size": draw.ffn()}
+    return _delta(draw) | draw.experts() | _sparse(draw) | shared
+
+
+def qwen3_5(draw: Draw) -> Fields:
+    fields = _delta(draw)
+    rope = fields["rope_parameters"]
+    rotated = int(draw.head_dim * rope["partial_rotary_factor"])  # type: ignore[index]
+    pairs = rotated // 2
+    third = pairs // 3
+    sections = [pairs - 2 * third, third, third]
+    more = {"mrope_section": sections, "mrope_interleaved": True, "rope_type": "default"}
+    kept = ("rope_theta", "partial_rotary_factor")
+    plain = {name: rope[name] for name in kept}  # type: ignore[index]
+    return fields | {"rope_parameters": plain | more}
+
+
+def qwen3_5_moe(draw: Draw) -> Fields:
+    shared = {"shared_expert_intermediate_size": draw.ffn()}
+    return qwen3_5(draw) | draw.experts() | shared
+
+
+def gpt_oss(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "tie_word_embeddings": False}
+    experts = draw.experts("num_local_experts")
+    ffn = experts.pop("moe_intermediate_size")
+    windows = {"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag() else {}
+    return (
+        fields
+        | experts
+        | windows
+        | {
+            "intermediate_size": ffn,
+            "sliding_window": draw.window(),
+            "swiglu_limit": draw.one_of(0.8, 7.0),
+            "rope_parameters": draw.rope("yarn", "default"),
+            "attention_bias": draw.flag(0.8),
+        }
+    )
+
+
+def nemotron_h(draw: Draw) -> Fields:
+    heads = draw.random.choice((4, 8) if draw.even else (2, 3, 6))
+    fields = (
+        draw.base()
+        | draw.groups()
+        | {
+            "head_dim": draw.head_dim,
+            "layers_block_type": draw.kinds(LINEAR, FULL, "mlp", "moe"),
+            "mamba_num_heads": heads,
+            "mamba_head_dim": draw.one_of(6, 8, 16),
+            "ssm_state_size": draw.one_of(8, 12, 20),
+            "n_groups": draw.random.choice([g for g in (1, 2, 3, 4) if heads % g == 0]),
+            "conv_kernel": draw.one_of(2, 3, 4),
+            "chunk_size": draw.one_of(8, 64),
+            "moe_shared_expert_intermediate_size": draw.ffn(),
+            "moe_latent_size": draw.one_of(None, 12),
+            "mlp_bias": draw.flag(),
+            "use_bias": draw.flag(),
+            "use_conv_bias": draw.flag(),
+            "n_shared_experts": 1,
+        }
+    )
+    fields["layer_norm_epsilon"] = fields.pop("rms_norm_eps")
+    return fields
+
+
+CONFIGS: dict[str, Callable[[Draw], Fields]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "mistral3": mistral3,
+    "ministral": ministral,
+    "ministral3": ministral3,
+    "smollm3": smollm3,
+    "seed_oss": seed_oss,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "gemma2": gemma2,
+    "gemma3": gemma3_text,
+    "gemma3_text": gemma3_text,
+    "gemma4": gemma4_text,
+    "gemma4_text": gemma4_text,
+    "granite": granite,
+    "granitemoehybrid": granitemoehybrid,
+    "phi3": phi3,
+    "glm": glm,
+    "glm4": glm,
+    "glm4_moe": glm4_moe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k25": kimi_k25,
+    "mistral4": mistral4,
+    "glm4_moe_lite": glm4_moe_lite,
+    "gpt_oss": gpt_oss,
+    "hy_v3": hy_v3,
+    "nemotron_h": nemotron_h,
+    "minimax_m2": minimax_m2,
+}
+
+
+def random_fields(family: str, seed: int) -> Fields:
+    """The same for the same family and seed."""
+    return CONFIGS[family](Draw(family, seed))
