@@ -86,13 +86,16 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
-    """Mistral Small 4: scores by softmax, and queries that grow with their position. Of a head
-    `partial_rotary_factor` says again which part is turned."""
+    """Mistral Small 4: scores by softmax, and queries that grow with their position."""
     if hf.count("n_group", 1) != 1 and not hf.sizes_only:
         raise hf.error("n_group", "must be 1", "groups of experts are not supported here")
     hf.pass_over("topk_group")
-    hf, beta = without_query_growth(hf, MISTRAL_ROPE, "partial_rotary_factor")
-    config = with_query_growth(_read_latent(hf, MISTRAL_DEFAULTS, MISTRAL_SIZES), beta, hf)
+    _check_turned_part(hf)
+    plain, beta = without_query_growth(
+        hf.changed(partial_rotary_factor=None), MISTRAL_ROPE, "partial_rotary_factor"
+    )
+    config = _read_latent(plain, MISTRAL_DEFAULTS, MISTRAL_SIZES)
+    config = with_query_growth(config, beta, plain)
     ffn = hf.count("moe_intermediate_size", 2048)
     experts = ExpertConfig(
         hf.count("n_routed_experts", hf.count("num_local_experts", 128)),
@@ -106,6 +109,22 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
     dense = hf.count("first_k_dense_replace", 0, least=0)
     sparse = [at >= dense for at in range(len(config.layers))]
     return _sparse(hf, config, check_groups(hf, experts), sparse)
+
+
+def _check_turned_part(hf: HfConfig) -> None:
+    """Of a head `partial_rotary_factor` says once more what is turned, in the rotary parameters or
+    beside them."""
+    given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
+    inner = given.get("partial_rotary_factor") if isinstance(given, dict) else None
+    turned = hf.count("qk_rope_head_dim", MISTRAL_SIZES.rope_dim)
+    whole = turned + hf.count("qk_nope_head_dim", MISTRAL_SIZES.nope_dim)
+    part = hf.number("partial_rotary_factor", turned / whole) if inner is None else inner
+    if not isinstance(part, int | float) or int(whole * part) != turned:
+        raise hf.error(
+            "qk_rope_head_dim",
+            f"must be what partial_rotary_factor={part} of {whole} values is",
+            "correct it",
+        )
 
 
 def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:

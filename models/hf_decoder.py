@@ -13,6 +13,7 @@ from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_rope import extended_context, read_rope
 
+MOST_LAYERS = 10_000
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -50,6 +51,9 @@ def read_decoder(
             f"{hf.where}: head_dim must be even for rotary positions, got {head_dim}; correct it"
         )
     context = hf.count("max_position_embeddings", defaults.context_tokens)
+    layers = hf.count("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise hf.error("num_hidden_layers", f"must be at most {MOST_LAYERS}", "correct it")
     try:
         rope = read_rope(hf, head_dim, context, defaults)
     except CheckpointError:
@@ -64,7 +68,7 @@ def read_decoder(
         width=width,
         ffn=hf.count("intermediate_size", ffn_default),
         attention=AttentionConfig(heads, kv_heads, head_dim, rope, qkv_bias, output_bias, qk_norm),
-        layers=(LayerConfig(),) * hf.count("num_hidden_layers"),
+        layers=(LayerConfig(),) * layers,
         norm_epsilon=hf.number("rms_norm_eps", defaults.norm_epsilon),
         tied=hf.flag("tie_word_embeddings", defaults.tied),
         context_tokens=extended_context(context, rope),

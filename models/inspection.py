@@ -50,7 +50,7 @@ def inspect(path: Path) -> Inspection:
     found = Inspection(
         hf.where, str(hf.raw("model_type")), _quantization(hf.fields.get("quantization_config"))
     )
-    if hf.raw("model_type") in FAMILIES:
+    if found.family in FAMILIES:
         _read_strictly(found, hf)
     else:
         text = hf.fields.get("text_config")  # what a model that sees would be served by

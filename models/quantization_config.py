@@ -25,12 +25,14 @@ _REMEDY = "use the original checkpoint, or one quantized in another form"
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
     """`bits`: those that numbers in words may have. `blocks`: what may share a scale, outputs and
-    inputs, 0 for all of them; of several that fits. `zeros_less_one`: of gptq."""
+    inputs, 0 for all of them; of several that fits. `zeros_less_one`: of gptq. `ordered`: the group
+    of each input is stored."""
 
     method: str
     bits: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...]
     zeros_less_one: bool = False
+    ordered: bool = False
 
 
 def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
@@ -53,7 +55,8 @@ def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
         found.nothing("dynamic", "layers of other bits")
         bits = found.one_of("bits", (2, 4, 8))
         blocks = ((1, found.group("group_size")),)
-        return StoredQuantization(method, (bits,), blocks, form == "gptq")
+        ordered = found.flag("desc_act")
+        return StoredQuantization(method, (bits,), blocks, form == "gptq", ordered)
     found.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     return StoredQuantization(method, (), (*found.pair("weight_block_size"), *_WIDEST))
 
@@ -65,6 +68,7 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
         found.inner("sparsity_config").one_of("format", ("dense",), "dense")
     bits: set[int] = set()
     blocks: list[tuple[int, int]] = []
+    ordered: list[bool] = []
     groups = found.inner("config_groups")
     for name in groups.fields:
         group = groups.inner(name)
@@ -74,12 +78,14 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
         weights = group.inner("weights")
         kind = weights.one_of("type", ("int", "float"), "int")
         bits.add(weights.one_of("num_bits", (2, 4, 8) if kind == "int" else (8,)))
+        ordered.append(weights.fields.get("actorder") in ("group", True))
         strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
         if strategy == "group":
             blocks.append((1, weights.group("group_size")))
         elif strategy == "block":
             blocks += weights.pair("block_structure")
-    return StoredQuantization(_BY_GROUPS, tuple(sorted(bits)), (*blocks, *_WIDEST))
+    every = bool(ordered) and all(ordered)
+    return StoredQuantization(_BY_GROUPS, tuple(sorted(bits)), (*blocks, *_WIDEST), ordered=every)
 
 
 class _Stated:
@@ -101,6 +107,12 @@ class _Stated:
                 return each
         of = "one of " if len(known) > 1 else ""
         raise self._error(field, f"must be {of}{', '.join(map(str, known))}", _REMEDY)
+
+    def flag(self, field: str) -> bool:
+        value = self.fields.get(field)
+        if not isinstance(value, bool | None):
+            raise self._error(field, "must be true or false", "correct it")
+        return bool(value)
 
     def nothing(self, field: str, meaning: str) -> None:
         if self.fields.get(field):

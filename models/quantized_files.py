@@ -27,6 +27,8 @@ from models.stored_forms import (
 Index = tuple[slice, ...]
 Find = Callable[[SafetensorsFiles, StoredQuantization], dict[str, StoredMatrix]]
 _EIGHT_BITS = ("I8", "F8_E4M3")
+_SCALES = ("F32", "F16", "BF16", "F8_E8M0")
+_INTEGERS = ("I8", "U8", "I32", "I64")
 # Of activations and KV, and shapes: no parameters.
 _BESIDE = re.compile(
     r"(\.|_)(input_scale|input_zero_point|activation_scale|output_scale|k_scale|v_scale"
@@ -44,7 +46,7 @@ class QuantizedFiles:
         self._files = files
         self._matrices = _FINDERS[stated.method](files, stated)
         self._shapes = files.shapes()
-        used = _checked(self._matrices, self._shapes, where)
+        used = _checked(self._matrices, files, where)
         self._plain = {
             name for name in self._shapes if name not in used and not _BESIDE.search(name)
         }
@@ -115,15 +117,20 @@ def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Inde
         yield ours, theirs
 
 
-def _checked(
-    matrices: dict[str, StoredMatrix], shapes: dict[str, tuple[int, ...]], where: str
-) -> set[str]:
+def _checked(matrices: dict[str, StoredMatrix], files: SafetensorsFiles, where: str) -> set[str]:
     """The names of all their tensors."""
+    shapes = files.shapes()
     needed = {name: kept for matrix in matrices.values() for name, kept in matrix.needs().items()}
     wrong = [
         f"{name} is {f'of shape {shapes[name]}' if name in shapes else 'missing'}, not {kept[0]}"
         for name, kept in needed.items()
         if shapes.get(name) not in kept
+    ]
+    wrong += [
+        f"{name} is of type {files.kind(name)}, not {' or '.join(_kinds(matrix, name))}"
+        for matrix in matrices.values()
+        for name in matrix.needs()
+        if name in shapes and files.kind(name) not in _kinds(matrix, name)
     ]
     if wrong:
         more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
@@ -132,6 +139,19 @@ def _checked(
             f"{more}; fetch the checkpoint again"
         )
     return set(needed)
+
+
+def _kinds(matrix: StoredMatrix, name: str) -> tuple[str, ...]:
+    """The types that one of its tensors may have."""
+    if isinstance(matrix, Mxfp4Matrix):
+        return ("U8",)
+    if name.endswith(("_scale", "_scale_inv", ".scales")):
+        return _SCALES
+    if name.endswith("g_idx"):
+        return _INTEGERS
+    if isinstance(matrix, ScaledMatrix):
+        return _EIGHT_BITS if name == matrix.values else _INTEGERS
+    return ("I32",)
 
 
 def _scaled(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
@@ -169,7 +189,8 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
             into = int(files.raw(f"{base}weight_shape").reshape(-1)[-1])
         fits = [bits for bits in stated.bits if words == -(-into // (WORD_BITS // bits))]
         bits = fits[0] if fits else 4
-        zeros, order = f"{base}weight_zero_point" in shapes, f"{base}weight_g_idx" in shapes
+        zeros = f"{base}weight_zero_point" in shapes
+        order = stated.ordered or f"{base}weight_g_idx" in shapes
         several = [
             PackedMatrix(base, (out, into), bits, block[1] or into, zeros, order)
             for block in stated.blocks
@@ -192,7 +213,8 @@ def _gptq(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, Stor
     found: dict[str, StoredMatrix] = {}
     for base, (words, out) in _qweights(files).items():
         into = words * WORD_BITS // bits
-        group, ordered = stated.blocks[0][1] or into, f"{base}g_idx" in shapes
+        group = stated.blocks[0][1] or into
+        ordered = stated.ordered or f"{base}g_idx" in shapes
         added = 1 if stated.zeros_less_one else 0
         found[f"{base}weight"] = GptqMatrix(base, (out, into), bits, group, ordered, added)
     return found
@@ -204,10 +226,6 @@ def _mxfp4(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, Sto
         base, _, part = name.rpartition("_")
         if (part, len(shape)) not in (("blocks", 4), ("scales", 3)):
             continue
-        if files.kind(name) != "U8":
-            raise CheckpointError(
-                f"{name} must be bytes (U8), got {files.kind(name)}; fetch the checkpoint again"
-            )
         experts, out, groups = shape[:3]
         found.setdefault(base, Mxfp4Matrix(base, (experts, groups * stated.blocks[0][1], out)))
     return found

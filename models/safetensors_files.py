@@ -41,6 +41,10 @@ _EYES = re.compile(
     r"|audio_tower|embed_audio)\."
 )
 _LARGEST_HEADER_BYTES = 100_000_000
+# What reading JSON that is none, or says something else, may raise.
+_UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +188,11 @@ def _files(directory: Path) -> list[Path]:
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = [name for name in names if not (directory / name).is_file()]
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"{index_path} has no readable 'weight_map' ({error}); fetch it again"
         ) from error
-    missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{index_path} names files that are missing: {', '.join(missing)}; fetch them"
@@ -213,7 +217,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"{path} has no valid safetensors header ({error}); fetch it again"
         ) from error

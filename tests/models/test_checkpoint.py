@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -409,3 +410,23 @@ def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Pat
     )
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": null}}', "[" * 100_000],
+    ids=["number", "null", "deep"],
+)
+def test_an_index_that_names_no_files_is_refused_in_one_line(checkpoint: Path, index: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="has no readable 'weight_map'"):
+        load_model(checkpoint, Layout(), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    "header", [b"[" * 100_000, b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}']
+)
+def test_a_header_that_is_none_is_refused_in_one_line(checkpoint: Path, header: bytes) -> None:
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointError, match="has no valid safetensors header"):
+        load_model(checkpoint, Layout(), jax.devices()[:1])

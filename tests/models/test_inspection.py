@@ -215,3 +215,17 @@ def test_published_hybrids_load_with_the_sizes_that_their_cards_say(
     assert bytes_per_device(found.config, Layout(tp=2), "bfloat16")[2] * 2 == (
         found.geometry.state_bytes()
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("model_type", {"a": 1}, "the family"),
+        ("num_hidden_layers", 10**30, "must be at most 10000"),
+    ],
+)
+def test_a_field_that_is_nonsense_is_named(
+    field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    found = inspect(_changed(GOLDEN / "llama_tied", tmp_path / "model", **{field: value}))
+    assert said in found.missing[0]

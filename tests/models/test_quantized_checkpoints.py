@@ -191,7 +191,7 @@ def test_experts_in_mxfp4_that_lack_something_are_named(half: str, tmp_path: Pat
         ({f"{base}_scales": scales[:-1].copy()}, f"{base}_scales is of shape"),
         ({f"{base}_blocks": blocks[..., :-1].copy()}, f"{base}_blocks is of shape"),
         ({f"{base}_blocks": None}, f"{base}_blocks is missing"),
-        ({f"{base}_blocks": blocks.astype(np.int32)}, f"{base}_blocks must be bytes (U8), got I32"),
+        ({f"{base}_blocks": blocks.astype(np.int32)}, f"{base}_blocks is of type I32, not U8"),
         ({f"{base}_blocks": None, f"{base}_scales": None}, f"missing: {base} "),
         ({f"{base}_bias": None}, f"missing: {base}_bias"),
     ]
@@ -235,3 +235,36 @@ def test_numbers_without_a_word_of_what_they_are_do_not_load(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="weight_scale"):
         load_model(path, Layout(), jax.devices()[:1])
     assert any("of a type that is not read" in text for text in inspect(path).missing)
+
+
+@pytest.mark.parametrize(
+    ("form", "beside", "kind"),
+    [
+        ("awq", "qweight", np.float32),
+        ("awq", "qzeros", np.int64),
+        ("awq", "scales", np.int8),
+        ("gptq", "qweight", np.float32),
+        ("gptq-ordered", "g_idx", np.float32),
+        ("pack-zeros", "weight_packed", np.float32),
+        ("fp8-blocks", "weight_scale_inv", np.int32),
+    ],
+)
+def test_a_tensor_of_another_type_than_its_form_has_is_named(
+    form: str, beside: str, kind: type, tmp_path: Path
+) -> None:
+    path, _, tensors = written(tmp_path, "llama_tied", form)
+    name = f"model.layers.1.mlp.down_proj.{beside}"
+    tensors[name] = tensors[name].astype(kind)
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is of type "):
+        load_model(path, Layout(), jax.devices()[:1])
+
+
+def test_the_order_of_inputs_that_config_json_promises_is_missed(tmp_path: Path) -> None:
+    """Groups in turn would be read in its place, and every value be wrong."""
+    path, _, tensors = written(tmp_path, "llama_tied", "gptq-ordered")
+    name = "model.layers.1.mlp.down_proj.g_idx"
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is missing"):
+        load_model(path, Layout(), jax.devices()[:1])
