@@ -117,13 +117,13 @@ def _full(
     by_layer = hf.raw("per_layer_config")
     if by_layer is not None:
         wanted = {str(at) for at, window in enumerate(windows) if window is None}
-        by_layer = by_layer if isinstance(by_layer, dict) else {}
-        sizes = next(iter(by_layer.values()), None)
+        sizes = next(iter(by_layer.values()), {}) if isinstance(by_layer, dict) else None
         if not (
-            isinstance(sizes, dict)
+            isinstance(by_layer, dict)
+            and isinstance(sizes, dict)
             and sizes.keys() <= {"head_dim", "num_key_value_heads"}
             and all(each == sizes for each in by_layer.values())
-            and set(by_layer) == wanted
+            and set(by_layer) in (wanted, set())  # empty: all layers are of one size
         ):
             raise hf.error(
                 "per_layer_config",

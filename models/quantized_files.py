@@ -186,7 +186,7 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
         base, (out, words) = name.removesuffix(end), shapes[name]
         into = words * WORD_BITS // stated.bits[0] if stated.bits else words
         if f"{base}weight_shape" in shapes:
-            into = int(files.raw(f"{base}weight_shape").reshape(-1)[-1])
+            into = _stated_inputs(files, f"{base}weight_shape")
         fits = [bits for bits in stated.bits if words == -(-into // (WORD_BITS // bits))]
         bits = fits[0] if fits else 4
         zeros = f"{base}weight_zero_point" in shapes
@@ -199,6 +199,17 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
         fitting = (each for each in several if shapes.get(scale) in each.needs()[scale])
         found[f"{base}weight"] = next(fitting, several[0])
     return found
+
+
+def _stated_inputs(files: SafetensorsFiles, name: str) -> int:
+    """Of a packed matrix: how many inputs, of which the last word may have fewer."""
+    stated = files.raw(name).reshape(-1) if files.kind(name) in _INTEGERS else np.empty(0)
+    if stated.size != 2 or not np.all(stated > 0):
+        raise CheckpointError(
+            f"{name} must be two positive integers, got {files.kind(name)} of shape"
+            f" {files.shapes()[name]} {stated.tolist()[:_LISTED]}; fetch the checkpoint again"
+        )
+    return int(stated[1])
 
 
 def _awq(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:

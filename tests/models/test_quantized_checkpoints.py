@@ -268,3 +268,13 @@ def test_the_order_of_inputs_that_config_json_promises_is_missed(tmp_path: Path)
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} is missing"):
         load_model(path, Layout(), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("stated", [np.zeros(2, np.int64), np.ones(0, np.int64), np.ones(2, "f4")])
+def test_a_packed_shape_that_is_none_is_named(stated: np.ndarray, tmp_path: Path) -> None:
+    path, _, tensors = written(tmp_path, "llama_tied", "pack-zeros")
+    name = "model.layers.1.mlp.down_proj.weight_shape"
+    assert name in tensors
+    save_file(tensors | {name: stated}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} must be two positive integers"):
+        load_model(path, Layout(), jax.devices()[:1])
