@@ -135,7 +135,8 @@ def test_gpt_oss_is_read_as_its_published_configs_state_it() -> None:
         _read("gpt_oss", num_local_experts=3)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - PARTLY_ROTATED))
+# half of a head is what Mistral 4 turns where nothing is said
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - PARTLY_ROTATED - {"mistral4"}))
 def test_families_that_rotate_whole_heads_refuse_a_part(family: str) -> None:
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):
         _read(family, partial_rotary_factor=0.5)
