@@ -23,6 +23,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import KeptTier
+from jdisagg.plain import plain
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlocks
 from jdisagg.scheduler.host_blocks import HostBlock
 from jdisagg.scheduler.residency import Chain, Residency
@@ -38,10 +39,20 @@ RESET_SECONDS = 60.0
 Copied = Callable[[int, bytes, int], Awaitable[HostBlock | None]]
 
 
+@plain
+class DiskRoom:
+    """`bytes_`: of all files; `block_bytes`: of each block; `geometry`: how a block lies. What was
+    written `ttl_seconds` ago is not used any more; 0: whenever it was."""
+
+    bytes_: int
+    block_bytes: int
+    geometry: str
+    ttl_seconds: float = 0.0
+
+
 class DiskTier:
     """`copied` gives a block of a rank, by name and index in its chain, as it lies in host memory,
-    if it does or can be copied there. `block_bytes`: of each; `geometry`: how they lie. What was
-    written `ttl_seconds` ago is not used any more; 0: whenever it was."""
+    if it does or can be copied there."""
 
     def __init__(
         self,
@@ -49,21 +60,17 @@ class DiskTier:
         loop: StepLoop,
         copied: Copied,
         counters: Counters,
-        bytes_: int,
-        block_bytes: int,
-        geometry: str,
+        room: DiskRoom,
         now: Callable[[], float],
-        ttl_seconds: float = 0.0,
     ) -> None:
-        self._file_bytes = block_bytes + FILE_EXTRA_BYTES
-        self.blocks = DiskBlocks(bytes_ // self._file_bytes if kept.on else 0)
+        self._file_bytes = room.block_bytes + FILE_EXTRA_BYTES
+        self.blocks = DiskBlocks(room.bytes_ // self._file_bytes if kept.on else 0)
         self._kept = kept
         self._loop = loop
         self._copied = copied
         self._counters = counters
-        self._geometry = geometry
+        self._room = room
         self._now = now
-        self._ttl_seconds = ttl_seconds
         self._open = False
         self._epoch = 0  # of what was found and what was cleared
         self._tasks = BackgroundTasks()
@@ -93,7 +100,7 @@ class DiskTier:
 
     async def _find(self) -> None:
         epoch = self._epoch
-        namespace = self._kept.digest(b"jdisagg disk", self._geometry)
+        namespace = self._kept.digest(b"jdisagg disk", self._room.geometry)
         found = await self._run(FindSaved(self._loop.next_number(), namespace, FIND_SECONDS))
         for cause, count in found.skipped:
             self._counters.add("disk_errors", count, cause=cause)
@@ -190,8 +197,8 @@ class DiskTier:
 
     def expire(self) -> None:
         """What was written too long ago is not used any more, and removed."""
-        if self._ttl_seconds:
-            self._gone(self.blocks.expire(self._now() - self._ttl_seconds), "expired")
+        if self._room.ttl_seconds:
+            self._gone(self.blocks.expire(self._now() - self._room.ttl_seconds), "expired")
 
     def clear(self) -> int:
         """Nothing that lies there is used again; returns how many blocks there were."""

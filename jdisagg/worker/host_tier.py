@@ -32,7 +32,7 @@ from jdisagg.scheduler.host_blocks import (
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.disk_tier import DiskTier
+from jdisagg.worker.disk_tier import DiskRoom, DiskTier
 from jdisagg.worker.host_pieces import HostPieces
 from jdisagg.worker.outgoing_kv import offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
@@ -87,11 +87,13 @@ class HostTier:
             loop,
             self._copied,
             counters,
-            room.disk_bytes if self.on else 0,
-            block_bytes,
-            self._geometry(),
+            DiskRoom(
+                room.disk_bytes if self.on else 0,
+                block_bytes,
+                self._geometry(),
+                room.disk_ttl_seconds,
+            ),
             now,
-            room.disk_ttl_seconds,
         )
         key = 0
         if self.on:
