@@ -3,28 +3,16 @@ apart, as far as it is still seen, and goes round in a ring there. The tokens ar
 transformers, however many windows long the sequence; pages, rings and bytes on the way are those of
 the KV spec."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode
-from jdisagg.dispatch.request_context import ClusterPorts
-from jdisagg.dispatch.token_stream import Detokenizer
-from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.engine.instance import LoadModel
 from jdisagg.engine.limits import GRANULE_TOKENS
-from jdisagg.executor.mesh_executor import MeshRole
-from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
-from jdisagg.request import Request
-from jdisagg.worker.decode_worker import DecodeWorker
-from jdisagg.worker.mesh_worker import WorkerContext
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import (
     PATIENT,
-    Running,
     config,
     dense_greedy,
     golden_copy,
@@ -90,96 +78,6 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
     held = (limits.pages_per_rank + 1) * spec.unwindowed.bytes_per_token
     rings = (limits.state_slots_per_rank * limits.ring_pages + 1) * spec.windowed.bytes_per_token
     assert executor.pool_bytes == layout.dp * PAGE * (held + rings)
-
-
-class TwoDecoders(EmbeddedCluster):
-    """With a second decode mesh, on the last device and with pages of its own size, that running
-    sequences move to."""
-
-    def __init__(
-        self, config: EngineConfig, load: LoadModel, detokenizer: Detokenizer, devices: list
-    ) -> None:
-        self._load = load, devices[-1:]
-        super().__init__(config, load, detokenizer, devices[:-1])
-
-    def _make_ports(self) -> ClusterPorts:
-        ports, (load, devices) = super()._make_ports(), self._load
-        config = replace(self.config.decode, layout=Layout(), page_size=8, pages_per_rank=64)
-        role = MeshRole(prefill=False, decode=True)
-        instance = self._instance("second", config, load(config.layout, devices), role)
-        assert self.prefill
-        instance.executor.expect(self.prefill.executor.card)
-        prefill, self.first = self._workers
-        self.second = DecodeWorker(
-            WorkerContext("second", self.clock, random_id),
-            self._mesh("second", instance),
-            config,
-            self.config.limits,
-            {PREFILL: prefill, DECODE: self.first},
-            self.config.mode,
-        )
-        self._workers.append(self.second)
-        return ClusterPorts(ports.prefill, {**ports.decode, "second": self.second})
-
-    async def move_some(self) -> None:
-        """Until cancelled."""
-        assert isinstance(self.first, DecodeWorker)
-        while True:
-            for key in list(self.first._state.groups):
-                self.first.migrate_out(key)
-            await asyncio.sleep(0.005)
-
-
-@pytest.mark.slow
-async def test_mixed_requests_preempted_and_moved_give_the_tokens_of_each_alone_on_one_mesh(
-    tmp_path: Path,
-) -> None:
-    """Greedy and seeded ones, several of a prompt, shorter and longer than the window."""
-    directory = golden_copy("gpt_oss", tmp_path)
-    prompt, greedy = golden_greedy(directory)
-    whole = [*prompt, *greedy]
-    sizes = config(
-        prefill="tp=1",
-        decode="dp=2",
-        directory=directory,
-        context=128,
-        slots=6,
-        chunk=32,
-        decode_page=PAGE,
-        pages=34,
-        growth=1,
-    )
-    alone = config(Mode.UNIFIED, decode="tp=1", directory=directory, context=128, slots=6, chunk=32)
-
-    def requests(run: Running) -> list[Request]:
-        return [
-            run.request(
-                whole[: (24, 3, 31, 8, 40, 9, 53, 17)[number % 8]],
-                f"r{number}",
-                max_tokens=(20, 40, 30)[number % 3],
-                ignore_eos=True,
-                n=2 if number % 5 == 1 else 1,
-                temperature=0.7 if number % 2 else 0.0,
-                seed=number,
-            )
-            for number in range(32)
-        ]
-
-    async with running(alone, first_device=4) as run:
-        expected = [(await run.complete(request)).tokens for request in requests(run)]
-    assert expected[0][0] == whole[24:44]  # of transformers
-    async with running(sizes, kind=TwoDecoders) as run:
-        cluster = run.cluster
-        assert isinstance(cluster, TwoDecoders)
-        moving, preemptions = asyncio.create_task(cluster.move_some()), 0
-        for _ in range(6):
-            done = await run.complete_all(requests(run))
-            assert [one.tokens for one in done] == expected
-            preemptions += sum(status.preemptions for status in await cluster.status())
-            if preemptions and cluster.first.counters["sequences_moved"]:
-                break
-        moving.cancel()
-        assert preemptions and cluster.first.counters["sequences_moved"]
 
 
 @pytest.mark.ci

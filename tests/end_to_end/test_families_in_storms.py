@@ -1,0 +1,115 @@
+"""Rule 1 for KV of every kind (latents, state beside KV, windows in rings, quantized weights).
+
+32 mixed requests all at once, disaggregated, with too few pages, moved between two decode workers
+of which one dies, have the streams of each alone on one mesh; and all pages and slots of state are
+free at the end."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import LimitsConfig, Mode
+from jdisagg.request import Request
+from tests import time_scale
+from tests.end_to_end.clusters import (
+    Completed,
+    Running,
+    assert_all_free,
+    config,
+    golden_copy,
+    golden_greedy,
+    running,
+)
+from tests.end_to_end.two_decoders import TwoDecoders
+
+LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # of prompts; a chunk has 32
+# For hand-offs while programs are compiled; what the dead one held of others' is free after it.
+LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
+
+
+def mixed_requests(run: Running, whole: list[int]) -> list[Request]:
+    """Greedy and seeded ones, penalties, bias, minimum lengths, several of a prompt, shorter and
+    longer than a window and than a chunk."""
+    requests = []
+    for number in range(32):
+        options: dict[str, object] = {
+            "max_tokens": (20, 40, 30)[number % 3],
+            "seed": number,
+            "temperature": 0.7 if number % 2 else 0.0,
+            "ignore_eos": number % 4 != 3,
+        }
+        if number % 5 == 1:
+            options["n"] = 2
+        if number % 6 == 2:
+            options |= {"presence_penalty": 0.4, "repetition_penalty": 1.2}
+        if number % 7 == 3:
+            options |= {"logit_bias": ((20, 3.0),), "min_tokens": 4, "logprobs": 2}
+        if number % 8 == 5:
+            options |= {"top_p": 0.9, "top_k": 20}
+        prompt = whole[: LENGTHS[number % len(LENGTHS)]]
+        requests.append(run.request(prompt, f"r{number}", **options))
+    return requests
+
+
+def streams(done: list[Completed]) -> list[object]:
+    return [(one.tokens, one.finish) for one in done]
+
+
+async def until_all_free(run: Running) -> None:
+    """What a dead worker held of the others is theirs again when its lease is over."""
+    async with asyncio.timeout(time_scale.seconds(60)):
+        while True:
+            try:
+                return await assert_all_free(run.cluster)
+            except AssertionError:
+                continue
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "weights", "prefill", "decode"),
+    [
+        ("deepseek_v3", "", "tp=2,ep=2", "dp=2,ep=2"),
+        ("qwen3_next", "", "tp=2", "dp=2"),
+        ("gpt_oss", "", "tp=1", "dp=2"),
+        ("gemma4", "", "tp=2", "dp=2"),
+        ("nemotron_h_moe", "", "tp=1", "dp=2"),
+        ("qwen3_moe", "int8", "tp=2,ep=2", "dp=2,ep=2"),
+    ],
+)
+async def test_a_storm_changes_no_stream(
+    name: str, weights: str, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    directory = golden_copy(name, tmp_path)
+    prompt, greedy = golden_greedy(directory)
+    whole = [*prompt, *greedy]
+    sizes = {"directory": directory, "context": 128, "slots": 6, "chunk": 32}
+    alone = config(Mode.UNIFIED, decode="tp=1", **sizes)  # type: ignore[arg-type]
+    storm = config(
+        prefill=prefill, decode=decode, decode_page=4, pages=34, growth=1, limits=LEASES, **sizes
+    )  # type: ignore[arg-type]
+    alone, storm = (
+        replace(one, model=replace(one.model, weights=weights)) for one in (alone, storm)
+    )
+    async with running(alone, first_device=4) as run:
+        requests = mixed_requests(run, whole)
+        expected = streams([await run.complete(request) for request in requests])
+    if not weights:
+        first = expected[0][0][0]  # type: ignore[index]
+        assert first == whole[LENGTHS[0] :][: len(first)], "not the tokens of transformers"
+    async with running(storm, kind=TwoDecoders) as run:
+        cluster = run.cluster
+        assert isinstance(cluster, TwoDecoders)
+        moving = asyncio.create_task(cluster.move_some())
+        done, _ = await run.complete_preempted(
+            mixed_requests(run, whole), enough=lambda: cluster.first.counters["sequences_moved"] > 0
+        )
+        assert streams(done) == expected
+        dying = asyncio.create_task(cluster.die_when_busy())
+        done = await run.complete_all(mixed_requests(run, whole))
+        moving.cancel()
+        assert streams(done) == expected
+        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+        await until_all_free(run)
