@@ -23,6 +23,7 @@ JSON = b"application/json"
 ABORT = "jdisagg.abort"
 WRITE = "jdisagg.write"
 Write = Callable[[bytes], bool]
+COMMENT = b": waiting\n\n"
 
 
 class Exchange:
@@ -39,6 +40,7 @@ class Exchange:
         self.begun = self.ended = self.disconnected = False
         self._receive = receive
         self._send = send
+        self._lead = b""
         self._write: Write = scope.get("state", {}).get(WRITE, _never)
 
     async def body(self, limit_bytes: int) -> bytes:
@@ -88,8 +90,17 @@ class Exchange:
         """Of server-sent events."""
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
+    async def comment(self) -> None:
+        """Says that the stream lives. There are clients (`vllm bench serve`) that strip what they
+        read of its line breaks and then take a comment and the event behind it for one line: an
+        empty comment that comes with the next event parts them."""
+        await self.frame(COMMENT)
+        self._lead = b":\n\n"
+
     async def frame(self, data: bytes) -> None:
         """One or several server-sent events, as they stand on the wire."""
+        if self._lead:
+            data, self._lead = self._lead + data, b""
         if not self._write(data):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 

@@ -39,7 +39,6 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 COMMENT_SECONDS = 10.0
 THREAD_ABOVE_TOKENS = 64
-COMMENT = b": waiting\n\n"
 REQUEST_ID = b"x-request-id"
 IGNORED = b"jdisagg-ignored-fields"
 _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
@@ -259,7 +258,7 @@ async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
         except TimeoutError:
             if not exchange.begun:
                 await exchange.begin_stream()
-            await exchange.frame(COMMENT)
+            await exchange.comment()
 
 
 async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
