@@ -33,8 +33,7 @@ FLASH_ROUTING = RoutingDefaults(64, 4, 1536, scaling=1.8)
 
 def read_v3_config(hf: HfConfig) -> DecoderConfig:
     config = _read_latent(hf, V3_DEFAULTS, SIZES)
-    dense = hf.count("first_k_dense_replace", 3, least=0)
-    sparse = [at >= dense for at in range(len(config.layers))]
+    sparse = _behind_dense(hf, config, 3)
     return _sparse(hf, config, read_experts(hf, V3_ROUTING), sparse)
 
 
@@ -80,8 +79,7 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
         scaling=hf.number("routed_scaling_factor", 1.0),
         wide=True,
     )
-    dense = hf.count("first_k_dense_replace", 0, least=0)
-    sparse = [at >= dense for at in range(len(config.layers))]
+    sparse = _behind_dense(hf, config, 0)
     return _sparse(hf, config, check_groups(hf, experts), sparse)
 
 
@@ -106,9 +104,15 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
         scaling=hf.number("routed_scaling_factor", 1.0),
         wide=True,
     )
-    dense = hf.count("first_k_dense_replace", 0, least=0)
-    sparse = [at >= dense for at in range(len(config.layers))]
+    sparse = _behind_dense(hf, config, 0)
     return _sparse(hf, config, check_groups(hf, experts), sparse)
+
+
+def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
+    """Which layers have experts: all but the first `first_k_dense_replace`, `usual` where it is not
+    said."""
+    dense = hf.count("first_k_dense_replace", usual, least=0)
+    return [at >= dense for at in range(len(config.layers))]
 
 
 def _check_turned_part(hf: HfConfig) -> None:

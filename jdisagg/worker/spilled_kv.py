@@ -153,8 +153,8 @@ class SpilledKv:
             for batch in batch_ranges(self._mesh, len(chain) * size, size, tokens)
         ]
         until = child.group.suspended_until or self._context.clock.now() + self._most_seconds
-        size = self.spills.bytes_of(batches)
-        return Spill(child, child.rank, batches, tokens, size, chain, residency.epoch, until)
+        nbytes = self.spills.bytes_of(batches)
+        return Spill(child, child.rank, batches, tokens, nbytes, chain, residency.epoch, until)
 
     def _copy_out(
         self, spill: Spill, number: int, pages: tuple[int, ...]
