@@ -454,9 +454,17 @@ CATALOG: dict[str, CostGeometry] = {
             "bloom-176b", 14336, 70, 250880, GroupedAttention(112, 112, 128), 57344,
             gated=False, tied=True, context_tokens=2048,
         ),
-        # facebook/opt-13b
+        # facebook/opt-13b and -66b; OPT-175B as in arXiv 2205.01068
         CostGeometry(
             "opt-13b", 5120, 40, 50272, GroupedAttention(40, 40, 128), 20480,
+            gated=False, tied=True, context_tokens=2048,
+        ),
+        CostGeometry(
+            "opt-66b", 9216, 64, 50272, GroupedAttention(72, 72, 128), 36864,
+            gated=False, tied=True, context_tokens=2048,
+        ),
+        CostGeometry(
+            "opt-175b", 12288, 96, 50272, GroupedAttention(96, 96, 128), 49152,
             gated=False, tied=True, context_tokens=2048,
         ),
         # 01-ai/Yi-34B, mistralai/Mistral-Nemo-Instruct-2407

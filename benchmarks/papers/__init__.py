@@ -1,0 +1,1 @@
+"""Published studies of disaggregated serving, asked again of the simulator (`__main__`)."""

@@ -1,0 +1,43 @@
+"""What four published studies claim, asked of the simulator, and why its answer differs.
+
+    python -m benchmarks.papers distserve            # or splitwise, taichi, prfaas
+    python -m benchmarks.papers distserve --small    # a tenth of the requests; writes nothing
+    python -m benchmarks.papers distserve --page     # the page alone, from the results kept
+
+Each study is a file of this folder: hardware, models, workload and fleets as near to the paper's as
+they are known, and beside the comparison itself runs that change one thing at a time. Results:
+`results/papers_NAME.json`; page: `results/papers_NAME.md`, of `words/NAME.md` (written by hand,
+with the figures in sight) and the tables. One process, one core, a few minutes each."""
+
+import time
+
+from absl import app, flags
+
+from benchmarks.measure import save
+from benchmarks.papers import distserve
+from benchmarks.papers.runs import RESULTS, page, read, words
+
+STUDIES = {"distserve": distserve}
+_SMALL = flags.DEFINE_bool("small", False, "A tenth of the requests; nothing is written.")
+_PAGE = flags.DEFINE_bool("page", False, "Write the page again from the results that are kept.")
+
+
+def main(arguments: list[str]) -> None:
+    names = [name for name in arguments[1:] if name in STUDIES]
+    if len(names) != 1 or len(arguments) != 2:
+        raise app.UsageError(f"name one study of {', '.join(STUDIES)}")
+    (name,) = names
+    if not _PAGE.value:
+        began = time.process_time()
+        tables, runs = STUDIES[name].tables(_SMALL.value)
+        seconds = round(time.process_time() - began)
+        print(*(line for table in tables for line in (table["title"], *table["rows"])), sep="\n")
+        if _SMALL.value:
+            return
+        figures = {"study": name, "runs": runs, "cpu_seconds": seconds, "tables": tables}
+        save(f"papers_{name}", figures)
+    (RESULTS / f"papers_{name}.md").write_text(page(read(name), words(name)))
+
+
+if __name__ == "__main__":
+    app.run(main)
