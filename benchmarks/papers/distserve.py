@@ -250,7 +250,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
     tally, requests = Tally(), 150 if small else 1500
     return [
         {
-            "title": "One engine on both sides: requests a second and GPU at 90 % within the limits",
+            "title": "One engine on all sides: requests a second and GPU, 90 % within the limits",
             "columns": [
                 "case", "TTFT, TPOT", "unified", "chunked", "two pools", "over unified",
                 "over chunked", "published, over vLLM",
@@ -258,7 +258,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
             "rows": [row for case in CASES for row in compared(case, requests, tally)],
         },
         {
-            "title": "OPT-13B with ShareGPT, one thing changed at a time: requests a second and GPU",
+            "title": "OPT-13B, ShareGPT, one thing changed at a time: requests a second and GPU",
             "columns": ["", "0.2 s, 0.1 s", "0.25 s, 0.1 s", "0.5 s, 0.1 s", "0.25 s, 0.05 s"],
             "rows": engines(requests, tally),
         },
