@@ -216,6 +216,8 @@ class RoutingConfig:
         tenant_quotas: the same form: tokens a second; no bound where none is given.
         quota_burst_seconds: of a quota that may be used at once.
         peer_fetch: prefill workers fetch what others keep; fetch_from_decode: decode workers, too.
+        far_prefill_tokens: prompts of fewer unknown tokens are prefilled in the decode worker's
+            rack; 0: predicted seconds alone decide.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -232,6 +234,7 @@ class RoutingConfig:
     quota_burst_seconds: float = 10.0
     peer_fetch: bool = False
     fetch_from_decode: bool = True
+    far_prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_seconds", "tpot_slo_seconds", "hold_seconds", "quota_burst_seconds"):
@@ -243,6 +246,11 @@ class RoutingConfig:
             raise ConfigError(
                 f"routing.output_quantile must be within 0 and 1, got {self.output_quantile}; none"
                 " takes max_tokens"
+            )
+        if self.far_prefill_tokens < 0:
+            raise ConfigError(
+                "routing.far_prefill_tokens must not be negative, got"
+                f" {self.far_prefill_tokens}; 0 sets no threshold"
             )
         self.weights()
         self.quotas()

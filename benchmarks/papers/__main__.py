@@ -14,10 +14,10 @@ import time
 from absl import app, flags
 
 from benchmarks.measure import save
-from benchmarks.papers import distserve, splitwise
+from benchmarks.papers import distserve, prfaas, splitwise, taichi
 from benchmarks.papers.runs import RESULTS, page, read, words
 
-STUDIES = {"distserve": distserve, "splitwise": splitwise}
+STUDIES = {"distserve": distserve, "splitwise": splitwise, "taichi": taichi, "prfaas": prfaas}
 _SMALL = flags.DEFINE_bool("small", False, "A tenth of the requests; nothing is written.")
 _PAGE = flags.DEFINE_bool("page", False, "Write the page again from the results that are kept.")
 

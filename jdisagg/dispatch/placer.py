@@ -57,6 +57,7 @@ def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Pl
         gone_seconds=timeouts.membership.gone_seconds,
         peer_fetch=config.peer_fetch,
         fetch_from_decode=config.fetch_from_decode,
+        far_prefill_tokens=config.far_prefill_tokens,
     )
 
 

@@ -43,7 +43,8 @@ class PlacementPolicy:
     reserved before the prefill begins, so that waiting for them delays the first token and not the
     second. suspect_seconds, gone_seconds: silence after which a worker gets nothing new, or
     nothing. peer_fetch: prefill workers fetch what others know of a prompt; fetch_from_decode: what
-    decode workers know, too."""
+    decode workers know, too. far_prefill_tokens: a prompt of which a prefill worker lacks fewer is
+    not prefilled by it for a decode worker that shares no rack with it, while there is another."""
 
     tpot_slo_seconds: float = math.inf
     hold_seconds: float = 0.5
@@ -54,6 +55,7 @@ class PlacementPolicy:
     gone_seconds: float = DEFAULT_TIMEOUTS.membership.gone_seconds
     peer_fetch: bool = False
     fetch_from_decode: bool = False
+    far_prefill_tokens: int = 0
 
 
 @plain

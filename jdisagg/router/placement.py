@@ -46,7 +46,7 @@ from jdisagg.token_bucket import retry_after
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
 # seconds: more than any prediction, in this order
-DRAINING, BARRED, FAILED, LATE = 1e6, 1e7, 1e8, 1e4
+DRAINING, BARRED, FAILED, LATE, FAR = 1e6, 1e7, 1e8, 1e4, 1e5
 NO_WORK = Work(1)
 # Where no seconds are predicted: a worker that knows the whole prompt is chosen before one whose
 # slots and pages are so much less in use.
@@ -201,6 +201,8 @@ def weigh(
     pairs = ttft + transfer + after[None, :]
     if against is not None:
         pairs = pairs + against[:, None]
+    if policy.far_prefill_tokens:
+        pairs = pairs + np.where(_too_far(state, every, decodes, query, policy), FAR, 0.0)
     late = ttft + query.age_seconds > query.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
@@ -210,6 +212,22 @@ def weigh(
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
     return Weighed(every, side, transfer, pairs, local, alone)
+
+
+def _too_far(
+    state: ClusterState,
+    prefills: PrefillCosts,
+    decodes: Candidates,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
+) -> Flags:
+    """Pairs [prefill workers, decode workers] that share no rack, for a prompt that is too short
+    for that."""
+    unknown = np.full(len(prefills.rows), float(query.work.tokens))
+    at, known = known_at(state, prefills.rows, query)
+    unknown[at] -= known
+    apart = state.table["rack"].take(prefills.rows)[:, None] != decodes.table["rack"]
+    return apart & (unknown < policy.far_prefill_tokens)[:, None]
 
 
 def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:

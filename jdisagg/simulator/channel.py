@@ -6,7 +6,7 @@ devices together. A pull flows at the lesser of its two ways' fair shares (width
 flows on it), and no faster than the links of the devices that its sequence lies on: those of one dp
 rank. That is recomputed whenever a flow begins or ends there; what one way cannot use is not given
 to others beyond that (max-min fairness would; the difference shows only where both ways are crowded
-unevenly).
+unevenly). What crosses the trunk, a link that belongs to no worker, shares that as well.
 
 Blocks are offered before they are computed. With `overlap` > 1 the layers of a chunk leave in that
 many groups: all but the last may move while the chunk computes, as the live system's layer groups
@@ -36,8 +36,7 @@ class Way:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    out: Way
-    into: Way
+    ways: tuple[Way, ...]
     left_bytes: float
     most: float
     at: float
@@ -46,9 +45,8 @@ class _Flow:
     timer: asyncio.TimerHandle | None = None
 
     def fair_rate(self) -> float:
-        return min(
-            self.out.share, self.into.share, self.most * min(self.out.slowed, self.into.slowed)
-        )
+        slowest = min([way.slowed for way in self.ways])
+        return min(self.most * slowest, *[way.share for way in self.ways])
 
 
 @dataclass(slots=True)
@@ -72,10 +70,12 @@ class ChannelEnd:
 
 
 class SimulatedChannel:
-    """`link(place, place)`: the kind of link between two workers. `stalled`: workers whose pulls
-    never end (a fault)."""
+    """`link(place, place)`: the kind of link between two workers. `trunk`: one of these that there
+    is only one of, in one direction. `stalled`: workers whose pulls never end (a fault)."""
 
-    def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
+    def __init__(
+        self, link: Callable[[str, str], Link], overlap: int = 2, trunk: Link | None = None
+    ) -> None:
         self.offered: dict[int, SimulatedOffer] = {}
         self.ends: dict[str, ChannelEnd] = {}
         self.gone: set[str] = set()
@@ -83,8 +83,10 @@ class SimulatedChannel:
         self._link = link
         self._overlap = overlap
         self._ways: dict[tuple[str, str, bool], Way] = {}
+        self._trunk = trunk
+        self._shared = (Way(trunk.bytes_per_second * trunk.efficiency),) if trunk else ()
         self._slowed: dict[str, float] = {}
-        self._links: dict[tuple[str, str], tuple[Link, Way, Way, float]] = {}
+        self._links: dict[tuple[str, str], tuple[Link, tuple[Way, ...], float]] = {}
 
     def lose(self, owner: str) -> None:
         """The worker died: nothing of it can be pulled any more."""
@@ -111,6 +113,10 @@ class SimulatedChannel:
             if name == worker and outward
         )
 
+    def crossed_bytes(self) -> float:
+        """What has gone over the trunk so far."""
+        return sum(way.moved_bytes for way in self._shared)
+
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
@@ -118,7 +124,7 @@ class SimulatedChannel:
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return
-        link, out, into, most = self._between(offered.owner, receiver)
+        link, ways, most = self._between(offered.owner, receiver)
         now, ready_at = loop.time(), offered.ready_at
         tail = size_bytes / self._overlap
         head_at = offered.begins_at + (ready_at - offered.begins_at) / self._overlap
@@ -127,24 +133,26 @@ class SimulatedChannel:
             loop.call_later(link.latency_seconds, done)
 
         if self._overlap == 1 or now >= ready_at:
-            loop.call_at(max(now, ready_at), self._flow, out, into, most, size_bytes, arrived)
+            loop.call_at(max(now, ready_at), self._flow, ways, most, size_bytes, arrived)
             return
 
         def then_tail() -> None:
             if loop.time() >= ready_at:
-                self._flow(out, into, most, tail, arrived)
+                self._flow(ways, most, tail, arrived)
             else:
-                loop.call_at(ready_at, self._flow, out, into, most, tail, arrived)
+                loop.call_at(ready_at, self._flow, ways, most, tail, arrived)
 
-        loop.call_at(max(now, head_at), self._flow, out, into, most, size_bytes - tail, then_tail)
+        loop.call_at(max(now, head_at), self._flow, ways, most, size_bytes - tail, then_tail)
 
     def _flow(
-        self, out: Way, into: Way, most: float, size_bytes: float, done: Callable[[], None]
+        self, ways: tuple[Way, ...], most: float, size_bytes: float, done: Callable[[], None]
     ) -> None:
-        flow = _Flow(out, into, size_bytes, most, asyncio.get_running_loop().time(), done)
-        out.moved_bytes += size_bytes
-        out.flows[flow] = into.flows[flow] = None
-        self._share_again((out, into))
+        flow = _Flow(ways, size_bytes, most, asyncio.get_running_loop().time(), done)
+        for way in ways:
+            way.flows[flow] = None
+        for way in (ways[0], *ways[2:]):  # once where it leaves, once on the trunk
+            way.moved_bytes += size_bytes
+        self._share_again(ways)
 
     def _share_again(self, ways: tuple[Way, ...]) -> None:
         loop = asyncio.get_running_loop()
@@ -162,13 +170,15 @@ class SimulatedChannel:
             )
 
     def _end(self, flow: _Flow) -> None:
-        del flow.out.flows[flow], flow.into.flows[flow]
+        for way in flow.ways:
+            del way.flows[flow]
         flow.timer = None
-        self._share_again((flow.out, flow.into))
+        self._share_again(flow.ways)
         flow.done()
 
-    def _between(self, sender: str, receiver: str) -> tuple[Link, Way, Way, float]:
-        """The kind of link, the two ways, and the most bytes a second that one pull may have."""
+    def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
+        """The kind of link, the ways (out, in, and the trunk where it goes over that), and the most
+        bytes a second that one pull may have."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]
@@ -178,12 +188,9 @@ class SimulatedChannel:
                 * link.efficiency
                 * min(end.lanes or end.links for end in ends)
             )
-            known = self._links[sender, receiver] = (
-                link,
-                self._way(sender, link, True),
-                self._way(receiver, link, False),
-                most,
-            )
+            ways = self._way(sender, link, True), self._way(receiver, link, False)
+            shared = self._shared if link is self._trunk else ()
+            known = self._links[sender, receiver] = link, (*ways, *shared), most
         return known
 
     def _way(self, worker: str, link: Link, outward: bool) -> Way:

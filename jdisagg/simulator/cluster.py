@@ -5,11 +5,15 @@ This is assembly, as `engine/embedded.py` and `launch/router.py` are: nothing is
 and use it inside a virtual loop."""
 
 import asyncio
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from jdisagg.clock import Clock
-from jdisagg.config import InstanceConfig, Mode
+from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings, rules_of
@@ -21,7 +25,7 @@ from jdisagg.messages.kept_blocks import KeptMark
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import ModelCard, WorkerCard
-from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
@@ -82,6 +86,14 @@ class Seat:
     place: str
 
 
+class PrefillingDecodeWorker(DecodeWorker):
+    """A live mixed worker that takes hand-offs as well: it says that it decodes and can prefill, so
+    that the router weighs both for each prompt."""
+
+    def _status(self) -> WorkerStatus:
+        return msgspec.structs.replace(super()._status(), role=WorkerRole.DECODE)
+
+
 class SimulatedCluster:
     """`mortal`: workers may be killed, which costs a little for every call."""
 
@@ -101,7 +113,7 @@ class SimulatedCluster:
         # whose requests are under way, in order of arrival
         self.clients: dict[asyncio.Task[None], None] = {}
         self.counters = Counters()
-        self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
+        self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap, fleet.site_link)
         self._random = random.Random(seed)
         self._mortal = mortal
         self._computed = ComputedPrompts()
@@ -109,16 +121,7 @@ class SimulatedCluster:
         self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
         self._model = _model_card(fleet)
         self._sweeping: asyncio.Task[None] | None = None
-        roles = (
-            (WorkerRole.PREFILL, WorkerRole.DECODE)
-            if fleet.mode is Mode.DISAGGREGATED
-            else (WorkerRole.MIXED,)
-        )
-        self.seats = {
-            f"{role.value}-{index}": Seat(f"{role.value}-{index}", role, pool, place)
-            for role, pool, places in zip(roles, fleet.pools, fleet.places(), strict=True)
-            for index, place in enumerate(places)
-        }
+        self.seats = {seat.name: seat for seat in _seats(fleet)}
         self.book = PromptBook(fleet.block_tokens)
         self._names = _names(fleet, self.book)
         self.known = KnownBlocks(SECRET, names=self._named) if self._names else None
@@ -179,7 +182,7 @@ class SimulatedCluster:
             self._host_memory(seat),
         )
         crash = Crash() if self._mortal else None
-        worker = self._worker(name, seat.role, mesh, instance, crash)
+        worker = self._worker(name, seat.role, mesh, seat.pool, crash)
         hardware = None if seat.pool.costs else fleet.hardware_of(seat.pool)
         card = WorkerCard(
             name,
@@ -228,14 +231,9 @@ class SimulatedCluster:
         )
 
     def _worker(
-        self,
-        name: str,
-        role: WorkerRole,
-        mesh: SimulatedExecutor,
-        instance: InstanceConfig,
-        crash: Crash | None,
+        self, name: str, role: WorkerRole, mesh: SimulatedExecutor, pool: Pool, crash: Crash | None
     ) -> PrefillWorker | DecodeWorker:
-        limits = self.fleet.limits
+        limits, instance = self.fleet.limits, pool.instance
 
         def peers(source: HandoffSource) -> PeerPort:
             return self._peer(source, crash)
@@ -251,7 +249,8 @@ class SimulatedCluster:
         if role is WorkerRole.PREFILL:
             fetches = self._names is not None and self.fleet.routing.peer_fetch
             return PrefillWorker(context, mesh, instance, limits, peers if fetches else None)
-        return DecodeWorker(context, mesh, instance, limits, peers, self.fleet.mode)
+        kind = PrefillingDecodeWorker if pool.prefills else DecodeWorker
+        return kind(context, mesh, instance, limits, peers, self.fleet.mode_of(pool))
 
     def _host_memory(self, seat: Seat) -> HostMemory | None:
         """Of a worker that keeps KV there."""
@@ -356,6 +355,17 @@ class SimulatedCluster:
         while True:
             await self.clock.sleep(SWEEP_SECONDS)
             self.membership.sweep()
+
+
+def _seats(fleet: Fleet) -> Iterator[Seat]:
+    """In the order of the fleet's pools; names count on over the pools of a role."""
+    counts = {role: itertools.count() for role in WorkerRole}
+    for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
+        role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL
+        if fleet.mode is not Mode.DISAGGREGATED:
+            role = WorkerRole.MIXED
+        for place in places:
+            yield Seat(f"{role.value}-{next(counts[role])}", role, pool, place)
 
 
 def _names(fleet: Fleet, book: PromptBook) -> PromptNames | None:

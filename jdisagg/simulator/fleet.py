@@ -42,13 +42,16 @@ LIMITS = LimitsConfig(
 @dataclass(frozen=True, slots=True)
 class Pool:
     """`count` instances of `stages` x instance.layout.devices each. `costs` in place of the cost
-    model's (for closed forms)."""
+    model's (for closed forms). `site`: where they stand, where a fleet has several sites.
+    `prefills`: decode instances that prefill what the router leaves to them, too."""
 
     count: int
     hardware: Accelerator
     instance: InstanceConfig = INSTANCE
     stages: int = 1
     costs: StepCosts | None = None
+    site: str = ""
+    prefills: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -62,19 +65,23 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`prefill` None in the one-mesh modes, where `decode` does both.
+    """`prefill` None in the one-mesh modes, where `decode` does both. `more_prefill`: pools of
+    other hardware, or at other sites, beside it.
 
-    host_devices: devices that share the fast link (0: as the hardware's domain). link: between any
-    two instances (None: scale-up within a host, scale-out beyond). overlap: layer groups of a
-    hand-off (`channel`). run_ahead, fused, drains: as in `executor`. late_reservation: pages for
-    decoding are asked for after the prefill (`late`). prefix: KV that stays in the workers' pages
-    and in host memory, as live workers keep it; the workload names blocks of block_tokens.
-    memory_reserve: the part of memory left to activations."""
+    site_link: what joins the sites, one direction of it shared by all that crosses; hosts of one
+    site then make one rack, so that the router sees who is near. host_devices: devices that share
+    the fast link (0: as the hardware's domain). link: between any two instances (None: scale-up
+    within a host, scale-out beyond). overlap: layer groups of a hand-off (`channel`). run_ahead,
+    fused, drains: as in `executor`. late_reservation: pages for decoding are asked for after the
+    prefill (`late`). prefix: KV that stays in the workers' pages and in host memory, as live
+    workers keep it; the workload names blocks of block_tokens. memory_reserve: the part of memory
+    left to activations."""
 
     geometry: CostGeometry
     decode: Pool
     prefill: Pool | None = None
     mode: Mode = Mode.DISAGGREGATED
+    more_prefill: tuple[Pool, ...] = ()
     limits: LimitsConfig = LIMITS
     routing: RoutingConfig = RoutingConfig()
     dtype: str = "bfloat16"
@@ -82,6 +89,7 @@ class Fleet:
     host_devices: int = 0
     hosts_per_rack: int = 4
     link: Link | None = None
+    site_link: Link | None = None
     overlap: int = 2
     run_ahead: int = 1
     fused: bool = False
@@ -99,6 +107,16 @@ class Fleet:
                 f"mode {self.mode.value} with{'out' if self.prefill is None else ''} a prefill"
                 " pool: only two pools have one"
             )
+        if self.more_prefill and self.prefill is None:
+            raise ConfigError(
+                f"mode {self.mode.value} has no prefill workers, and more_prefill adds to them;"
+                " leave it out"
+            )
+        if self.site_link is None and len({pool.site for pool in self.pools}) > 1:
+            raise ConfigError(
+                f"pools stand at sites {sorted({pool.site for pool in self.pools})} with nothing"
+                " between them; say site_link"
+            )
         for name in ("overlap", "hosts_per_rack", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -114,7 +132,12 @@ class Fleet:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        first = () if self.prefill is None else (self.prefill,)
+        return (*first, self.decode, *self.more_prefill)
+
+    def mode_of(self, pool: Pool) -> Mode:
+        """How an instance of it works: one that decodes and prefills takes chunks in turn."""
+        return Mode.CHUNKED if pool.prefills and self.mode is Mode.DISAGGREGATED else self.mode
 
     @property
     def kept_dtype(self) -> str:
@@ -190,7 +213,7 @@ class Fleet:
             instance = replace(instance, pages_per_rank=kept)
         limits = mesh_limits(
             instance,
-            self.mode,
+            self.mode_of(pool),
             kv_spec(self.geometry, self.kept_dtype),
             self.context,
             layer_groups=1,
@@ -209,46 +232,58 @@ class Fleet:
 
     def places(self) -> tuple[tuple[str, ...], ...]:
         """For each pool the places of its instances, "rack/host/domain/process". Instances of the
-        two pools take turns on the hosts of equal hardware, as many of each as their numbers say,
-        so that pairs share a host where they fit."""
+        pools take turns on the hosts of equal hardware at a site, as many of each as their numbers
+        say, so that pairs share a host where they fit."""
         turns = sorted(
             ((index + 0.5) / pool.count, number, index)
             for number, pool in enumerate(self.pools)
             for index in range(pool.count)
         )
         found: dict[tuple[int, int], str] = {}
-        free: dict[str, tuple[int, int]] = {}
+        free: dict[tuple[str, str], tuple[int, int]] = {}
         hosts = 0
         for _, number, index in turns:
             pool = self.pools[number]
             size = self.hardware_of(pool).domain_devices
-            host, left = free.get(pool.hardware.name, (0, 0))
+            kind = pool.hardware.name, pool.site
+            host, left = free.get(kind, (0, 0))
             if left < min(pool.devices, size):
                 host, left = hosts, math.ceil(pool.devices / size) * size
                 hosts += left // size
-            free[pool.hardware.name] = (host, left - pool.devices)
-            found[number, index] = (
-                f"rack{host // self.hosts_per_rack}/host{host}/domain{host}/{number}.{index}"
-            )
+            free[kind] = (host, left - pool.devices)
+            rack = f"site-{pool.site}" if self.site_link else f"rack{host // self.hosts_per_rack}"
+            found[number, index] = f"{rack}/host{host}/domain{host}/{number}.{index}"
         return tuple(
             tuple(found[number, index] for index in range(pool.count))
             for number, pool in enumerate(self.pools)
         )
 
     def link_between(self) -> Callable[[str, str], Link]:
-        """The link between two places: the slower hardware's."""
-        far = self.far
-        up = self.link or min(
-            (pool.hardware.scale_up for pool in self.pools), key=lambda link: link.bytes_per_second
-        )
-        return lambda one, other: up if one.split("/")[:2] == other.split("/")[:2] else far
+        """The link between two places: the slower hardware's, or that between sites."""
+        out, sites = self._slowest(lambda hardware: hardware.scale_out), self.site_link
+        up = self._slowest(lambda hardware: hardware.scale_up)
+
+        def between(one: str, other: str) -> Link:
+            rack, host = one.split("/")[:2]
+            other_rack, other_host = other.split("/")[:2]
+            if sites is not None and rack != other_rack:
+                return sites
+            return up if (rack, host) == (other_rack, other_host) else out
+
+        return between
 
     @property
     def far(self) -> Link:
-        """The link between hosts, whatever their racks."""
-        return self.link or min(
-            (pool.hardware.scale_out for pool in self.pools), key=lambda link: link.bytes_per_second
-        )
+        """What the router expects between workers that share no rack: of each of the devices that
+        a sequence lies on. Of a link between sites each has its part."""
+        if self.site_link is None:
+            return self._slowest(lambda hardware: hardware.scale_out)
+        lanes = min(pool.instance.layout.tp for pool in self.pools)
+        return replace(self.site_link, bytes_per_second=self.site_link.bytes_per_second / lanes)
+
+    def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:
+        links = (kind(pool.hardware) for pool in self.pools)
+        return self.link or min(links, key=lambda link: link.bytes_per_second)
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:

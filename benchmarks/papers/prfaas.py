@@ -1,0 +1,189 @@
+"""PrfaaS (Qin et al., arXiv 2604.15039): long prompts are prefilled in another data centre, on
+faster cards, and their KV comes over Ethernet; short ones stay.
+
+A model with attention in every fourth layer, so that its KV is small; 32 H200 that prefill at one
+site and 64 H20 at another, joined by a link that all hand-offs share, against 96 H20 at one site.
+Who prefills what is the live router's price, or a threshold on the prompt's unknown tokens
+(`routing.far_prefill_tokens`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.papers.runs import Load, Serve, Tally, best
+from jdisagg.config import RoutingConfig
+from jdisagg.costs.hardware import LINKS, Accelerator, Link, accelerator
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.plan_bounds import Goal
+from jdisagg.simulator.plan_trials import requests_at, settled
+from jdisagg.simulator.report import RequestOutcome
+from jdisagg.simulator.run import simulate
+from jdisagg.simulator.workloads import Arrival, LogNormal, poisson
+
+H200 = accelerator("h200")
+# 148 TFLOP/s in bfloat16, 4.0 TB/s, 96 GB; what programs reach of it: as on H200.
+H20 = replace(H200, name="h20", peak_flops=148e12, memory_bytes_per_second=4.0e12,
+              memory_bytes=96e9)  # fmt: skip
+# Matrices in fp8, as they must be for eight H20 to hold them.
+MODEL = replace(geometry("qwen3.5-397b-a17b"), matrix_bits=8)
+ETHERNET = replace(LINKS["ethernet-100g"], name="between sites, 100 Gb/s", latency_seconds=1e-3)
+GOAL = Goal(8.0, 0.025)  # 40 tokens a second, as in the paper; its TTFT is not limited
+REMOTE, LOCAL = 4, 8  # instances of 8 H200 and of 8 H20
+HOMOGENEOUS = 12  # instances of 8 H20 instead of all of them
+OVERLAP = 8  # groups of layers that leave as they are computed
+THRESHOLDS = (4096, 8192, 16384, 24576, 32768, 49152)
+GUESS = 8.0
+
+
+def workload(count: int) -> Sequence[Arrival]:
+    """Log-normal prompts (mu 9.9, sigma 1.0, cut to 131,072: 27,000 in the mean), answers of
+    1,024 tokens."""
+    drawn = poisson(1.0, count, LogNormal(np.exp(9.9), 1.0, 1024, 0.0, longest=131072), seed=3)
+    return [replace(item, prompt_tokens=max(128, item.prompt_tokens)) for item in drawn]
+
+
+def pool(count: int, card: Accelerator, site: str = "") -> Pool:
+    instance = replace(
+        INSTANCE, layout=Layout(tp=8, ep=8), page_size=64, chunk_tokens=8192, min_chunk_tokens=256
+    )
+    return Pool(count, card, instance, site=site)
+
+
+def homogeneous(prefills: int, instances: int = HOMOGENEOUS) -> Fleet:
+    return Fleet(MODEL, pool(instances - prefills, H20), pool(prefills, H20), overlap=OVERLAP)
+
+
+def naive(link: Link = ETHERNET) -> Fleet:
+    """Every prompt is prefilled far away."""
+    far = pool(REMOTE, H200, "far")
+    return Fleet(MODEL, pool(LOCAL, H20), far, site_link=link, overlap=OVERLAP)
+
+
+def selective(prefills: int, threshold: int = 0, link: Link = ETHERNET) -> Fleet:
+    """`prefills` of the near instances prefill, too; `threshold` 0: the router's price decides."""
+    return Fleet(
+        MODEL,
+        pool(LOCAL - prefills, H20),
+        pool(prefills, H20),
+        more_prefill=(pool(REMOTE, H200, "far"),),
+        site_link=link,
+        overlap=OVERLAP,
+        routing=RoutingConfig(far_prefill_tokens=threshold),
+    )
+
+
+def served(fleet: Fleet, load: Load, rate: float, count: int) -> list[RequestOutcome]:
+    arrivals = requests_at(load.workload, rate, count, "poisson", load.seed)
+    return settled(simulate(fleet, arrivals).outcomes, 30.0)
+
+
+def went_far(outcome: RequestOutcome, fleet: Fleet) -> bool:
+    near = fleet.prefill.count if fleet.prefill and not fleet.prefill.site else 0
+    return int(outcome.prefill.rpartition("-")[2]) >= near
+
+
+def divided(outcomes: Sequence[RequestOutcome], fleet: Fleet) -> tuple[float, int, float]:
+    """(part of the prompts that went far, the threshold that says best which, the part that it says
+    rightly)."""
+    lengths = np.array([item.prompt_tokens for item in outcomes])
+    far = np.array([went_far(item, fleet) for item in outcomes])
+    marks = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, 101))]))
+    right = [float(np.mean((lengths >= mark) == far)) for mark in marks]
+    at = int(np.argmax(right))
+    return float(far.mean()), int(marks[at]), right[at]
+
+
+def told(name: str, fleet: Fleet, load: Load, rate: float, at: float, tally: Tally) -> list[object]:
+    """A row: goodput, and at one rate for all the first tokens and who went where."""
+    tally.runs += 1
+    outcomes = served(fleet, load, at, min(load.requests, 800))
+    ttft = [item.ttft for item in outcomes if item.ttft is not None]
+    tpot = [item.tpot for item in outcomes if item.tpot is not None]
+    row: list[object] = [name, rate, *(float(np.percentile(ttft, part)) for part in (50, 90))]
+    row.append(1e3 * float(np.percentile(tpot, 90)))
+    if not fleet.site_link:
+        return [*row, "-", "-", "-"]
+    part, threshold, right = divided(outcomes, fleet)
+    return [*row, part, threshold if 0 < part < 1 else "-", right if 0 < part < 1 else "-"]
+
+
+def compared(load: Load, tally: Tally) -> tuple[list[list[object]], int, float]:
+    """Rows of all deployments, how many near instances prefill best, and the rate at which they
+    are told of."""
+
+    def servers(fleets: dict[str, Fleet]) -> dict[str, tuple[Serve, int]]:
+        return {name: (tally.server(fleet), 1) for name, fleet in fleets.items()}
+
+    alone = {f"64 H20, {count} + {LOCAL - count}": homogeneous(count, LOCAL) for count in (5, 6, 7)}
+    same = {
+        f"96 H20, {count} + {HOMOGENEOUS - count}": homogeneous(count) for count in (7, 8, 9, 10)
+    }
+    far = {"32 H200 far + 64 H20, all far": naive()}
+    priced = {
+        f"32 H200 far + 64 H20, {count} + {LOCAL - count}, by price": selective(count)
+        for count in (1, 2, 3, 4)
+    }
+    groups = [alone, same, far, priced]
+    found = [best(load, servers(group), GUESS) for group in groups]
+    count = list(priced).index(found[3][0]) + 1 if found[3][0] in priced else 2
+    base, at = found[1][1], 0.9 * found[1][1]
+    fleets = [group.get(name) for group, (name, _) in zip(groups, found, strict=True)]
+    rows = []
+    for (name, rate), fleet in zip(found, fleets, strict=True):
+        if fleet is not None:
+            rows.append([*told(name, fleet, load, rate, at, tally), rate / base if base else "-"])
+    return rows, count, at
+
+
+def thresholds(load: Load, tally: Tally, count: int, at: float) -> list[list[object]]:
+    """The same instances, by price and by fixed thresholds."""
+    rows = []
+    for threshold in (0, *THRESHOLDS):
+        fleet = selective(count, threshold)
+        rate = load.goodput(tally.server(fleet), GUESS)
+        rows.append(told(str(threshold or "price"), fleet, load, rate, at, tally))
+    return rows
+
+
+def links(load: Load, tally: Tally, count: int, at: float) -> list[list[object]]:
+    """By price, over other links; and with the best threshold where the link is slow."""
+    rows = []
+    for gigabits in (200, 100, 50, 25, 10):
+        link = replace(
+            ETHERNET, name=f"between sites, {gigabits} Gb/s", bytes_per_second=gigabits * 1e9 / 8
+        )
+        for threshold in (0, 24576, 49152):
+            fleet = selective(count, threshold, link)
+            rate = load.goodput(tally.server(fleet), GUESS)
+            name = f"{gigabits} Gb/s, {f'from {threshold} tokens' if threshold else 'by price'}"
+            rows.append(told(name, fleet, load, rate, at, tally))
+    return rows
+
+
+def tables(small: bool) -> tuple[list[dict[str, object]], int]:
+    tally, requests = Tally(), 150 if small else 1000
+    load = Load(workload(requests), GOAL, requests)
+    rows, count, at = compared(load, tally)
+    first = f"at {at:.3g} a second: TTFT p50, s"
+    columns = ["goodput, requests a second", first, "p90, s", "TPOT p90, ms", "went far",
+               "told apart at tokens", "rightly"]  # fmt: skip
+    return [
+        {
+            "title": "Deployments, each in its best division (prefill + decode instances)",
+            "columns": ["", *columns, "over 96 H20"],
+            "rows": rows,
+        },
+        {
+            "title": f"{count} + {LOCAL - count} near instances: price against fixed thresholds",
+            "columns": ["far from so many tokens on", *columns],
+            "rows": thresholds(load, tally, count, at),
+        },
+        {
+            "title": "The same over other links",
+            "columns": ["", *columns],
+            "rows": links(load, tally, count, at),
+        },
+    ], tally.runs
