@@ -35,14 +35,15 @@ REMOTE, LOCAL = 4, 8  # instances of 8 H200 and of 8 H20
 HOMOGENEOUS = 12  # instances of 8 H20 instead of all of them
 OVERLAP = 8  # groups of layers that leave as they are computed
 THRESHOLDS = (4096, 8192, 16384, 24576, 32768, 49152)
-GUESS = 8.0
+GUESS = 5.0
 
 
 def workload(count: int) -> Sequence[Arrival]:
-    """Log-normal prompts (mu 9.9, sigma 1.0, cut to 131,072: 27,000 in the mean), answers of
-    1,024 tokens."""
-    drawn = poisson(1.0, count, LogNormal(np.exp(9.9), 1.0, 1024, 0.0, longest=131072), seed=3)
-    return [replace(item, prompt_tokens=max(128, item.prompt_tokens)) for item in drawn]
+    """Log-normal prompts (mu 9.9, sigma 1.0) of 128 to 131,072 tokens, others left out: 27,000 in
+    the mean; answers of 1,024 tokens."""
+    lengths = LogNormal(np.exp(9.9), 1.0, 1024, 0.0, longest=1 << 24)
+    drawn = poisson(1.0, 2 * count, lengths, seed=3)
+    return [item for item in drawn if 128 <= item.prompt_tokens <= 131072][:count]
 
 
 def pool(count: int, card: Accelerator, site: str = "") -> Pool:
