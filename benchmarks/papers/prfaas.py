@@ -34,7 +34,7 @@ GOAL = Goal(8.0, 0.025)  # 40 tokens a second, as in the paper; its TTFT is not 
 REMOTE, LOCAL = 4, 8  # instances of 8 H200 and of 8 H20
 HOMOGENEOUS = 12  # instances of 8 H20 instead of all of them
 OVERLAP = 8  # groups of layers that leave as they are computed
-THRESHOLDS = (4096, 8192, 16384, 24576, 32768, 49152)
+THRESHOLDS = (8192, 16384, 32768, 49152)
 GUESS = 5.0
 
 
@@ -119,9 +119,7 @@ def compared(load: Load, tally: Tally) -> tuple[list[list[object]], int, float]:
         return {name: (tally.server(fleet), 1) for name, fleet in fleets.items()}
 
     alone = {f"64 H20, {count} + {LOCAL - count}": homogeneous(count, LOCAL) for count in (5, 6, 7)}
-    same = {
-        f"96 H20, {count} + {HOMOGENEOUS - count}": homogeneous(count) for count in (7, 8, 9, 10)
-    }
+    same = {f"96 H20, {count} + {HOMOGENEOUS - count}": homogeneous(count) for count in (8, 9, 10)}
     far = {"32 H200 far + 64 H20, all far": naive()}
     priced = {
         f"32 H200 far + 64 H20, {count} + {LOCAL - count}, by price": selective(count)
@@ -152,11 +150,11 @@ def thresholds(load: Load, tally: Tally, count: int, at: float) -> list[list[obj
 def links(load: Load, tally: Tally, count: int, at: float) -> list[list[object]]:
     """By price, over other links; and with the best threshold where the link is slow."""
     rows = []
-    for gigabits in (200, 100, 50, 25, 10):
+    for gigabits in (100, 25, 10):
         link = replace(
             ETHERNET, name=f"between sites, {gigabits} Gb/s", bytes_per_second=gigabits * 1e9 / 8
         )
-        for threshold in (0, 24576, 49152):
+        for threshold in (0, 32768):
             fleet = selective(count, threshold, link)
             rate = load.goodput(tally.server(fleet), GUESS)
             name = f"{gigabits} Gb/s, {f'from {threshold} tokens' if threshold else 'by price'}"

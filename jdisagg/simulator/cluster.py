@@ -172,13 +172,14 @@ class SimulatedCluster:
         self.channel.stalled.discard(name)
         fleet, instance = self.fleet, seat.pool.instance
         longest = min(30.0, fleet.limits.step_seconds / 4)
+        fused = fleet.fused and seat.role is not WorkerRole.PREFILL  # there is no step to join
         mesh = SimulatedExecutor(
             name,
             self._limits[index],
             self._costs[index],
             self.channel,
             timeline,
-            EngineTraits(fleet.run_ahead, fleet.fused, seat.pool.stages, fleet.drains, longest),
+            EngineTraits(fleet.run_ahead, fused, seat.pool.stages, fleet.drains, longest),
             self._host_memory(seat),
         )
         crash = Crash() if self._mortal else None

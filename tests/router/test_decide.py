@@ -166,6 +166,28 @@ def test_a_closer_decode_worker_wins_where_the_link_tells() -> None:
     assert all(first < second for (_, first), (_, second) in zip(order, order[1:], strict=False))
 
 
+def test_a_short_prompt_is_not_prefilled_in_another_rack_while_there_is_one_at_hand() -> None:
+    near, far = prefill_status("near", queued_tokens=20000), prefill_status("far")
+    state = accounts_of(
+        {
+            near: Description("home/h/d/p", H100),
+            far: Description("away/h/d/p", H100),
+            decode_status("d0"): Description("home/h/d/q", H100),
+        }
+    ).state
+    rules = replace(EASY, far_prefill_tokens=4000)
+    for tokens, known, expected in (
+        (3000, {}, "near"),
+        (5000, {}, "far"),
+        (5000, {"far": 2000}, "near"),
+    ):
+        query = PlacementQuery(Work(tokens, expected_tokens=8), known)
+        assert decision(state, query).prefill == "far", "by seconds alone"
+        assert decision(state, query, rules).prefill == expected
+    state.forget("near")
+    assert decision(state, PlacementQuery(Work(3000)), rules).prefill == "far"
+
+
 def test_known_beginnings_draw_the_request_on_both_sides() -> None:
     state = state_of(
         prefill_status("p0"),

@@ -1,0 +1,82 @@
+"""Fleets beyond two pools: prefill workers at another site behind one shared link, and decode
+workers that prefill."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import RoutingConfig
+from jdisagg.costs.hardware import Link, accelerator
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.errors import ConfigError
+from jdisagg.simulator.cluster import SimulatedCluster
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.run import simulate
+from jdisagg.simulator.workloads import Fixed, Mixture, poisson
+
+
+def two_sites(threshold: int = 0) -> Fleet:
+    """One instance near and one far that prefill, one near that decodes."""
+    shape = geometry("llama-3.1-8b")
+    return Fleet(
+        shape,
+        Pool(1, accelerator("a100")),
+        Pool(1, accelerator("a100")),
+        more_prefill=(Pool(1, accelerator("h100"), site="far"),),
+        site_link=Link("between", 12.5e9, 1e-3, 1.0),
+        overlap=1,
+        routing=RoutingConfig(far_prefill_tokens=threshold),
+    )
+
+
+def test_between_sites_goes_what_the_far_prefill_worker_computed_and_no_more() -> None:
+    fleet = two_sites()
+    near, decode, far = (places[0] for places in fleet.places())
+    between = fleet.link_between()
+    assert between(far, decode) is fleet.site_link and between(near, decode) is not fleet.site_link
+    crossed: list[float] = []
+
+    async def watch(cluster: SimulatedCluster) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            crossed.append(cluster.channel.crossed_bytes())
+
+    arrivals = poisson(2.0, 60, Fixed(4000, 20))
+    result = simulate(fleet, arrivals, hooks=[watch], settle_seconds=1.0)
+    by = Counter(item.prefill for item in result.outcomes)
+    assert set(by) == {"prefill-0", "prefill-1"} and result.pages_lost == 0
+    kept = fleet.geometry.kv_bytes_per_token("bfloat16")
+    assert crossed[-1] == pytest.approx(by["prefill-1"] * 4000 * kept, rel=0.01)
+
+
+def test_prompts_below_the_threshold_stay_and_those_above_it_may_go_far() -> None:
+    lengths = Mixture(((1.0, Fixed(1000, 8)), (1.0, Fixed(6000, 8))))
+    result = simulate(two_sites(4000), poisson(1.0, 80, lengths))
+    by: dict[str, set[int]] = {item.prefill: set() for item in result.outcomes}
+    for item in result.outcomes:
+        by[item.prefill].add(item.prompt_tokens)
+    assert 1000 in by["prefill-0"] and by["prefill-1"] == {6000}
+
+
+def test_sites_need_a_link_between_them() -> None:
+    pool = Pool(1, accelerator("a100"))
+    with pytest.raises(ConfigError, match="site_link"):
+        Fleet(geometry("llama-3.1-8b"), pool, replace(pool, site="far"))
+
+
+def test_a_decode_worker_that_prefills_takes_hand_offs_too() -> None:
+    small = replace(INSTANCE, chunk_tokens=256, min_chunk_tokens=256)
+    fleet = Fleet(
+        geometry("llama-3.1-8b"),
+        Pool(2, accelerator("a100"), small, prefills=True),
+        Pool(1, accelerator("a100")),
+        fused=True,
+    )
+    result = simulate(fleet, poisson(12.0, 200, Fixed(1500, 30)))
+    assert {item.end for item in result.outcomes} == {"finished"} and result.pages_lost == 0
+    own = [item for item in result.outcomes if item.prefill == item.decode]
+    handed = [item for item in result.outcomes if item.prefill == "prefill-0"]
+    assert own and handed and len(own) + len(handed) == 200
+    assert {item.decode for item in handed} <= {"decode-0", "decode-1"}
