@@ -13,7 +13,7 @@ import time
 
 from absl import app, flags
 
-from benchmarks.measure import save
+from benchmarks.measure import machine, save
 from benchmarks.papers import distserve, prfaas, splitwise, taichi
 from benchmarks.papers.runs import RESULTS, page, read, words
 
@@ -28,14 +28,14 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"name one study of {', '.join(STUDIES)}")
     (name,) = names
     if not _PAGE.value:
-        began = time.process_time()
+        began, where = time.process_time(), machine()
         tables, runs = STUDIES[name].tables(_SMALL.value)
         seconds = round(time.process_time() - began)
         print(*(line for table in tables for line in (table["title"], *table["rows"])), sep="\n")
         if _SMALL.value:
             return
-        figures = {"study": name, "runs": runs, "cpu_seconds": seconds, "tables": tables}
-        save(f"papers_{name}", figures)
+        told = {"study": name, "runs": runs, "cpu_seconds": seconds, "tables": tables}
+        save(f"papers_{name}", {"machine": where, **told})
     (RESULTS / f"papers_{name}.md").write_text(page(read(name), words(name)))
 
 

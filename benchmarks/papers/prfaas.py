@@ -118,7 +118,7 @@ def compared(load: Load, tally: Tally) -> tuple[list[list[object]], int, float]:
     def servers(fleets: dict[str, Fleet]) -> dict[str, tuple[Serve, int]]:
         return {name: (tally.server(fleet), 1) for name, fleet in fleets.items()}
 
-    alone = {f"64 H20, {count} + {LOCAL - count}": homogeneous(count, LOCAL) for count in (5, 6, 7)}
+    alone = {f"64 H20, {count} + {LOCAL - count}": homogeneous(count, LOCAL) for count in (5, 6)}
     same = {f"96 H20, {count} + {HOMOGENEOUS - count}": homogeneous(count) for count in (8, 9, 10)}
     far = {"32 H200 far + 64 H20, all far": naive()}
     priced = {
@@ -163,7 +163,7 @@ def links(load: Load, tally: Tally, count: int, at: float) -> list[list[object]]
 
 
 def tables(small: bool) -> tuple[list[dict[str, object]], int]:
-    tally, requests = Tally(), 150 if small else 1000
+    tally, requests = Tally(), 150 if small else 600
     load = Load(workload(requests), GOAL, requests)
     rows, count, at = compared(load, tally)
     first = f"at {at:.3g} a second: TTFT p50, s"

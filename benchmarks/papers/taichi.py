@@ -31,9 +31,9 @@ REGIMES = {
     "balanced": Goal(1.0, 0.07),
     "tokens tight": Goal(4.0, 0.045),
 }
-ONE_POOL_CHUNKS = (256, 512, 1024, 2048)
-SPLITS = (1, 2, 3, 4, 5)  # prefill workers of two pools
-MIXED_SPLITS, MIXED_CHUNKS = (1, 2, 3, 4), (256, 512)
+ONE_POOL_CHUNKS = (256, 512, 2048)
+SPLITS = (2, 3, 4)  # prefill workers of two pools
+MIXED_SPLITS, MIXED_CHUNKS = (1, 2, 3), (256, 512)
 
 
 def workload() -> Sequence[Arrival]:
@@ -143,7 +143,7 @@ def _parsed(name: str) -> tuple[int, int]:
 
 
 def tables(small: bool) -> tuple[list[dict[str, object]], int]:
-    tally, requests = Tally(), 200 if small else 1200
+    tally, requests = Tally(), 150 if small else 700
     rows, chosen = regimes(requests, tally)
     return [
         {
