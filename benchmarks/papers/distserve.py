@@ -15,7 +15,7 @@ from benchmarks.papers.runs import RESULTS, Load, Serve, Tally, best
 from benchmarks.run_fitting import from_report
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plan_bounds import Goal
@@ -125,15 +125,14 @@ CASES = (
 )  # fmt: skip
 
 
-def one_pool(case: Case, chunk: int | None) -> Fleet:
+def one_pool(shape: CostGeometry, one: Instance, chunk: int | None) -> Fleet:
     """`chunk` None: whole prompts before any decode step."""
     mode = Mode.CHUNKED if chunk else Mode.UNIFIED
-    pool = case.one.pool(chunk or CONTEXT)
-    return Fleet(geometry(case.model), pool, mode=mode, fused=mode is Mode.CHUNKED)
+    return Fleet(shape, one.pool(chunk or CONTEXT), mode=mode, fused=mode is Mode.CHUNKED)
 
 
-def two_pools(case: Case, prefill: Instance, decode: Instance) -> Fleet:
-    return Fleet(geometry(case.model), decode.pool(CONTEXT), prefill.pool(CONTEXT), overlap=4)
+def two_pools(shape: CostGeometry, prefill: Instance, decode: Instance) -> Fleet:
+    return Fleet(shape, decode.pool(CONTEXT), prefill.pool(CONTEXT), overlap=4)
 
 
 Contenders = dict[str, dict[str, tuple[Serve, int]]]
@@ -141,16 +140,16 @@ Contenders = dict[str, dict[str, tuple[Serve, int]]]
 
 def contenders(case: Case, tally: Tally) -> Contenders:
     """By mode, what stands for it."""
-    one = case.one.devices
+    one, shape = case.one.devices, geometry(case.model)
     return {
-        "unified": {str(case.one): (tally.server(one_pool(case, None)), one)},
+        "unified": {str(case.one): (tally.server(one_pool(shape, case.one, None)), one)},
         "chunked": {
-            f"{case.one}, chunk {chunk}": (tally.server(one_pool(case, chunk)), one)
+            f"{case.one}, chunk {chunk}": (tally.server(one_pool(shape, case.one, chunk)), one)
             for chunk in CHUNKS
         },
         "two pools": {
             f"{prefill} -> {decode}": (
-                tally.server(two_pools(case, prefill, decode)),
+                tally.server(two_pools(shape, prefill, decode)),
                 prefill.devices + decode.devices,
             )
             for prefill, decode in case.two
@@ -205,14 +204,18 @@ def engine_server(engine: SimulatedEngine, tally: Tally) -> Serve:
     return serve
 
 
-def engines(requests: int, tally: Tally) -> list[list[object]]:
-    """OPT-13B and ShareGPT, from the paper's two engines to one on both sides: each row changes one
-    thing of the one before it, or says what it changes."""
+Step = tuple[str, Serve, int]
+
+
+def steps(tally: Tally) -> list[Step]:
+    """What serves OPT-13B, and on how many GPUs: from the paper's two engines to one on both sides;
+    each says what it changes."""
     constants = json.loads((RESULTS / "fidelity.json").read_text())["constants"]
     theirs = {name: from_report(starts()[name], constants[name]) for name in ("distserve", "vllm")}
     same = replace(theirs["vllm"], constants=theirs["distserve"].constants)
-    case = CASES[0]
-    steps: list[tuple[str, Serve, int]] = [
+    shape, one, wide = geometry("opt-13b"), Instance(1), Instance(2)
+    grouped = replace(shape, name="opt-13b, 5 kv heads", attention=GroupedAttention(40, 5, 128))
+    return [
         ("vLLM, as measured: 1 x tp1", engine_server(theirs["vllm"], tally), 1),
         ("its batching with DistServe's kernels and host: 1 x tp1", engine_server(same, tally), 1),
         (
@@ -220,26 +223,38 @@ def engines(requests: int, tally: Tally) -> list[list[object]]:
             engine_server(theirs["distserve"], tally),
             3,
         ),
-        ("our engine, unified: 1 x tp1", tally.server(_single(case, None)), 1),
-        ("our engine, chunks of 512 fused: 1 x tp1", tally.server(_single(case, 512)), 1),
+        ("our engine, unified: 1 x tp1", tally.server(one_pool(shape, one, None)), 1),
+        ("our engine, chunks of 512 fused: 1 x tp1", tally.server(one_pool(shape, one, 512)), 1),
+        ("our engine, two pools: 1 x tp2 -> 1 x tp1", tally.server(two_pools(shape, wide, one)), 3),
         (
-            "our engine, two pools: 1 x tp2 -> 1 x tp1",
-            tally.server(two_pools(case, *case.two[0])),
+            "vLLM's batching with DistServe's kernels and host, but 1 x tp2",
+            engine_server(replace(same, decode_tp=2), tally),
+            2,
+        ),
+        ("our engine, unified: 1 x tp2", tally.server(one_pool(shape, wide, None)), 2),
+        (
+            "our engine, 5 KV heads in place of 40, unified: 1 x tp1",
+            tally.server(one_pool(grouped, one, None)),
+            1,
+        ),
+        (
+            "our engine, 5 KV heads, two pools: 1 x tp2 -> 1 x tp1",
+            tally.server(two_pools(grouped, wide, one)),
             3,
         ),
     ]
-    rows: list[list[object]] = []
-    for name, serve, devices in steps:
+
+
+def stepped(some: Sequence[Step], requests: int) -> list[list[object]]:
+    """Rows of what they carry of ShareGPT, under several limits."""
+    case, rows = CASES[0], []
+    for name, serve, devices in some:
         row: list[object] = [name]
         for goal in (QUICK_START, case.goal, Goal(0.5, 0.1), Goal(0.25, 0.05)):
             load = Load(within_context(case.lengths(requests), CONTEXT), goal, requests)
             row.append(load.goodput(serve, 1.5 * devices) / devices)
         rows.append(row)
     return rows
-
-
-def _single(case: Case, chunk: int | None) -> Fleet:
-    return one_pool(replace(case, one=replace(case.one, count=1)), chunk)
 
 
 def _ratio(ours: float, rival: float) -> object:
@@ -260,6 +275,6 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
         {
             "title": "OPT-13B, ShareGPT, one thing changed at a time: requests a second and GPU",
             "columns": ["", "0.2 s, 0.1 s", "0.25 s, 0.1 s", "0.5 s, 0.1 s", "0.25 s, 0.05 s"],
-            "rows": engines(requests, tally),
+            "rows": stepped(steps(tally), requests),
         },
     ], tally.runs  # fmt: skip
