@@ -214,7 +214,7 @@ def steps(tally: Tally) -> list[Step]:
     theirs = {name: from_report(starts()[name], constants[name]) for name in ("distserve", "vllm")}
     same = replace(theirs["vllm"], constants=theirs["distserve"].constants)
     shape, one, wide = geometry("opt-13b"), Instance(1), Instance(2)
-    grouped = replace(shape, name="opt-13b, 5 kv heads", attention=GroupedAttention(40, 5, 128))
+    grouped = replace(shape, name="opt-13b, 10 kv heads", attention=GroupedAttention(40, 10, 128))
     return [
         ("vLLM, as measured: 1 x tp1", engine_server(theirs["vllm"], tally), 1),
         ("its batching with DistServe's kernels and host: 1 x tp1", engine_server(same, tally), 1),
@@ -233,12 +233,12 @@ def steps(tally: Tally) -> list[Step]:
         ),
         ("our engine, unified: 1 x tp2", tally.server(one_pool(shape, wide, None)), 2),
         (
-            "our engine, 5 KV heads in place of 40, unified: 1 x tp1",
+            "our engine, 10 KV heads in place of 40, unified: 1 x tp1",
             tally.server(one_pool(grouped, one, None)),
             1,
         ),
         (
-            "our engine, 5 KV heads, two pools: 1 x tp2 -> 1 x tp1",
+            "our engine, 10 KV heads, two pools: 1 x tp2 -> 1 x tp1",
             tally.server(two_pools(grouped, wide, one)),
             3,
         ),
