@@ -64,7 +64,7 @@ def test_a_committed_rate_of_taichi_is_what_the_code_gives() -> None:
 
 def test_a_committed_rate_of_prfaas_is_what_the_code_gives() -> None:
     found = row("prfaas", 0, "32 H200 far + 64 H20, all far")
-    load = Load(prfaas.workload(600), prfaas.GOAL, 600)
+    load = Load(prfaas.workload(500), prfaas.GOAL, 500)
     serve = Tally().server(prfaas.naive())
     assert crosses(lambda rate: load.attained(serve, rate), float(found[1]), 0.9)  # type: ignore[arg-type]
 
