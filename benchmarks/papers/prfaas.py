@@ -136,14 +136,14 @@ def compared(load: Load, tally: Tally) -> tuple[list[list[object]], Chosen]:
     }
     groups = [alone, same, far, priced]
     found = [best(load, servers(group), GUESS) for group in groups]
-    count = list(priced).index(found[3][0]) + 1 if found[3][0] in priced else 2
+    near = priced[found[3][0]].prefill if found[3][0] in priced else None
     base, at = found[1][1], 0.9 * found[1][1]
     fleets = [group.get(name) for group, (name, _) in zip(groups, found, strict=True)]
     rows: list[list[object]] = []
     for (name, rate), fleet in zip(found, fleets, strict=True):
         if fleet is not None:
             rows.append([*told(name, fleet, load, rate, at, tally), rate / base if base else "-"])
-    return rows, Chosen(count, at, found[3][1])
+    return rows, Chosen(near.count if near else 2, at, found[3][1])
 
 
 def thresholds(load: Load, tally: Tally, chosen: Chosen) -> list[list[object]]:
