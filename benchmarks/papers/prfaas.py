@@ -147,8 +147,12 @@ def compared(load: Load, tally: Tally) -> tuple[list[list[object]], Chosen]:
 
 
 def thresholds(load: Load, tally: Tally, chosen: Chosen) -> list[list[object]]:
-    """The same instances, by price and by fixed thresholds."""
-    rows = [told("price", selective(chosen.prefills), load, chosen.carried, chosen.rate, tally)]
+    """The same instances, by price (told of at two rates) and by fixed thresholds."""
+    fleet, carried = selective(chosen.prefills), chosen.carried
+    rows = [
+        told("price", fleet, load, carried, chosen.rate, tally),
+        told(f"price, told of at {carried:.3g} a second", fleet, load, carried, carried, tally),
+    ]
     for threshold in THRESHOLDS:
         fleet = selective(chosen.prefills, threshold)
         rate = load.goodput(tally.server(fleet), chosen.carried or GUESS)
