@@ -125,6 +125,7 @@ def changed(requests: int, tally: Tally, chosen: str) -> list[list[object]]:
         "the router bounds steps at twice the limit": two_kinds(count, chunk, 2 * bound),
         "chunks and steps in turns, as our engine has it": two_kinds(count, chunk, bound, False),
         "decode workers do not prefill": two_pools(count),
+        f"two kinds, {count + 1} -> {DEVICES - count - 1}": two_kinds(count + 1, chunk, bound),
         "no prefill workers: one pool": one_pool(chunk),
         "one pool, in turns": one_pool(chunk, False),
     }
