@@ -28,6 +28,7 @@ from jdisagg.transfer import shared_memory
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ComputeWait
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.memories import Memories
 from jdisagg.transfer.shared_memory import (
     MemoryOutlet,
     Region,
@@ -61,7 +62,9 @@ def ends(loopback: Loopback) -> Iterator[Ends]:
     for end in (SENDER, RECEIVER):
         memory = SharedMemory()
         end = dataclasses.replace(end, memory=memory.name)
-        channel = JaxTransferChannel(clock, end, loopback.of(end), transports=2, memory=memory)
+        channel = JaxTransferChannel(
+            clock, end, loopback.of(end), transports=2, memories=Memories(memory)
+        )
         loopback.channels[end] = channel
         channels.append(channel)
     sender, receiver = channels
@@ -312,9 +315,11 @@ def test_who_cannot_map_the_sender_pulls_through_the_engine(loopback: Loopback) 
     elsewhere = dataclasses.replace(SENDER, memory=f"{pid}:{descriptor}:{'00' * 16}")
     messages = heard(loopback)
     sender = JaxTransferChannel(
-        clock, elsewhere, loopback.of(elsewhere), transports=2, memory=memory
+        clock, elsewhere, loopback.of(elsewhere), transports=2, memories=Memories(memory)
     )
-    receiver = JaxTransferChannel(clock, RECEIVER, loopback.of(RECEIVER), transports=2, memory=own)
+    receiver = JaxTransferChannel(
+        clock, RECEIVER, loopback.of(RECEIVER), transports=2, memories=Memories(own)
+    )
     loopback.channels |= {elsewhere: sender, RECEIVER: receiver}
     receiver.connect("", card(elsewhere))
     block = case("tp=2", "tp=2")
@@ -346,7 +351,7 @@ def test_processes_that_are_killed_leave_no_memory_and_their_receivers_keep_what
     post, memory = Post(), SharedMemory()
     here = KvEnd("the test", 0x7E58, memory.name)
     channel = JaxTransferChannel(
-        MonotonicClock(), here, post.of(here), transports=TRANSPORTS, memory=memory
+        MonotonicClock(), here, post.of(here), transports=TRANSPORTS, memories=Memories(memory)
     )
     post.join(here, channel.handle)
     try:
