@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_day.lent import driver
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
@@ -27,7 +28,6 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.transfer.channel import BlockStamp, block_sharding
-from jdisagg.transfer.cuda_driver import CudaDriver
 from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories
@@ -146,7 +146,7 @@ def _memories(channel: str) -> Memories:
         case "memory":
             return Memories(SharedMemory())
         case "cuda":
-            return Memories(device=LentMemory(CudaDriver()))
+            return Memories(device=LentMemory(driver()))
         case "nixl":
             return Memories(nixl=nixl_memory(channel, "127.0.0.1"))
         case _:
