@@ -24,11 +24,13 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer import device_memory
+from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ComputeWait
 from jdisagg.transfer.cuda_driver import HANDLE_BYTES, Allocation, CudaDriver
 from jdisagg.transfer.device_memory import DeviceOutlet, DeviceSender, LentMemory, this_host
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.pieces import _blank, leaf_zeros, warm_blanks
 from jdisagg.transfer.shared_memory import SharedMemory
 from tests.transfer.conformance import (
     LONG_SECONDS,
@@ -160,6 +162,19 @@ def test_an_allocation_is_exported_once_and_opened_once_for_each_device(pair: Pa
     assert len(pair.receiver.driver.opened) == pair.receiver.memory.kept()[1] > 0
     pair.receiver.channel.disconnect("")
     settled(lambda: not pair.receiver.driver.opened)
+
+
+def test_after_warm_up_a_pull_makes_room_by_programs_that_are_there(pair: Pair) -> None:
+    block = case("tp=2", "dp=2,tp=2", dtype="bfloat16")
+    for codec_name in ("none", "int8"):
+        leaves = leaf_zeros(block.zeros, codec_name)
+        target = PullTarget(block.zeros, 1, codec=codec_name, leaves=leaves)
+        warm_blanks(target.resident)
+        made = _blank.cache_info()
+        pair.sender.channel.offer(len(codec_name), block.block, 0)
+        finished(pair.receiver.channel.pull(len(codec_name), target, LONG_SECONDS)).arrays()
+        assert _blank.cache_info().hits > made.hits
+        assert _blank.cache_info().misses == made.misses
 
 
 def test_the_sender_keeps_what_it_offered_until_its_receiver_has_copied_it(pair: Pair) -> None:
