@@ -188,10 +188,11 @@ class CudaCopy:
             return self._done
 
     def wait(self) -> None:
-        with self._lock, contextlib.suppress(HandoffError):
+        with self._lock:
             if not self._done:
-                self._driver.await_event(self._event)
-                self._end()
+                for end in (lambda: self._driver.await_event(self._event), self._end):
+                    with contextlib.suppress(HandoffError):
+                        end()
 
     def _end(self) -> None:
         self._done = True
