@@ -167,9 +167,11 @@ def test_a_copy_that_cannot_begin_leaves_no_event_and_nothing_under_way(
 
 def test_a_copy_that_fails_says_so(cuda: PlayedCuda) -> None:
     copy = CudaDriver().copy(0, [(1, 2, 3)])
-    cuda.fails.add("cuEventQuery")
+    cuda.fails |= {"cuEventQuery", "cuEventSynchronize"}
     with pytest.raises(HandoffError, match="cuEventQuery says CUDA_ERROR_INVALID_VALUE"):
         copy.is_done()
+    copy.wait()
+    assert not cuda.events
 
 
 @pytest.mark.parametrize(
