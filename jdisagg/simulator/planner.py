@@ -157,6 +157,24 @@ class Planner:
             raise NothingFits(no_rate(findings, self._goal))
         return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
 
+    def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
+        """The exhaustive search that `plan` saves: every candidate of every mode is simulated.
+
+        Returns those that carry `TOLERANCE` more than `rate` requests a second in all, best first,
+        and how many were tried."""
+        demand, search = Demand.of(workload), self._search
+        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, search.dtype)
+        estimator = Estimator(self._site, demand, self._goal, fitting, search.codec, search.fused)
+        tasks = [
+            Task(candidate, limits, estimator.rooms[candidate.decode], rate)
+            for candidate, limits in self._priced(fitting, estimator)
+        ]
+        found = _Found(self._site, self._told)
+        for index, finding in self._spread(self._measurer(workload, demand), tasks):
+            found.came(tasks[index], finding)
+            self._told.progress(found.text, found.count, len(tasks))
+        return found.ranked, len(tasks)
+
     def _priced(
         self, fitting: list[Fitting], estimator: Estimator
     ) -> list[tuple[Candidate, Bounds]]:
