@@ -45,6 +45,7 @@ class Case:
     mixture: tuple[str, ...]
     ttft: float
     tpot: float
+    weights: str = ""
     every: bool = False
 
     @property
@@ -60,6 +61,7 @@ class Case:
             f"--mixture={','.join(self.mixture)}",
             f"--ttft={self.ttft}",
             f"--tpot={self.tpot}",
+            *([f"--weights={self.weights}"] if self.weights else []),
         ]
 
 
@@ -68,7 +70,7 @@ CASES = (
     Case("llama-3.1-8b", "l40s", 4, ("1:1000/200",), 1.0, 0.05, every=True),
     Case("llama-3.1-70b", "h100", 16, CHAT, 1.0, 0.05, every=True),
     Case("qwen3-235b-a22b", "gb200-nvl72", 32, CHAT, 1.0, 0.05),
-    Case("deepseek-v3", "h200", 32, CHAT, 2.0, 0.05),
+    Case("deepseek-v3", "h200", 32, CHAT, 2.0, 0.05, weights="fp8"),
 )
 _SITES = flags.DEFINE_list("sites", None, "Names of cases, as printed. Default: all.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
