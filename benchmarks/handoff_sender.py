@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu_day.lent import driver
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
@@ -27,7 +28,9 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.transfer.channel import BlockStamp, block_sharding
+from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.memories import Memories
 from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
@@ -113,8 +116,8 @@ class Tcp:
 
 class LinkThread:
     """An event loop in a thread with this process's KV link and its server, and the channel on
-    it. `channel`: how its KV can be had: "memory", shared as by workers of one host; "nixl"; else
-    through the engine."""
+    it. `channel`: how its KV can be had: "memory", shared as by workers of one host; "cuda", from
+    device to device; "nixl"; else through the engine."""
 
     def __init__(self, channel: str) -> None:
         self._channel = channel
@@ -125,19 +128,29 @@ class LinkThread:
     async def _serve(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        memory = SharedMemory() if self._channel == "memory" else None
-        nixl = nixl_memory(self._channel, "127.0.0.1") if self._channel == "nixl" else None
-        name = memory.name if memory else ""
-        self.end = KvEnd(f"127.0.0.1:{port}", secrets.randbits(64), name, nixl is not None)
+        memories = _memories(self._channel)
+        self.end = memories.end(f"127.0.0.1:{port}", secrets.randbits(64))
         link = GrpcKvLink(self.end)
         self.channel = JaxTransferChannel(
-            MonotonicClock(), self.end, link, transports=TRANSPORTS, memory=memory, nixl=nixl
+            MonotonicClock(), self.end, link, transports=TRANSPORTS, memories=memories
         )
         link.deliver_to(self.channel)
         server = GrpcServer((link.service(),), ServiceConfig(port=port), self.end.boot_id)
         await server.start()
         self._ready.set()
         await asyncio.Event().wait()
+
+
+def _memories(channel: str) -> Memories:
+    match channel:
+        case "memory":
+            return Memories(SharedMemory())
+        case "cuda":
+            return Memories(device=LentMemory(driver()))
+        case "nixl":
+            return Memories(nixl=nixl_memory(channel, "127.0.0.1"))
+        case _:
+            return Memories()
 
 
 def card(mesh: jax.sharding.Mesh, end: KvEnd) -> MeshCard:

@@ -5,15 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.costs.model_geometry import CATALOG, CostGeometry, from_hf_fields, geometry
-from jdisagg.layout.kv_spec import KEPT_DTYPES
+from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from models.catalog import FAMILIES, read_config
 from models.hf_config import HfConfig
 
 
-def find_geometry(model: str, kv_dtype: str | None = None) -> CostGeometry:
-    """Of a model directory or a name of the catalogue, whose KV is kept in `kv_dtype` (as
-    --kv_dtype). A family that we serve is read by the parser that serves it."""
-    return replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
+def find_geometry(
+    model: str, kv_dtype: str | None = None, weights: str | None = None
+) -> CostGeometry:
+    """Of a model directory or a name of the catalogue, whose KV is kept in `kv_dtype` and whose
+    layers' matrices in `weights` (as the flags of these names). A family that we serve is read by
+    the parser that serves it."""
+    found = replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
+    return replace(found, matrix_bits=WEIGHT_BITS[weights]) if weights else found
 
 
 def _geometry(model: str) -> CostGeometry:

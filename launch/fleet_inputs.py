@@ -50,7 +50,7 @@ def simulated_fleet(flags: Given) -> Fleet:
     decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
     settings = override(SimulationSettings(), flags.set)
     return Fleet(
-        find_geometry(flags.model, flags.kv_dtype),
+        find_geometry(flags.model, flags.kv_dtype, flags.weights),
         Pool(flags.decode_workers, second, decode, flags.decode_stages),
         (
             Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)

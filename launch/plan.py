@@ -40,7 +40,7 @@ from launch.workload_inputs import check_output
 FLAGS = (
     "model", "hardware", "accelerators", "devices_per_node", "domain_devices", "link", "trace",
     "mixture", "limit", "arrivals", "ttft", "tpot", "attainment", "modes", "finalists",
-    "most_requests", "dtype", "kv_dtype", "codec", "fused", "prefix_cache", "seed",
+    "most_requests", "dtype", "weights", "kv_dtype", "codec", "fused", "prefix_cache", "seed",
     "processes", "output", "choose", "model_directory", "json",
 )  # fmt: skip
 flags = define(
@@ -59,7 +59,7 @@ flags = define(
 
 
 def main() -> None:
-    geometry = find_geometry(flags.model, flags.kv_dtype)
+    geometry = find_geometry(flags.model, flags.kv_dtype, flags.weights)
     site = site_of(flags)
     goal = Goal(flags.ttft, flags.tpot, flags.attainment)
     check_output(flags.output, ".py")
@@ -68,7 +68,7 @@ def main() -> None:
     check_choice(flags, flags.finalists * len(modes))
     workload, left_out = planned_workload(flags, geometry.context_tokens)
     sizes = flags.dtype, flags.codec, flags.fused, flags.prefix_cache, flags.seed, flags.hardware
-    maker = FleetMaker(geometry, site, *sizes)
+    maker = FleetMaker(geometry, site, *sizes, weights=flags.weights or "")
     search = Search(
         dtype=flags.dtype,
         codec=flags.codec,

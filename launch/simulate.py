@@ -37,7 +37,7 @@ from launch.workload_inputs import arrivals_of, reasons, slo_limits
 FLAGS = (
     "trace", "mode", "prefill_workers", "decode_workers", "model", "prefill_hardware",
     "decode_hardware", "prefill", "decode", "prefill_stages", "decode_stages", "chunk_tokens",
-    "slots_per_rank", "fused", "dtype", "kv_dtype", "codec", "link", "host_devices",
+    "slots_per_rank", "fused", "dtype", "weights", "kv_dtype", "codec", "link", "host_devices",
     "prefix_cache", "host_cache_gib", "block_tokens", "rate", "speed", "requests",
     "spread_tick_seconds", "variation", "turns", "think_seconds", "system_tokens",
     "concurrency", "prompt_tokens", "output_tokens", "ttft", "tpot", "seed", "elastic",

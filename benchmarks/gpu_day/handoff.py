@@ -3,6 +3,7 @@
 The processes share the device's memory (`XLA_PYTHON_CLIENT_MEM_FRACTION`), so they come before this
 process touches it."""
 
+import json
 import os
 import statistics
 import subprocess
@@ -30,7 +31,9 @@ KEY, PEER = 0x1234567890ABCDEF, "gpu-day#1"
 
 
 def run(day: Day) -> None:
-    for channel in ("memory",) if day.small else ("engine", "memory"):
+    for allocator in ("default",) if day.small else ("default", "platform", "cuda_async"):
+        day.row(f"device memory lent, {allocator} allocator", partial(lent, day, allocator))
+    for channel in ("memory", "cuda") if day.small else ("engine", "memory", "cuda"):
         day.row(f"between two processes, {channel}", partial(processes, day, channel))
     engines: list[Engine] = []
 
@@ -53,15 +56,28 @@ def processes(day: Day, channel: str) -> Figures:
         *(sys.executable, "-m", "benchmarks.handoff", f"--channel={channel}"),
         *(f"--megabytes={megabytes}", f"--rounds={rounds}", "--pairs=tp=1>tp=1", "--hidden=4"),
     )
+    return {"lines": [line for line in said(day, command).splitlines() if "GB/s" in line]}
+
+
+def lent(day: Day, allocator: str) -> Figures:
+    """Between two processes by CUDA memory handles alone, and when one of them is killed. That
+    memory of some allocators cannot be lent is an answer, too."""
+    command = (
+        *(sys.executable, "-m", "benchmarks.gpu_day.lent"),
+        *(f"--megabytes={1 if day.small else 1024}", f"--allocator={allocator}"),
+    )
+    return json.loads(said(day, command).splitlines()[-1])
+
+
+def said(day: Day, command: tuple[str, ...]) -> str:
+    """By a command that leaves room on the device for a second process."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=max(1.0, day.left)
     )
     if ended.returncode:
-        raise RuntimeError(
-            f"benchmarks.handoff ended with {ended.returncode}: {ended.stderr[-1500:]}"
-        )
-    return {"lines": [line for line in ended.stdout.splitlines() if "GB/s" in line]}
+        raise RuntimeError(f"{command[2]} ended with {ended.returncode}: {ended.stderr[-1500:]}")
+    return ended.stdout
 
 
 def blocks_of(engine: Engine, tokens: int) -> list[OfferSpec]:

@@ -46,6 +46,9 @@ def run(day: Day) -> None:
                 decode_attention, day, platform, "bfloat16", 4, 64, lengths=lengths, window=window
             )
             day.row(name, measure)
+    for width in (256, 512):
+        measure = partial(decode_attention, day, platform, "bfloat16", 4, 64, width=width)
+        day.row(f"decode attention, heads of {width}", measure)
     for stages in STAGES:
         measure = partial(with_stages, day, stages)
         day.row(f"decode attention, {stages} stages", measure, gpu=True)
@@ -91,10 +94,12 @@ def decode_attention(
     *,
     lengths: str = FULL,
     window: int | None = None,
+    width: int | None = None,
 ) -> Figures:
     """One token of each of 32 sequences of 2,048 positions (lengths "one long": of 128, one of
     them 32,768), against another form."""
-    batch, context, heads, width = (4, 256, 2, 64) if day.small else (32, 2048, 8, 128)
+    batch, context, heads, usual = (4, 256, 2, 64) if day.small else (32, 2048, 8, 128)
+    width = width or usual
     longest = context
     if lengths == "one long":
         batch, longest = (4, 2 * context) if day.small else (128, 16 * context)

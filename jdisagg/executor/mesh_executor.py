@@ -63,7 +63,7 @@ from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import Channel, Pull, PullTarget
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
-from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
+from jdisagg.transfer.pieces import NO_CODEC, warm_blanks, warm_pieces
 
 QUIET_SECONDS = 0.2  # without a command; longer than those of work under way lie apart
 
@@ -260,6 +260,8 @@ class MeshExecutor:
         layers = blocks.layers(band.start, len(band))
         for granule in targets.granules():
             resident = targets.target(pull, layers, granule).resident
+            if self.card.ends and self.platform == "gpu":
+                warm_blanks(resident)
             blocks.insert(nothing, resident * (local_heads // granule)).block_until_ready()
 
     def warm_restore(self, band: range, tokens: int) -> None:

@@ -16,12 +16,14 @@ class KvEnd:
     (host:port); `boot_id`: random at each start, so that a process restarted at the same address is
     not taken for the old one. `memory`: the name of its shared memory
     (transfer/shared_memory.py), by which processes of its host reach it; "": it has none. `nixl`:
-    whether its memory can be read over NIXL (transfer/nixl_memory.py)."""
+    whether its memory can be read over NIXL (transfer/nixl_memory.py). `device`: the host on which
+    it lends its devices' memory (transfer/device_memory.py); "": it lends none."""
 
     control: str
     boot_id: int
     memory: str = ""
     nixl: bool = False
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ anything is posted, perhaps before the offer is made. S then posts without a wor
 or is told to withdraw, it posts an error under the id, so that nothing stays parked in the engine.
 By shared memory, where R can map S's: R says so in its request, S answers once the bytes are
 written there, and R says Pulled once it needs them no more. Over NIXL, where both have it:
-likewise; R reads what S wrote, and says Pulled when it has.
+likewise; R reads what S wrote, and says Pulled when it has. From device to device on one host,
+where both lend memory of theirs: likewise; R copies what S has computed, which S only keeps.
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are
 numbers of the side that names them."""
 
@@ -76,7 +77,8 @@ class PullRequest(Message, frozen=True):
     turn: which replica of the sender begins. address: of a pull ahead, the transfer server from
     which `pieces`, in this order, are being pulled already; "" and () otherwise. shared: the
     receiver maps the sender's shared memory, and wants them there. nixl: it reads the sender's
-    registered memory, and wants them there."""
+    registered memory, and wants them there. device: it copies from the sender's devices, where
+    they are to stay."""
 
     pull_id: int
     offer_id: int
@@ -98,6 +100,7 @@ class PullRequest(Message, frozen=True):
     pieces: tuple[PostedPiece, ...] = ()
     shared: bool = False
     nixl: bool = False
+    device: bool = False
 
 
 class InMemory(Message, frozen=True):
@@ -120,19 +123,38 @@ class InRegistered(Message, frozen=True):
     offsets: tuple[int, ...]
 
 
+class LentAllocation(Message, frozen=True):
+    """Memory of a device that other processes of the host can open by its handle: its bytes, and a
+    number that no other of the sender has."""
+
+    handle: bytes
+    number: int
+    size: int
+
+
+class OnDevice(Message, frozen=True):
+    """Where pieces lie on the sender's devices: the allocations, and for each leaf the place of its
+    own among them and at which of its bytes it begins."""
+
+    allocations: tuple[LentAllocation, ...]
+    places: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 class Posted(Message, frozen=True):
     """The pieces wait under uuid `pull_id` on the transfer server at `address` (host:port), in this
     order, each as its codec's leaves.
 
     heads: kv heads of the whole block. pieces: may be empty, then nothing waits and `address` says
-    nothing. memory: where they lie instead, if shared or registered memory was asked for."""
+    nothing. memory: where they lie instead, if shared or registered memory or the devices' own was
+    asked for."""
 
     pull_id: int
     link: int
     address: str
     heads: int
     pieces: tuple[PostedPiece, ...]
-    memory: InMemory | InRegistered | None = None
+    memory: InMemory | InRegistered | OnDevice | None = None
 
 
 class Refused(Message, frozen=True):
@@ -145,7 +167,7 @@ class Refused(Message, frozen=True):
 
 class Pulled(Message, frozen=True):
     """All that this sender process posted under the id has arrived; what lay in shared or
-    registered memory is not needed any more."""
+    registered memory or on its devices is not needed any more."""
 
     pull_id: int
 

@@ -69,8 +69,7 @@ from jdisagg.service.worker_service import decode_service, peer_service, prefill
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.nixl_memory import nixl_memory
-from jdisagg.transfer.shared_memory import SharedMemory
+from jdisagg.transfer.memories import Memories
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.peers import PeerResolver
@@ -145,10 +144,10 @@ class WorkerRuntime:
         self._service = state.config.service
         self._address = host_port(self._service.host, self._service.port)
         credentials = cluster_credentials(self._service)
-        self._memory = SharedMemory.of_host()
-        self._nixl = nixl_memory(self._service.kv_channel, self._service.host)
-        memory = self._memory.name if self._memory else ""
-        end = KvEnd(self._address, random_id(), memory, self._nixl is not None)
+        self._memories = Memories.of_worker(
+            self._service.kv_channel, self._service.host, state.devices
+        )
+        end = self._memories.end(self._address, random_id())
         self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
@@ -164,8 +163,7 @@ class WorkerRuntime:
             self._link,
             host=self._service.host,
             transports=TRANSPORTS,
-            memory=self._memory,
-            nixl=self._nixl,
+            memories=self._memories,
         )
         self._link.deliver_to(channel)
         self._kv_channels = channel.channels

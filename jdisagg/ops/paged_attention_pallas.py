@@ -47,7 +47,7 @@ def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
     return (
         triton is not None
         and k_pages_PKSH.dtype in (q_BNH.dtype, jnp.uint8)
-        and 16 <= width <= 256
+        and 16 <= width <= 512
         and width & (width - 1) == 0
     )
 

@@ -4,7 +4,9 @@ allows, and how they are joined.
 `Site` is what the user has; `Candidate` one way to use it. `candidates` lists those that the model
 divides by and memory admits, or says why there is none (`NothingFits`). Layouts: a dense model's dp
 ranks are instances of their own, so dp = 1; experts lie over all of an instance's devices, or are
-cut by tp. Pure; knows the cost model, no workload beyond its longest request, and no time."""
+cut by tp. tp stays within a scale-up domain; dp ranks that share experts may lie in several, which
+then exchange tokens over the slower link. Pure; knows the cost model, no workload beyond its
+longest request, and no time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -141,10 +143,10 @@ def fitting_layouts(
 ) -> list[Fitting]:
     """Layouts of one instance that hold the weights and, on a dp rank, one request of
     `longest_tokens`. Raises NothingFits."""
-    most = min(site.accelerators, site.domain)
+    most = site.accelerators if geometry.experts else min(site.accelerators, site.domain)
     weights_least, room_most, refused = float("inf"), 0, ""
     found: list[Fitting] = []
-    for layout in _layouts(most, bool(geometry.experts)):
+    for layout in _layouts(most, site.domain, bool(geometry.experts)):
         try:
             model = CostModel(geometry, site.described, layout, dtype=dtype)
         except LayoutError as error:
@@ -165,12 +167,15 @@ def fitting_layouts(
             f" {refused}"
         )
     if not room_most:
-        needed = geometry.parameters * CostModel(geometry, device, dtype=dtype).value_bytes
+        needed = CostModel(geometry, device, dtype=dtype).weight_bytes_per_device
+        bits = geometry.matrix_bits
+        kept = f"{dtype}, matrices in {bits} bits" if bits else dtype
         raise NothingFits(
             f"nothing fits, because the weights of {geometry.name} ({needed / 1e9:.0f} GB in"
-            f" {dtype}) leave no room for KV on up to {most} {device.name} of"
+            f" {kept}) leave no room for KV on up to {most} {device.name} of"
             f" {device.memory_bytes / 1e9:.0f} GB (at best {weights_least / 1e9:.0f} GB a device);"
-            " give more accelerators, larger ones, or a larger scale-up domain"
+            " give more accelerators, larger ones, or a larger scale-up domain, or weights in fewer"
+            " bits"
         )
     raise NothingFits(
         f"nothing fits, because the longest request has {longest_tokens:,} tokens and a dp rank of"
@@ -185,10 +190,12 @@ def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
     return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 
-def _layouts(most: int, experts: bool) -> Iterator[Layout]:
-    """By powers of two up to `most` devices."""
+def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
+    """By powers of two up to `most` devices, tp up to a `domain`."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
+        if tp > domain:
+            return
         yield Layout(tp=tp)
         if not experts:
             continue

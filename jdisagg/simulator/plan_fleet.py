@@ -32,7 +32,8 @@ class FleetMaker:
     """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of
     Sarathi's kind do; False: in turns, as ours does. `reuse`: KV stays for prompts that the
     workload says begin alike. `hardware`: what a written configuration calls the accelerator.
-    `slots`: sequences that decode on a dp rank at once, at most."""
+    `slots`: sequences that decode on a dp rank at once, at most. `weights`: what those of
+    `geometry` are quantized to, "": nothing."""
 
     geometry: CostGeometry
     site: Site
@@ -43,6 +44,7 @@ class FleetMaker:
     seed: int = 0
     hardware: str = ""
     slots: int = MOST_SLOTS
+    weights: str = ""
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
         """With the fewest slots, a power of two and half as many again at least as sequences decode
@@ -113,7 +115,7 @@ class FleetMaker:
             else InstanceConfig()
         )
         kept = KEPT_NAMES.get(self.geometry.kv_dtype, "")
-        model = ModelConfig(model_directory, self.dtype, context_tokens, kv_dtype=kept)
+        model = ModelConfig(model_directory, self.dtype, context_tokens, self.weights, kept)
         return EngineConfig(
             model=model,
             mode=candidate.mode,

@@ -18,12 +18,15 @@ MOST_RUNS = 14  # of one candidate
 @dataclass(frozen=True, slots=True)
 class Task:
     """A candidate to measure, what arithmetic lets it carry, and its room for KV on a dp rank.
-    `rival_rate`: it is measured only if it carries more than so much."""
+    `rival_rate`: it is measured only if it carries more than so much. `tolerance`: of its rate,
+    where the search ends; `trials`: those of an earlier search, which this one goes on with."""
 
     candidate: Candidate
     bounds: Bounds
     kv_tokens: int
     rival_rate: float = 0.0
+    tolerance: float = TOLERANCE
+    trials: tuple[Trial, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Measurer:
 
     def measured(self, task: Task) -> Finding | None:
         """None: it does not carry more than the rival that its task names."""
-        trials: list[Trial] = []
+        trials = list(task.trials)
 
         def trial(rate: float) -> float:
             trials.append(self.trial(task.candidate, rate))
@@ -61,7 +64,10 @@ class Measurer:
         demand = self.demand
         lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
         guess = max(task.bounds.rate, lowest)
-        return self._found(task, trials, highest_rate(trial, guess, self.goal.attainment, above))
+        known = [(item.rate, item.lasting_attainment) for item in task.trials]
+        wanted, within = self.goal.attainment, task.tolerance
+        rate = highest_rate(trial, guess, wanted, above, within, known)
+        return self._found(task, trials, rate)
 
     def _found(self, task: Task, trials: Sequence[Trial], rate: float) -> Finding:
         candidate, limits, wanted = task.candidate, task.bounds, self.goal.attainment
@@ -99,21 +105,31 @@ class Measurer:
 
 
 def highest_rate(
-    attained: Callable[[float], float], guess: float, wanted: float, carried: float = 0.0
+    attained: Callable[[float], float],
+    guess: float,
+    wanted: float,
+    carried: float = 0.0,
+    tolerance: float = TOLERANCE,
+    known: Sequence[tuple[float, float]] = (),
 ) -> float:
-    """The highest rate tried at which `attained(rate)` is at least `wanted`, within TOLERANCE of
+    """The highest rate tried at which `attained(rate)` is at least `wanted`, within `tolerance` of
     one at which it is not, starting from `guess`; 0 where not even a hundredth of the guess does.
-    `carried`: a rate known to attain it, whose neighbourhood is looked at instead. Assumes that
+    `carried`: a rate known to attain it, whose neighbourhood is looked at instead. `known`: rates
+    that were tried before, one that attains it and one that does not among them. Assumes that
     attainment falls with the rate; at most MOST_RUNS calls."""
-    points: list[tuple[float, float]] = []
+    runs = 0
 
     def met(rate: float) -> bool:
-        points.append((rate, attained(rate)))
-        return points[-1][1] >= wanted
+        nonlocal runs
+        runs += 1
+        return attained(rate) >= wanted
 
     low, high, step = carried, 0.0, 1.1 if carried else 1.3  # what is beside the best is near it
+    if known:
+        high = min(rate for rate, part in known if part < wanted)
+        low = max(rate for rate, part in known if part >= wanted and rate < high)
     rate = step * carried or 0.8 * guess
-    while len(points) < MOST_RUNS and not (low and high):
+    while runs < MOST_RUNS and not (low and high):
         if met(rate):
             low, rate, step = rate, rate * step, min(4.0, step**1.5)  # far off: in longer steps
         elif carried:
@@ -122,7 +138,7 @@ def highest_rate(
             return 0.0
         else:
             high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
-    while low and high > low * (1 + TOLERANCE) and len(points) < MOST_RUNS:
+    while low and high > low * (1 + tolerance) and runs < MOST_RUNS:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if met(middle) else (low, middle)
     return low

@@ -3,16 +3,17 @@ the best few of each mode by simulation.
 
 `Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps
 the best `finalists` of each mode, and finds for each of these by bisection the highest rate at
-which the goal is attained in the simulator (`plan_measure`); then candidates beside the best ones
-are tried at what those carry, as long as one of them carries more. A `Plan` holds all ranked by
-that rate for each accelerator that the site has (idle ones count), what binds each, and the verdict
-in words (`plan_verdict`).
+which the goal is attained in the simulator (`plan_measure`): roughly first, then closely for the
+best of each mode and those that may carry as much. Then candidates beside the best ones are tried
+at what those carry, as long as one of them carries more. A `Plan` holds all ranked by that rate for
+each accelerator that the site has (idle ones count), what binds each, and the verdict in words
+(`plan_verdict`).
 
 `plan_trials` says how one rate is judged, `plan_alone` which goals no rate attains.
 
 Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -32,10 +33,11 @@ from jdisagg.simulator.plan_candidates import (
     two_pools,
 )
 from jdisagg.simulator.plan_measure import Measurer, Task
-from jdisagg.simulator.plan_trials import Process, Runner
+from jdisagg.simulator.plan_trials import TOLERANCE, Process, Runner
 from jdisagg.simulator.plan_verdict import Finding, Trial, first_answer, no_rate, verdict
 from jdisagg.simulator.workloads import Arrival
 
+ROUGHLY = 0.15  # of a rate, where the search for those ends that are far from the best
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 
@@ -142,20 +144,44 @@ class Planner:
         # Round by round through the modes: their best are known first.
         ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
         rooms = estimator.rooms
-        tasks = [Task(candidate, limits, rooms[candidate.decode]) for candidate, limits in ordered]
-        while tasks:
-            for index, finding in self._spread(measurer, tasks):
-                found.came(tasks[index], finding)
-                self._told.progress(found.text, found.count, found.count + len(tasks) - index)
+        tasks = [
+            Task(candidate, limits, rooms[candidate.decode], tolerance=ROUGHLY)
+            for candidate, limits in ordered
+        ]
+        self._measure(measurer, tasks, found)
+        self._measure(measurer, found.close_to_the_best(self._goal.attainment, rooms), found)
+        while beside_best := neighbours(found, priced):
             tasks = [
                 Task(candidate, limits, rooms[candidate.decode], rate)
-                for (candidate, limits), rate in neighbours(found, priced)
+                for (candidate, limits), rate in beside_best
             ]
+            self._measure(measurer, tasks, found)
         self._told.progress("done", 1, 1)
         findings = found.ranked
         if not findings[0].rate:
             raise NothingFits(no_rate(findings, self._goal))
         return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
+
+    def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
+        """The exhaustive search that `plan` saves: every candidate of every mode is simulated.
+
+        Returns those that carry `TOLERANCE` more than `rate` requests a second in all, best first,
+        and how many were tried."""
+        demand, search = Demand.of(workload), self._search
+        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, search.dtype)
+        estimator = Estimator(self._site, demand, self._goal, fitting, search.codec, search.fused)
+        tasks = [
+            Task(candidate, limits, estimator.rooms[candidate.decode], rate)
+            for candidate, limits in self._priced(fitting, estimator)
+        ]
+        found = _Found(self._site, self._told)
+        self._measure(self._measurer(workload, demand), tasks, found)
+        return found.ranked, len(tasks)
+
+    def _measure(self, measurer: Measurer, tasks: Sequence[Task], found: "_Found") -> None:
+        for done, (index, finding) in enumerate(self._spread(measurer, tasks) if tasks else (), 1):
+            found.came(tasks[index], finding)
+            self._told.progress(found.text, found.count, found.count + len(tasks) - done)
 
     def _priced(
         self, fitting: list[Fitting], estimator: Estimator
@@ -251,6 +277,20 @@ class _Found:
             f"{self.text}: {finding.per_accelerator:.3g} requests/s an accelerator, bound by"
             f" {finding.binding}"
         )
+
+    def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
+        """What is to be measured closely, after all have been roughly: of each mode those that may
+        carry as much as its best has been seen to, the best itself among them."""
+        tasks: list[Task] = []
+        for item in self.ranked:
+            rivals = [one for one in self.ranked if one.candidate.mode is item.candidate.mode]
+            missed = [one.rate for one in item.trials if one.lasting_attainment < wanted]
+            ceiling = min([rate for rate in missed if rate > item.rate], default=0.0)
+            close = ceiling <= item.rate * (1 + TOLERANCE)
+            if item.rate and not close and ceiling > max(one.rate for one in rivals):
+                room = rooms[item.candidate.decode]
+                tasks.append(Task(item.candidate, item.bounds, room, trials=item.trials))
+        return tasks
 
     @property
     def ranked(self) -> list[Finding]:

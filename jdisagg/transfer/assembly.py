@@ -14,7 +14,7 @@ from jdisagg.messages.kv_plane import PostedPiece, Wanted
 from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.pieces import check_leaves
-from jdisagg.transfer.shared_memory import LeafInMemory
+from jdisagg.transfer.shared_memory import Leaf
 
 
 class Assembly:
@@ -32,7 +32,7 @@ class Assembly:
         self._leaves = check_leaves(target)
         self._parts: int | None = None
         self._announced: set[tuple[int, int]] = set()
-        self._coming: dict[tuple[int, int], Sequence[jax.Array | LeafInMemory]] = {}
+        self._coming: dict[tuple[int, int], Sequence[jax.Array | Leaf]] = {}
 
     @staticmethod
     def of(target: PullTarget) -> "Assembly":
@@ -65,9 +65,7 @@ class Assembly:
             ]
         return avals
 
-    def coming(
-        self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | LeafInMemory]
-    ) -> None:
+    def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
         """The arrays of `expect`, on their way."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
@@ -85,7 +83,7 @@ class Assembly:
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property
-    def flat(self) -> tuple[jax.Array | LeafInMemory, ...]:
+    def flat(self) -> tuple[jax.Array | Leaf, ...]:
         return tuple(leaf for key in sorted(self._coming) for leaf in self._coming[key])
 
     @property

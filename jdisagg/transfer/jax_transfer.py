@@ -1,5 +1,6 @@
 """The channel between processes: control messages over a `KvLink`, bytes by what the two have in
-common: shared memory on one host, else NIXL where both have it, else `jax.experimental.transfer`.
+common: on one host their devices' memory where both lend it, else shared memory; else NIXL where
+both have it, else `jax.experimental.transfer`.
 
 One of these a process. Its sending half (kv_sender.py) holds offers and posts the pieces that are
 asked for; its receiving half (kv_puller.py) asks, pulls and puts together; the engine itself is
@@ -16,13 +17,13 @@ from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
-from jdisagg.transfer.nixl_memory import NixlMemory
+from jdisagg.transfer.memories import Memories
 from jdisagg.transfer.pieces import warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
-from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _NO_STAMP = BlockStamp()
+_NO_MEMORIES = Memories()
 
 
 class JaxTransferChannel:
@@ -30,9 +31,8 @@ class JaxTransferChannel:
 
     end: this process's own, as its card shows it. host: the one interface on which the engine
     listens; never all, for it has no authentication. transports: as in the card; the same on all
-    workers. memory: this process's, whose name `end` has; it is closed with the channel. None: all
-    goes through the engine or over NIXL. nixl: registered memory of this process, which `end` says
-    that it has; closed with the channel, too. None: nothing goes over NIXL."""
+    workers. memories: this process's, of which `end` tells (`Memories.end`); they are closed with
+    the channel. Where it has none all goes through the engine."""
 
     def __init__(
         self,
@@ -42,13 +42,12 @@ class JaxTransferChannel:
         *,
         host: str = "127.0.0.1",
         transports: int = 4,
-        memory: SharedMemory | None = None,
-        nixl: NixlMemory | None = None,
+        memories: Memories = _NO_MEMORIES,
     ) -> None:
         options = EngineOptions(host, transports)
-        self._nixl = nixl
-        self._sender = KvSender(clock, end, link, options, memory, nixl)
-        self._puller = KvPuller(clock, link, options, shares=memory is not None, nixl=nixl)
+        self._memories = memories
+        self._sender = KvSender(clock, end, link, options, memories)
+        self._puller = KvPuller(clock, link, options, memories)
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
         """What came over the link from `sender`. From any thread; never blocks."""
@@ -112,5 +111,6 @@ class JaxTransferChannel:
         """Ends threads, connections and servers; pulls under way fail. Idempotent."""
         self._puller.close()
         self._sender.close()
-        if self._nixl is not None:
-            self._nixl.close()
+        for memory in (self._memories.nixl, self._memories.device):
+            if memory is not None:
+                memory.close()

@@ -13,8 +13,9 @@ Invariants:
   a program;
 - of a sender whose shared memory can be mapped here (shared_memory.py) nothing goes through the
   engine: its answer says where the pieces lie, and they are arrays at once;
-- nor of one whose registered memory can be read over NIXL (nixl_memory.py), which is read where its
-  answer says. Where that fails before anything ever came so, the next pull goes through the engine;
+- nor of one whose registered memory can be read over NIXL (nixl_memory.py), or which lends its
+  devices' memory on this host (device_memory.py): it is read where its answer says. Where that
+  fails before anything ever came so, the next pull goes another way;
 - a pull ends at its deadline whoever is silent. What it asked for is withdrawn, and where bytes
   were on their way on a connection that moves nothing else, the connection is poisoned and dropped;
   the next pull makes a new one;
@@ -40,6 +41,7 @@ from jdisagg.messages.kv_plane import (
     InMemory,
     InRegistered,
     Leave,
+    OnDevice,
     Open,
     Opened,
     Posted,
@@ -51,6 +53,7 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
+from jdisagg.transfer.device_memory import DeviceSender
 from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_requests import (
     SenderConnection,
@@ -59,33 +62,26 @@ from jdisagg.transfer.kv_requests import (
     pieces_by_sender,
     request_of,
 )
-from jdisagg.transfer.nixl_memory import NixlMemory, NixlSender
+from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.nixl_memory import NixlSender
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.said_errors import heard, named_error
-from jdisagg.transfer.shared_memory import LeafInMemory, SenderMemory, reachable
+from jdisagg.transfer.shared_memory import Leaf, SenderMemory
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, Inlet, is_dead_connection
+from jdisagg.transfer.ways import ReadMemory, Ways
 
 _log = logging.getLogger(__name__)
-_WAYS = {SenderMemory: "shared memory", NixlSender: "NIXL", type(None): "transfer engine"}
 
 
 class KvPuller:
-    """See the module's docstring. `_peers`, `_connections`, `_unread` (ends that NIXL does not
-    reach) and `_requests` are under the lock; `_watched`, `_stuck` and `_proven` (ends that NIXL
-    has reached) belong to the thread."""
+    """See the module's docstring. `_peers`, `_connections`, `_ways` and `_requests` are under the
+    lock; `_watched` and `_stuck` belong to the thread."""
 
     def __init__(
-        self,
-        clock: Clock,
-        link: KvLink,
-        options: EngineOptions,
-        shares: bool = False,
-        nixl: NixlMemory | None = None,
+        self, clock: Clock, link: KvLink, options: EngineOptions, memories: Memories
     ) -> None:
-        self._shares, self._nixl = shares, nixl
-        self._unread: set[KvEnd] = set()
-        self._proven: set[KvEnd] = set()
+        self._ways = Ways(memories)
         self._clock, self._link, self._options = clock, link, options
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
@@ -153,8 +149,8 @@ class KvPuller:
 
     def channels(self) -> tuple[str, ...]:
         with self._lock:
-            ways = [(end.control, each.memory) for end, each in self._connections.items()]
-        return tuple(sorted(f"{control} {_WAYS[type(memory)]}" for control, memory in ways))
+            ways = [(end, each.memory) for end, each in self._connections.items()]
+            return tuple(sorted(self._ways.said(end, memory) for end, memory in ways))
 
     def close(self) -> None:
         self._thread.close(self._close_all)
@@ -221,21 +217,12 @@ class KvPuller:
     def _connection(self, end: KvEnd) -> SenderConnection:
         """Under the lock."""
         if end not in self._connections:
-            memory = self._memory_of(end)
+            memory = self._ways.memory_of(end)
             self._connections[end] = SenderConnection(
                 end, next(self._numbers), moved=self._clock.now(), memory=memory
             )
-            _log.info("KV from %s comes by %s", end.control, _WAYS[type(memory)])
+            _log.info("KV comes from %s", self._ways.said(end, memory))
         return self._connections[end]
-
-    def _memory_of(self, end: KvEnd) -> SenderMemory | NixlSender | None:
-        """What of its memory can be had here; None: its KV comes through the engine."""
-        nixl = self._nixl if end.nixl and end not in self._unread else None
-        if nixl is not None and nixl.first:
-            return NixlSender(nixl)
-        if end.memory and self._shares and reachable(end.memory):
-            return SenderMemory(end.memory)
-        return NixlSender(nixl) if nixl is not None else None
 
     # From here on: on the thread.
 
@@ -314,21 +301,31 @@ class KvPuller:
             assembly.coming(pieces, arrays)
         sent.arrays, sent.address = arrays, address
 
-    def _map(self, sent: SentRequest, message: Posted, memory: InMemory | InRegistered) -> None:
+    def _map(
+        self, sent: SentRequest, message: Posted, memory: InMemory | InRegistered | OnDevice
+    ) -> None:
         """Takes what lies in the sender's shared memory, or is still to be written there; begins to
-        read what lies in its registered memory. Raises where that was taken back."""
+        read what lies in its registered memory or on its devices. Raises where that was taken
+        back."""
         connection, assembly = sent.connection, sent.transfer.assembly
         avals = assembly.expect(message.heads, message.pieces)
+        deadline = sent.transfer.pull.deadline
+        leaves: Sequence[Leaf]
         match connection.memory, memory:
             case SenderMemory() as mapped, InMemory():
                 told = functools.partial(self._tell_pulled, connection.end, sent.pull_id, 0.0)
                 leaves = mapped.leaves(memory, avals, lambda: self._thread.submit(told))
             case NixlSender() as registered, InRegistered():
-                deadline = sent.transfer.pull.deadline
                 try:
                     leaves = registered.leaves(memory, avals, lambda: self._clock.now() < deadline)
-                except HandoffError:
-                    sent.unread = True
+                except HandoffError as error:
+                    sent.unread = error.message
+                    raise
+            case DeviceSender() as lent, OnDevice():
+                try:
+                    leaves = lent.leaves(memory, avals, lambda: self._clock.now() < deadline)
+                except HandoffError as error:
+                    sent.unread = error.message
                     raise
             case _:
                 raise HandoffError(
@@ -449,14 +446,14 @@ class KvPuller:
                 error = _error_of(sent.arrays)
                 if error is None and sent.arrays:
                     sent.connection.moved = self._clock.now()
-                    if isinstance(sent.connection.memory, NixlSender):
-                        self._proven.add(end)
+                    with self._lock:
+                        self._ways.proved(end, sent.connection.memory)
                     # of shared memory it is told when nothing needs it
                     if not isinstance(sent.connection.memory, SenderMemory):
                         self._tell_pulled(end, sent.pull_id, self._timeouts.pulled_seconds)
-                elif error is not None and isinstance(sent.connection.memory, NixlSender):
+                elif error is not None and isinstance(sent.connection.memory, ReadMemory):
                     self._link.send(end, Withdraw(sent.pull_id))
-                    self._lose_nixl(sent.connection)
+                    self._lose(sent.connection, sent.connection.memory, error)
                 elif (
                     error is not None
                     and is_dead_connection(error)
@@ -464,11 +461,14 @@ class KvPuller:
                 ):
                     self._drop(sent.connection)
             elif not arrived:
-                if isinstance(sent.connection.memory, NixlSender) and (
-                    sent.unread or (sent.arrays is not None and self._is_unproven_at(transfer, end))
+                memory = sent.connection.memory
+                if isinstance(memory, ReadMemory) and (
+                    sent.unread or (sent.arrays is not None and self._is_unproven(sent, memory))
                 ):
-                    self._lose_nixl(sent.connection)
-                if not sent.refused:  # who refuses has withdrawn it, or never had it
+                    why = sent.unread or "nothing came before the deadline"
+                    self._lose(sent.connection, memory, why)
+                # Who refuses has withdrawn it, or never had it; of its devices it keeps it for us.
+                if not sent.refused or isinstance(memory, DeviceSender):
                     self._link.send(end, Withdraw(sent.pull_id, bool(sent.ahead)))
                 if sent.arrays is not None and sent.connection.memory is None:
                     flushed = (
@@ -477,22 +477,17 @@ class KvPuller:
                     self._stuck.append((sent, max(transfer.pull.deadline, flushed)))
         transfer.requests.clear()
 
-    def _is_unproven_at(self, transfer: Transfer, end: KvEnd) -> bool:
-        """Whether the deadline came before anything did from there over NIXL. (One that stalls
+    def _is_unproven(self, sent: SentRequest, memory: ReadMemory) -> bool:
+        """Whether the deadline came before anything did from there in this way. (One that stalls
         later will go on, or its reads will fail.)"""
-        return end not in self._proven and self._clock.now() >= transfer.pull.deadline
+        with self._lock:
+            proven = self._ways.is_proven(sent.connection.end, memory)
+        return not proven and self._clock.now() >= sent.transfer.pull.deadline
 
-    def _lose_nixl(self, connection: SenderConnection) -> None:
-        """Drops a connection over which something could not be read; where nothing ever could, the
-        next goes through the engine."""
-        if connection.end not in self._proven:
-            with self._lock:
-                self._unread.add(connection.end)
-            _log.warning(
-                "KV from %s cannot be read over NIXL; from now on it comes through the transfer"
-                " engine",
-                connection.end.control,
-            )
+    def _lose(self, connection: SenderConnection, memory: ReadMemory, why: str) -> None:
+        """Drops a connection over which something could not be read."""
+        with self._lock:
+            self._ways.failed(connection.end, memory, why)
         self._drop(connection)
 
     def _drop(self, connection: SenderConnection) -> None:
@@ -523,9 +518,8 @@ class KvPuller:
             if transfer.peer == peer:
                 transfer.pull.fail(HandoffError(f"peer {peer!r} was disconnected"))
         for end in ends:
-            self._proven.discard(end)
             with self._lock:
-                self._unread.discard(end)
+                self._ways.forget(end)
                 connection = self._connections.get(end)
             if connection is not None:
                 self._drop(connection)
@@ -544,10 +538,10 @@ class KvPuller:
             self._peers.clear()
 
 
-def _error_of(arrays: Sequence[jax.Array | LeafInMemory]) -> str | None:
+def _error_of(arrays: Sequence[jax.Array | Leaf]) -> str | None:
     """Of arrays that are ready."""
     for array in arrays:
-        if isinstance(array, LeafInMemory) and array.error:
+        if isinstance(array, Leaf) and array.error:
             return array.error
     try:
         jax.block_until_ready(arrays)

@@ -14,10 +14,11 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import PostedPiece, PullRequest
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.device_memory import DeviceSender
 from jdisagg.transfer.nixl_memory import NixlSender
 from jdisagg.transfer.pieces import plan_ahead
 from jdisagg.transfer.polled_pull import PolledPull
-from jdisagg.transfer.shared_memory import LeafInMemory, SenderMemory
+from jdisagg.transfer.shared_memory import Leaf, SenderMemory
 from jdisagg.transfer.transfer_engine import Inlet
 
 
@@ -26,7 +27,8 @@ class SenderConnection:
     """To one sender process. `number` grows with each new one. `address`: of the sender's outlet,
     once it has said so; `used`: when something was last asked there. `moved`: when something last
     arrived. `memory`: its shared memory, where that can be mapped, or its registered memory, where
-    both sides have NIXL; nothing goes through the engine then."""
+    both sides have NIXL, or its devices', where it lends them; nothing goes through the engine
+    then."""
 
     end: KvEnd
     number: int
@@ -34,7 +36,7 @@ class SenderConnection:
     address: str = ""
     used: float = 0.0
     moved: float = 0.0
-    memory: SenderMemory | NixlSender | None = None
+    memory: SenderMemory | NixlSender | DeviceSender | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +49,10 @@ class SentRequest:
     transfer: "Transfer"
     sent_at: float
     request: PullRequest | None = None
-    arrays: Sequence[jax.Array | LeafInMemory] | None = None
+    arrays: Sequence[jax.Array | Leaf] | None = None
     address: str = ""
     refused: bool = False
-    unread: bool = False
+    unread: str = ""
     ahead: tuple[PostedPiece, ...] = ()
 
 
@@ -116,4 +118,5 @@ def request_of(
         pieces=sent.ahead,
         shared=isinstance(sent.connection.memory, SenderMemory),
         nixl=isinstance(sent.connection.memory, NixlSender),
+        device=isinstance(sent.connection.memory, DeviceSender),
     )

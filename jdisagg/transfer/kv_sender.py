@@ -14,6 +14,8 @@ waiting for anything. Invariants:
   engine: once a block is computed its pieces are written there, and the answer says where;
 - likewise to one that reads this process's registered memory (nixl_memory.py), whose answer comes
   when they are written, for it looks at nothing before;
+- and likewise to one that copies from this process's devices (device_memory.py), where the pieces
+  stay as they are;
 - a pull ahead, which waits in the engine already, always meets something there: the pieces, or an
   error."""
 
@@ -24,7 +26,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import msgspec
@@ -46,10 +48,13 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer.boxes import HEAD_DIMENSION
 from jdisagg.transfer.channel import BlockStamp, Offered
 from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
+from jdisagg.transfer.device_memory import DeviceOutlet
 from jdisagg.transfer.ended_offers import REMEMBERED_IDS, EndedOffers
 from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.nixl_memory import NixlMemory, NixlOutlet
+from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.nixl_memory import NixlOutlet
 from jdisagg.transfer.pieces import (
+    DeviceLeaves,
     HostLeaves,
     OfferedBlock,
     PlannedPiece,
@@ -61,7 +66,7 @@ from jdisagg.transfer.pieces import (
 )
 from jdisagg.transfer.polled_pull import is_ready
 from jdisagg.transfer.said_errors import said
-from jdisagg.transfer.shared_memory import MemoryOutlet, SharedMemory
+from jdisagg.transfer.shared_memory import MemoryOutlet
 from jdisagg.transfer.transfer_engine import EngineOptions, Outlet
 
 GIVEN_UP = "the receiver gave the pull up"
@@ -69,6 +74,9 @@ TOO_LATE = "the pull's deadline has passed"
 CLOSED = "the connection was closed meanwhile; pull again"
 
 _log = logging.getLogger(__name__)
+# what receivers read by themselves, once they were told; and all that goes past the engine
+_Read = NixlOutlet | DeviceOutlet
+_Past = MemoryOutlet | _Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class _Door:
     """What is kept for one receiver process."""
 
     link: int
-    outlet: Outlet | MemoryOutlet | NixlOutlet
+    outlet: Outlet | _Past
     used: float
     postings: dict[int, _Posting] = field(default_factory=dict)
 
@@ -102,18 +110,13 @@ class KvSender:
     `_seen` belong to the thread."""
 
     def __init__(
-        self,
-        clock: Clock,
-        end: KvEnd,
-        link: KvLink,
-        options: EngineOptions,
-        memory: SharedMemory | None = None,
-        nixl: NixlMemory | None = None,
+        self, clock: Clock, end: KvEnd, link: KvLink, options: EngineOptions, memories: Memories
     ) -> None:
         self._clock, self._end, self._link, self._options = clock, end, link, options
-        self._memory, self._nixl = memory, nixl
+        self._memories = memories
         self._numbers = itertools.count()
-        self._computing = ComputeWait("kv-wait") if memory or nixl else None
+        past = memories.shared or memories.nixl or memories.device
+        self._computing = ComputeWait("kv-wait") if past else None
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
         self._offers: dict[int, OfferedBlock] = {}
@@ -184,12 +187,12 @@ class KvSender:
             case Pulled():
                 if door is not None:
                     door.postings.pop(message.pull_id, None)
-                    if isinstance(door.outlet, MemoryOutlet | NixlOutlet):
+                    if isinstance(door.outlet, _Past):
                         door.outlet.pulled(message.pull_id)
             case Withdraw():
                 self._note_seen(message.pull_id)  # a request that comes later still comes too late
                 self._stop_waiting(receiver, message.pull_id)
-                if door is not None and isinstance(door.outlet, NixlOutlet):
+                if door is not None and isinstance(door.outlet, _Read):
                     door.outlet.pulled(message.pull_id)  # whatever it reads, it keeps nothing
                 if (
                     door is not None
@@ -274,8 +277,12 @@ class KvSender:
         seconds += self._timeouts.slack_seconds
         until, heads = self._clock.now() + seconds, offer.shape[HEAD_DIMENSION]
         answer = Posted(request.pull_id, request.link, door.outlet.address, heads, posted)
-        if isinstance(door.outlet, MemoryOutlet | NixlOutlet):
-            leaves = host_leaves(offer, pieces, request.granule, request.codec)
+        if isinstance(door.outlet, _Past):
+            leaves = (
+                DeviceLeaves(tuple(encoded_pieces(offer, pieces, request.granule, request.codec)))
+                if isinstance(door.outlet, DeviceOutlet)
+                else host_leaves(offer, pieces, request.granule, request.codec)
+            )
             memory = door.outlet.reserve(request.pull_id, leaves.sizes, leaves.places, seconds)
             answer = msgspec.structs.replace(answer, memory=memory)
             posting = _Posting(receiver, request.offer_id, len(leaves.places), until, answer)
@@ -289,15 +296,20 @@ class KvSender:
             self._link.send(receiver, answer)
 
     def _write_once_computed(
-        self, receiver: KvEnd, request: PullRequest, answer: Posted, number: int, leaves: HostLeaves
+        self,
+        receiver: KvEnd,
+        request: PullRequest,
+        answer: Posted,
+        number: int,
+        leaves: HostLeaves | DeviceLeaves,
     ) -> None:
         """Writes the pieces to memory when they are there, and says where they lie; where in shared
         memory at once, for what lies there says itself whether it is written."""
         early = isinstance(self._doors[receiver].outlet, MemoryOutlet)
 
         def write_and_say() -> None:
-            if self._write(receiver, request, leaves):
-                self._link.send(receiver, answer)
+            if (posting := self._write(receiver, request, leaves)) is not None:
+                self._link.send(receiver, posting.answer)
 
         if self._computing is None or all(map(is_ready, leaves.sources)):
             return write_and_say()
@@ -308,25 +320,36 @@ class KvSender:
         )
         self._computing.then(number, leaves.sources, lambda: self._thread.submit(write))
 
-    def _write(self, receiver: KvEnd, request: PullRequest, leaves: HostLeaves) -> bool:
-        """Whether it did."""
+    def _write(
+        self, receiver: KvEnd, request: PullRequest, leaves: HostLeaves | DeviceLeaves
+    ) -> _Posting | None:
+        """None: it did not."""
         door = self._doors.get(receiver)
         if (
             door is None
             or request.pull_id not in door.postings
-            or not isinstance(door.outlet, MemoryOutlet | NixlOutlet)
+            or not isinstance(door.outlet, _Past)
         ):
-            return False  # taken back meanwhile
+            return None  # taken back meanwhile
+        posting = door.postings[request.pull_id]
         try:
-            door.outlet.write(request.pull_id, leaves.arrays())
+            match door.outlet, leaves:
+                case DeviceOutlet() as outlet, DeviceLeaves():
+                    memory = outlet.write(request.pull_id, leaves.arrays())
+                    answer = msgspec.structs.replace(posting.answer, memory=memory)
+                    posting = door.postings[request.pull_id] = replace(posting, answer=answer)
+                case (MemoryOutlet() | NixlOutlet()) as outlet, HostLeaves():
+                    outlet.write(request.pull_id, leaves.arrays())
+                case _:
+                    return None  # for another connection than there is now
         except Exception as error:
             _withdraw(door, request.pull_id, "")
             broken = HandoffError(
                 f"the pieces of offer {request.offer_id:#x} could not be computed or moved: {error}"
             )
             self._refuse(receiver, request, broken)
-            return False
-        return True
+            return None
+        return posting
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
         """The first answer may have been lost. Nothing is posted a second time: the id may have
@@ -336,7 +359,7 @@ class KvSender:
         with self._lock:
             offer, ended = self._offers.get(request.offer_id), self._ended.how(request.offer_id)
         if door is not None and posting is not None:
-            if not isinstance(door.outlet, NixlOutlet) or door.outlet.has_written(request.pull_id):
+            if not isinstance(door.outlet, _Read) or door.outlet.has_written(request.pull_id):
                 self._link.send(receiver, posting.answer)
         elif ended is not None:
             self._link.send(
@@ -365,13 +388,16 @@ class KvSender:
         door.used = time.monotonic()
         return door
 
-    def _outlet(self, request: PullRequest | None) -> Outlet | MemoryOutlet | NixlOutlet:
-        if request is None or not (request.shared or request.nixl):
+    def _outlet(self, request: PullRequest | None) -> Outlet | _Past:
+        memories = self._memories
+        if request is None or not (request.shared or request.nixl or request.device):
             return Outlet(self._options)
-        if request.shared and self._memory is not None:
-            return MemoryOutlet(self._memory)
-        if request.nixl and self._nixl is not None:
-            return NixlOutlet(self._nixl)
+        if request.shared and memories.shared is not None:
+            return MemoryOutlet(memories.shared)
+        if request.nixl and memories.nixl is not None:
+            return NixlOutlet(memories.nixl)
+        if request.device and memories.device is not None:
+            return DeviceOutlet(memories.device)
         raise HandoffError("this process has no such memory to read; pull again without")
 
     def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
@@ -439,6 +465,8 @@ class KvSender:
         if time.monotonic() >= self._tick_due:
             self._tick_due = time.monotonic() + self._timeouts.tick_seconds
             now = self._clock.now()
+            if self._memories.device is not None:
+                self._memories.device.sweep()
             for receiver in list(self._doors):
                 try:
                     self._look_after(receiver, now)
@@ -458,8 +486,8 @@ class KvSender:
             _withdraw(door, pull_id, TOO_LATE)
         if not door.postings and time.monotonic() - door.used > self._timeouts.outlet_idle_seconds:
             self._close_door(receiver)
-            if self._memory is not None:
-                self._memory.drop_spare()
+            if self._memories.shared is not None:
+                self._memories.shared.drop_spare()
         else:
             door.outlet.tick()
 
@@ -473,8 +501,8 @@ class KvSender:
             self._close_door(receiver)
         if self._computing is not None:
             self._computing.close()
-        if self._memory is not None:
-            self._memory.close()
+        if self._memories.shared is not None:
+            self._memories.shared.close()
         with self._lock:
             self._offers.clear()
             self._waiting.clear()

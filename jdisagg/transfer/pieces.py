@@ -296,6 +296,49 @@ def host_leaves(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceLeaves:
+    """What `encoded_pieces` gives, for reading where it lies."""
+
+    sources: tuple[jax.Array, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each array."""
+        return [source.nbytes for source in self.sources]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """As of `HostLeaves`: one for each leaf."""
+        return tuple(range(len(self.sources)))
+
+    def arrays(self) -> Sequence[jax.Array]:
+        """Waits until all is computed."""
+        return jax.block_until_ready(self.sources)
+
+
+def blank(aval: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of its own, on the one device of its sharding, for what comes past JAX; perhaps
+    still being made."""
+    return _blank(aval.shape, aval.dtype, aval.sharding)()
+
+
+@functools.lru_cache(maxsize=1024)
+def _blank(
+    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+def warm_blanks(resident: Sequence[jax.Array]) -> None:
+    """Compiles what makes room for pieces that are laid out as these zeros, and waits for it."""
+    for zeros in resident:
+        for shard in zeros.addressable_shards:
+            place = jax.sharding.SingleDeviceSharding(shard.device)
+            aval = jax.ShapeDtypeStruct(shard.data.shape, zeros.dtype, sharding=place)
+            blank(aval).block_until_ready()
+
+
 def encode(
     piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int
 ) -> tuple[jax.Array, ...]:

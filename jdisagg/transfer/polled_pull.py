@@ -12,7 +12,7 @@ import jax
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
-from jdisagg.transfer.shared_memory import LeafInMemory
+from jdisagg.transfer.shared_memory import Leaf
 
 Assemble = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 Explain = Callable[[str], JdisaggError | None]
@@ -28,7 +28,7 @@ class PolledPull:
         self._deadline_seconds = deadline_seconds
         self._deadline = clock.now() + deadline_seconds
         self._lock = threading.Lock()
-        self._coming: Sequence[jax.Array | LeafInMemory] | None = None
+        self._coming: Sequence[jax.Array | Leaf] | None = None
         self._arrays: tuple[jax.Array, ...] | None = None
         self._assemble: Assemble | None = None
         self._explain: Explain = lambda error: None
@@ -86,7 +86,7 @@ class PolledPull:
 
     def deliver(
         self,
-        arrays: Sequence[jax.Array | LeafInMemory],
+        arrays: Sequence[jax.Array | Leaf],
         bytes_moved: int,
         assemble: Assemble | None = None,
         explain: Explain = lambda error: None,
@@ -113,7 +113,7 @@ class PolledPull:
             if self._coming is None or not all(map(is_ready, self._coming)):
                 return False
             arrays = tuple(
-                leaf.array() if isinstance(leaf, LeafInMemory) else leaf for leaf in self._coming
+                leaf.array() if isinstance(leaf, Leaf) else leaf for leaf in self._coming
             )
             self._coming = arrays
             if not all(map(is_ready, arrays)):
@@ -135,7 +135,7 @@ class PolledPull:
         self._explain = lambda error: None
 
 
-def is_ready(array: jax.Array | LeafInMemory) -> bool:
+def is_ready(array: jax.Array | Leaf) -> bool:
     """Whether it has arrived or failed; never waits."""
     # It is public, but missing in the abstract class's stub.
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

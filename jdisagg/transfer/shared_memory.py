@@ -202,7 +202,31 @@ class LeafArrival(Protocol):
         ...
 
 
-class LeafInMemory:
+class Leaf:
+    """An array that comes past the transfer engine, to poll."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Whether it is there or will never be; never waits."""
+        raise NotImplementedError
+
+    @property
+    def error(self) -> str | None:
+        """Why it will never be there. Only once it is ready."""
+        raise NotImplementedError
+
+    def array(self) -> jax.Array:
+        """It, where it was asked for. Only once it is ready; raises HandoffError where it will
+        never be."""
+        raise NotImplementedError
+
+
+class LeafInMemory(Leaf):
     """An array in a region of memory, which may still have to come there. `arrival`: how, where its
     first byte does not say so."""
 
@@ -222,19 +246,16 @@ class LeafInMemory:
         return self._bytes[1] - self._bytes[0]
 
     def is_ready(self) -> bool:
-        """Whether it is there or will never be; never waits."""
         if self._arrival is not None:
             return self._arrival.is_over()
         return bool(self._region[0] == _WRITTEN)
 
     @property
     def error(self) -> str | None:
-        """Why it will never be there. Only once it is ready."""
         return self._arrival.error if self._arrival is not None else None
 
     def array(self) -> jax.Array:
-        """It, on the device that its `aval`'s sharding names; on CPU it is the region's own
-        memory. Only once it is ready; raises HandoffError where it will never be."""
+        """On CPU it is the region's own memory."""
         if self.error:
             raise HandoffError(self.error)
         first, end = self._bytes

@@ -1,4 +1,5 @@
-"""Layouts, page sizes, types and codecs over two real processes and the real transfer engine.
+"""Layouts, page sizes, types and codecs over two real processes and the real transfer engine, and
+some from device to device, over a stand-in of the CUDA driver.
 
 Of each case it is held that the KV in the receiver's pages, when the sequence joins the batch, is
 what the sender's pages held (bit for bit; with int8 within the codec's bound), and that the greedy
@@ -31,6 +32,12 @@ ROUNDING = {"float32": 2.0**-21, "bfloat16": 2.0**-8}
 @pytest.fixture(scope="module")
 def matrix() -> Iterator[Matrix]:
     with two_processes() as matrix:
+        yield matrix
+
+
+@pytest.fixture(scope="module")
+def lending() -> Iterator[Matrix]:
+    with two_processes(lends=True) as matrix:
         yield matrix
 
 
@@ -75,8 +82,10 @@ def check_streams(case: Case, streams: list[list[int]], expected: list[list[int]
             )
 
 
-async def check(matrix: Matrix, case: Case) -> None:
+async def check(matrix: Matrix, case: Case, channel: str = "transfer engine") -> None:
     run = await matrix.run(case)
+    assert run.received.channels
+    assert all(said.endswith(f" {channel}") for said in run.received.channels)
     reference, kv = await in_process(case)
     sent, received = run.sent.seen, run.received.seen
     chunks = [-(-len(prompt) // CHUNK_TOKENS) for prompt in PROMPT_IDS]
@@ -113,6 +122,11 @@ async def check(matrix: Matrix, case: Case) -> None:
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)
 async def test_two_processes_move_kv_and_give_the_tokens_of_one(matrix: Matrix, case: Case):
     await check(matrix, case)
+
+
+@pytest.mark.parametrize("case", PAIRWISE[:4], ids=str)
+async def test_likewise_from_device_to_device(lending: Matrix, case: Case):
+    await check(lending, case, "CUDA memory")
 
 
 @pytest.mark.slow

@@ -74,6 +74,14 @@ def test_the_kernel_agrees_with_dense_attention(
     )
 
 
+@pytest.mark.parametrize("width", [256, 512])
+def test_wide_heads_are_walked_in_shorter_steps(width: int) -> None:
+    q, k, v, table = case(batch=3, heads=1, groups=4, slots=32, columns=4, width=width)
+    positions = np.array([0, 127, 70], np.int32)
+    got = run((q, k, v, table), positions, "float32", 100, 2)
+    np.testing.assert_allclose(got, expected(q, k, v, table, positions, 100), atol=1e-4)
+
+
 @pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (None, 0.7), (50, 0.0)])
 def test_sinks_and_capped_scores_are_of_the_kernel_too(window: int | None, cap: float) -> None:
     arrays = case(batch=3, heads=2, groups=2, slots=16, columns=10, width=16)
@@ -115,5 +123,6 @@ def test_the_kernel_applies_to_power_of_two_heads_of_the_pages_dtype() -> None:
         )
 
     assert applies(64, "bfloat16", "bfloat16") and applies(128, "float32", "float32")
+    assert applies(512, "bfloat16", "bfloat16") and not applies(1024, "bfloat16", "bfloat16")
     assert not applies(80, "bfloat16", "bfloat16")
     assert not applies(64, "float32", "bfloat16")

@@ -123,6 +123,18 @@ def test_experts_lie_over_all_devices_or_are_cut():
     assert all(layout.ep in (1, layout.devices) for layout in layouts)
 
 
+def test_dp_ranks_that_share_experts_may_lie_in_several_domains_and_tp_in_one():
+    """DeepSeek-V3 in bfloat16 needs ten H200, which stand eight to a domain."""
+    site = Site(accelerator("h200"), 32)
+    layouts = [item.layout for item in fitting_layouts(geometry("deepseek-v3"), site, 9000)]
+    assert layouts and all(item.devices > 8 >= item.tp for item in layouts)
+    assert Layout(dp=16, tp=1, ep=16) in layouts and Layout(dp=4, tp=8, ep=32) in layouts
+    with pytest.raises(NothingFits, match="leave no room"):
+        fitting_layouts(geometry("deepseek-v3"), Site(accelerator("h200"), 8), 9000)
+    dense = fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h200"), 32), 9000)
+    assert max(item.layout.devices for item in dense) == 8
+
+
 def test_two_pools_use_what_is_left_and_one_pool_all_of_it():
     site = Site(accelerator("h100"), 10)
     fitting = fitting_layouts(geometry("llama-3-70b"), site, 1000)

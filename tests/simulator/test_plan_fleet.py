@@ -13,6 +13,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.simulator.plan_bounds import Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.plan_candidates import (
     ACTIVATIONS,
+    PAGE_TOKENS,
     Candidate,
     NothingFits,
     Site,
@@ -102,6 +103,20 @@ def test_kv_in_fp8_is_planned_for_twice_the_pages_and_configured_so() -> None:
     assert other.decode.pages_per_rank // 2 == one.decode.pages_per_rank
     spec = kept.fleet(candidate).limits_of(kept.fleet(candidate).decode).kv_spec
     assert spec.bytes_per_token == MODEL.kv_bytes_per_token("bfloat16") // 2
+
+
+def test_weights_in_fp8_leave_room_for_pages_and_are_configured_so() -> None:
+    site = Site(accelerator("h100"), 2)
+    candidate = Candidate(Mode.UNIFIED, Layout(tp=2), 1)
+    fewer = replace(MODEL, matrix_bits=8)
+    plain = FleetMaker(MODEL, site).engine(candidate, "DIR", 8192)
+    less = FleetMaker(fewer, site, weights="fp8").engine(candidate, "DIR", 8192)
+    assert (plain.model.weights, less.model.weights) == ("", "fp8")
+    assert plain.decode.pages_per_rank and less.decode.pages_per_rank
+    page = PAGE_TOKENS * MODEL.kv_bytes_per_token("bfloat16")
+    saved = (less.decode.pages_per_rank - plain.decode.pages_per_rank) * page
+    # a byte of each value of the layers' matrices; embedding and head stay as they are
+    assert saved == pytest.approx(MODEL.parameters - MODEL.embedding_parameters, rel=0.01)
 
 
 def test_what_is_predicted_is_what_is_configured():

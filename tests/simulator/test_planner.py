@@ -129,6 +129,41 @@ def test_bisection_finds_a_known_capacity_from_guesses_far_and_near(guess: float
     assert found == pytest.approx(6.0 / 0.9, rel=0.04) and len(calls) <= MOST_RUNS
 
 
+def test_a_search_goes_on_from_what_was_tried_before():
+    tries: list[tuple[float, float]] = []
+
+    def attained(rate: float) -> float:
+        tries.append((rate, min(1.0, 6.0 / rate)))
+        return tries[-1][1]
+
+    roughly = highest_rate(attained, 7.0, 0.9, tolerance=0.3)
+    rough = list(tries)
+    closely = highest_rate(attained, 7.0, 0.9, known=rough)
+    assert roughly <= closely == pytest.approx(6.0 / 0.9, rel=0.04)
+    bracket = roughly, min(rate for rate, part in rough if part < 0.9)
+    assert len(tries) > len(rough)
+    assert all(bracket[0] < rate < bracket[1] for rate, _ in tries[len(rough) :])
+
+
+def test_only_what_may_be_the_best_of_its_mode_is_measured_closely():
+    """Of two pools the second carries half of the first and the third a hair less than it."""
+    seen: dict[Candidate, float] = {}
+
+    def capacity(item: Candidate) -> float:
+        if item.mode is not Mode.DISAGGREGATED:
+            return 4.0
+        return seen.setdefault(item, (8.0, 4.0, 7.9, 1.0)[min(3, len(seen))])
+
+    found = plan(capacity)
+    gaps: dict[float, float] = {}
+    for item in found.findings:
+        beyond = [one.rate for one in item.trials if one.lasting_attainment < GOAL.attainment]
+        gaps[seen.get(item.candidate, 0.0)] = min(beyond) / item.rate
+    assert gaps[8.0] <= 1.04 and gaps[7.9] <= 1.04 < gaps[4.0] <= 1.15
+    best = found.findings[0]
+    assert seen[best.candidate] == 8.0 and best.rate == pytest.approx(8 / 0.9, rel=0.04)
+
+
 def test_what_is_never_attained_is_zero_after_three_tries():
     calls: list[float] = []
     assert highest_rate(lambda rate: calls.append(rate) or 0.5, 10.0, 0.9) == 0.0

@@ -102,10 +102,16 @@ class Post:
             handle(sender, message)
 
     def start(
-        self, devices: int, count: int = 1, shares: bool = False, nixl: bool = False
+        self,
+        devices: int,
+        count: int = 1,
+        shares: bool = False,
+        nixl: bool = False,
+        lends: bool = False,
     ) -> list["Process"]:
         """`count` processes of one job, each with so many devices; ready when this returns.
-        `shares`: they share memory with who can map it. `nixl`: theirs can be read over NIXL."""
+        `shares`: they share memory with who can map it. `nixl`: theirs can be read over NIXL.
+        `lends`: they lend their devices' memory, by the stand-in of the CUDA driver."""
         with Listener(("127.0.0.1", 0)) as free:
             coordinator = f"127.0.0.1:{free.address[1]}"  # type: ignore[misc]
         port = self._listener.address[1]  # type: ignore[misc]
@@ -113,7 +119,7 @@ class Post:
         for number in range(count):
             program = (
                 f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number},"
-                f" {count}, {coordinator!r}, {shares}, {nixl})"
+                f" {count}, {coordinator!r}, {shares}, {nixl}, {lends})"
             )
             children.append(
                 subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
@@ -221,30 +227,42 @@ class _Sending:
 
 
 def child(
-    port: int, devices: int, number: int, count: int, coordinator: str, shares: bool, nixl: bool
+    port: int,
+    devices: int,
+    number: int,
+    count: int,
+    coordinator: str,
+    shares: bool,
+    nixl: bool,
+    lends: bool,
 ) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
 
     from jdisagg.clock import MonotonicClock
+    from jdisagg.transfer.device_memory import LentMemory
     from jdisagg.transfer.jax_transfer import JaxTransferChannel
+    from jdisagg.transfer.memories import Memories
     from jdisagg.transfer.nixl_agent import NixlAgent
     from jdisagg.transfer.nixl_memory import NixlMemory
     from jdisagg.transfer.shared_memory import SharedMemory
+    from tests.transfer.cuda_stand_in import StandIn
 
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(coordinator, count, number)
     jax.devices()
     connection = Client(("127.0.0.1", port))
-    memory = SharedMemory.of_host() if shares else None
-    name = memory.name if memory else ""
-    registered = NixlMemory(NixlAgent("127.0.0.1")) if nixl else None
-    end = KvEnd(f"process {os.getpid()}", secrets.randbits(64), name, nixl)
+    memories = Memories(
+        SharedMemory.of_host() if shares else None,
+        NixlMemory(NixlAgent("127.0.0.1")) if nixl else None,
+        LentMemory(StandIn()) if lends else None,
+    )
+    end = memories.end(f"process {os.getpid()}", secrets.randbits(64))
     link = _Sending(connection)
     channel = JaxTransferChannel(
-        MonotonicClock(), end, link, transports=TRANSPORTS, memory=memory, nixl=registered
+        MonotonicClock(), end, link, transports=TRANSPORTS, memories=memories
     )
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 

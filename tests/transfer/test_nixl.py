@@ -24,6 +24,7 @@ from jdisagg.transfer import nixl_agent
 from jdisagg.transfer import nixl_memory as nixl_memory_module
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.memories import Memories
 from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
 from jdisagg.transfer.nixl_memory import NixlMemory, NixlOutlet, NixlSender, nixl_memory
 from tests import time_scale
@@ -83,7 +84,9 @@ def ends(loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]) -> Iterato
     channels: list[JaxTransferChannel] = []
     for end, memory in zip((SENDER, RECEIVER), memories, strict=True):
         end = dataclasses.replace(end, nixl=True)
-        channel = JaxTransferChannel(clock, end, loopback.of(end), transports=2, nixl=memory)
+        channel = JaxTransferChannel(
+            clock, end, loopback.of(end), transports=2, memories=Memories(nixl=memory)
+        )
         loopback.channels[end] = channel
         channels.append(channel)
     sender, receiver = channels
@@ -146,7 +149,9 @@ def test_who_has_no_nixl_is_served_through_the_engine(
 ) -> None:
     clock, messages = ManualClock(), heard(loopback)
     has = dataclasses.replace(SENDER, nixl=True)
-    sender = JaxTransferChannel(clock, has, loopback.of(has), transports=2, nixl=memories[0])
+    sender = JaxTransferChannel(
+        clock, has, loopback.of(has), transports=2, memories=Memories(nixl=memories[0])
+    )
     receiver = JaxTransferChannel(clock, RECEIVER, loopback.of(RECEIVER), transports=2)
     loopback.channels |= {has: sender, RECEIVER: receiver}
     receiver.connect("", card(has))
@@ -263,7 +268,7 @@ class NixlWorld:
             self.here,
             self.post.of(self.here),
             transports=TRANSPORTS,
-            nixl=self.memory,
+            memories=Memories(nixl=self.memory),
         )
         self.post.join(self.here, self.channel.handle)
 

@@ -22,7 +22,6 @@ from jdisagg.config import ServiceConfig, WorkerConfig
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.instance import KvPlane, build_worker_instance
 from jdisagg.ids import random_id
-from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.ports import HandoffSource, PeerPort
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
@@ -30,13 +29,16 @@ from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.remote_ports import RemoteWorker
 from jdisagg.service.server import GrpcServer
 from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
+from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.memories import Memories
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 from models.checkpoint import load_model
 from tests.end_to_end.process_matrix.cases import DECODE_DEVICES, PREFILL_DEVICES, Case, Seen
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
+from tests.transfer.cuda_stand_in import StandIn
 
 HOST, TRANSPORTS = "127.0.0.1", 2
 
@@ -65,6 +67,7 @@ class Looked:
     counters: dict[str, int]
     offers: int
     bytes_moved: int
+    channels: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,14 @@ class Failed:
 class Host:
     """What lives as long as the process, and the worker of the moment. On the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, lends: bool) -> None:
         self._clock = MonotonicClock()
-        end = KvEnd(f"{HOST}:{free_ports(HOST, 1)[0]}", random_id())
+        memories = Memories(device=LentMemory(StandIn())) if lends else Memories()
+        end = memories.end(f"{HOST}:{free_ports(HOST, 1)[0]}", random_id())
         self._plane = KvPlane((end,), TRANSPORTS)
         self._link = GrpcKvLink(end)
         self._channel = JaxTransferChannel(
-            self._clock, end, self._link, host=HOST, transports=TRANSPORTS
+            self._clock, end, self._link, host=HOST, transports=TRANSPORTS, memories=memories
         )
         self._link.deliver_to(self._channel)
         self._door = GrpcServer(
@@ -112,7 +116,8 @@ class Host:
                 assert self._served is not None
                 worker, moved = self._served.worker, sum(self._channel.bytes_per_pair().values())
                 seen, counters = await self._served.watch.seen(), dict(worker.counters.snapshot())
-                return Looked(seen, counters, self._channel.offered().offers, moved)
+                offers, channels = self._channel.offered().offers, self._channel.channels()
+                return Looked(seen, counters, offers, moved, channels)
             case TearDown():
                 served, self._served = self._served, None
                 if served is not None:
@@ -181,7 +186,7 @@ class _Peers:
             await worker.aclose()
 
 
-async def _live(connection: Connection) -> None:
+async def _live(connection: Connection, lends: bool) -> None:
     commands: asyncio.Queue[Build | Look | TearDown] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -194,7 +199,7 @@ async def _live(connection: Connection) -> None:
         except (EOFError, OSError):
             os._exit(0)
 
-    host = Host()
+    host = Host(lends)
     await host.start()
     threading.Thread(target=listen, daemon=True).start()
     while True:
@@ -206,7 +211,8 @@ async def _live(connection: Connection) -> None:
         await asyncio.to_thread(connection.send, answer)
 
 
-def main(pipe: int, cache: str) -> None:
-    """`pipe`: the number of an open file, this process's end."""
+def main(pipe: int, cache: str, lends: bool) -> None:
+    """`pipe`: the number of an open file, this process's end. `lends`: its devices' memory, by a
+    stand-in of the CUDA driver, instead of the transfer engine."""
     use_compilation_cache(cache)
-    asyncio.run(_live(Connection(pipe)))
+    asyncio.run(_live(Connection(pipe), lends))

@@ -143,24 +143,25 @@ class Matrix:
 
 
 @contextmanager
-def two_processes() -> Iterator[Matrix]:
+def two_processes(lends: bool = False) -> Iterator[Matrix]:
     """They have this process's XLA flags and folder of compiled programs, end with it, and are gone
-    when this is left."""
+    when this is left. `lends`: as of `host.main`."""
     hosts = []
     try:
-        hosts += [_start(), _start()]  # which is which does not matter yet
+        hosts += [_start(lends), _start(lends)]  # which is which does not matter yet
         yield Matrix(*hosts)
     finally:
         for host in hosts:
             host.end()
 
 
-def _start() -> HostProcess:
+def _start(lends: bool) -> HostProcess:
     """The pipe between them closes when either is gone, which the other notices."""
     ours, its = Pipe()
     cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     program = (
-        f"from tests.end_to_end.process_matrix.host import main; main({its.fileno()}, {cache!r})"
+        "from tests.end_to_end.process_matrix.host import main;"
+        f" main({its.fileno()}, {cache!r}, {lends})"
     )
     with its:
         return HostProcess(

@@ -1,0 +1,199 @@
+"""The CUDA driver's calls by which a process lends GPU memory to others of its host, and copies
+what others lend. Nothing else in jdisagg calls CUDA; on a machine without it nothing here is
+reached.
+
+`Driver` is the seam: `CudaDriver` is NVIDIA's, through cuda-bindings. A device is a number as the
+process counts its GPUs (`jax.Device.local_hardware_id`), and its context is the primary one, which
+XLA uses too. Calls come from any thread, so each makes its context current and takes it back."""
+
+import contextlib
+import ctypes
+import importlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jdisagg.errors import ConfigError, HandoffError
+
+HANDLE_BYTES = 64
+_SUCCESS, _NOT_READY = 0, 600  # of CUresult
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The memory that the driver gave at once: where it begins, its bytes, and a number that no
+    other of this process ever has."""
+
+    base: int
+    size: int
+    number: int
+
+
+class Copy(Protocol):
+    """Copies under way. From any thread."""
+
+    def is_done(self) -> bool:
+        """Never waits. Raises HandoffError where they failed."""
+        ...
+
+    def wait(self) -> None:
+        """Until they are over, well or not."""
+        ...
+
+
+class Driver(Protocol):
+    """All raise HandoffError with the driver's own words where it refuses."""
+
+    def allocation(self, device: int, pointer: int) -> Allocation:
+        """In which the pointer lies."""
+        ...
+
+    def export(self, device: int, base: int) -> bytes:
+        """The handle by which other processes open the allocation that begins there."""
+        ...
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Where the other process's allocation begins in this one, for `device` to read."""
+        ...
+
+    def close(self, device: int, base: int) -> None:
+        """What `open` gave. Nothing may be copied from there any more."""
+        ...
+
+    def copy(self, device: int, parts: Sequence[tuple[int, int, int]]) -> Copy:
+        """Begins to copy (to, from, bytes) by `device`, beside what it computes."""
+        ...
+
+
+class CudaDriver:
+    """Raises ConfigError where cuda-bindings or the driver is missing, or has no device."""
+
+    def __init__(self) -> None:
+        try:
+            self._cuda = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise ConfigError(
+                f"cuda-bindings cannot be imported ({error}); pip install jdisagg[cuda12], or"
+                " cuda13"
+            ) from error
+        self._lock = threading.Lock()
+        self._contexts: dict[int, tuple[Any, Any]] = {}
+        try:
+            self._call("cuInit", 0)
+        except HandoffError as error:
+            raise ConfigError(error.message) from error
+        except Exception as error:  # it finds its library at the first call
+            raise ConfigError(f"there is no CUDA driver: {error}") from error
+
+    def allocation(self, device: int, pointer: int) -> Allocation:
+        cuda = self._cuda
+        with self._current(device):
+            base, size = self._call("cuMemGetAddressRange", pointer)
+            number = self._call(
+                "cuPointerGetAttribute",
+                cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+                pointer,
+            )[0]
+        return Allocation(int(base), int(size), int(number))
+
+    def export(self, device: int, base: int) -> bytes:
+        with self._current(device):
+            (handle,) = self._call("cuIpcGetMemHandle", base)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def open(self, device: int, handle: bytes) -> int:
+        if len(handle) != HANDLE_BYTES:
+            raise HandoffError(f"a handle of CUDA memory has {HANDLE_BYTES} bytes: {len(handle)}")
+        opened = self._cuda.CUipcMemHandle()
+        ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
+        lazily = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        with self._current(device):
+            return int(self._call("cuIpcOpenMemHandle", opened, int(lazily))[0])
+
+    def close(self, device: int, base: int) -> None:
+        with self._current(device):
+            self._call("cuIpcCloseMemHandle", base)
+
+    def copy(self, device: int, parts: Sequence[tuple[int, int, int]]) -> "CudaCopy":
+        with self._current(device) as stream:
+            timeless = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            (event,) = self._call("cuEventCreate", int(timeless))
+            try:
+                for to, from_, size in parts:
+                    self._call("cuMemcpyDtoDAsync", to, from_, size, stream)
+                self._call("cuEventRecord", event, stream)
+            except HandoffError:
+                with contextlib.suppress(HandoffError):  # some may have begun
+                    self._call("cuStreamSynchronize", stream)
+                self._call("cuEventDestroy", event)
+                raise
+        return CudaCopy(self, event)
+
+    def has_passed(self, event: object) -> bool:
+        (status,) = self._cuda.cuEventQuery(event)
+        if int(status) == _NOT_READY:
+            return False
+        self._check("cuEventQuery", status)
+        return True
+
+    def await_event(self, event: object) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def destroy_event(self, event: object) -> None:
+        self._call("cuEventDestroy", event)
+
+    @contextlib.contextmanager
+    def _current(self, device: int) -> Iterator[Any]:
+        """Its context is this thread's within; gives the stream for copies."""
+        with self._lock:
+            if device not in self._contexts:
+                (place,) = self._call("cuDeviceGet", device)
+                (context,) = self._call("cuDevicePrimaryCtxRetain", place)
+                self._call("cuCtxPushCurrent", context)
+                try:
+                    unordered = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+                    self._contexts[device] = context, *self._call("cuStreamCreate", int(unordered))
+                finally:
+                    self._call("cuCtxPopCurrent")
+            context, stream = self._contexts[device]
+        self._call("cuCtxPushCurrent", context)
+        try:
+            yield stream
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _call(self, name: str, *arguments: object) -> tuple[Any, ...]:
+        status, *values = getattr(self._cuda, name)(*arguments)
+        self._check(name, status)
+        return tuple(values)
+
+    def _check(self, name: str, status: Any) -> None:
+        if int(status) != _SUCCESS:
+            raise HandoffError(f"CUDA's {name} says {getattr(status, 'name', status)}")
+
+
+class CudaCopy:
+    """Its event is kept until it is over."""
+
+    def __init__(self, driver: CudaDriver, event: object) -> None:
+        self._driver, self._event = driver, event
+        self._lock = threading.Lock()
+        self._done = False
+
+    def is_done(self) -> bool:
+        with self._lock:
+            if not self._done and self._driver.has_passed(self._event):
+                self._end()
+            return self._done
+
+    def wait(self) -> None:
+        with self._lock:
+            if not self._done:
+                for end in (lambda: self._driver.await_event(self._event), self._end):
+                    with contextlib.suppress(HandoffError):
+                        end()
+
+    def _end(self) -> None:
+        self._done = True
+        self._driver.destroy_event(self._event)

@@ -1,0 +1,540 @@
+"""KV from device to device between processes of one host: the channel's rules hold, over a stand-in
+of the CUDA driver that reads the other process's very arrays; nothing passes through the transfer
+engine, and nothing is kept or open once it is not needed."""
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from jdisagg.errors import ConfigError, HandoffError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import (
+    KvMessage,
+    LentAllocation,
+    OnDevice,
+    Opened,
+    Posted,
+    Pulled,
+    PullRequest,
+    Withdraw,
+)
+from jdisagg.transfer import device_memory
+from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.channel_thread import ComputeWait
+from jdisagg.transfer.cuda_driver import HANDLE_BYTES, Allocation, CudaDriver
+from jdisagg.transfer.device_memory import DeviceOutlet, DeviceSender, LentMemory, this_host
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.pieces import _blank, leaf_zeros, warm_blanks
+from jdisagg.transfer.shared_memory import SharedMemory
+from tests.transfer.conformance import (
+    LONG_SECONDS,
+    Case,
+    ChannelConformance,
+    Ends,
+    ManualClock,
+    behind_work,
+    case,
+    expected_shards,
+    finished,
+    received_shards,
+    settled,
+)
+from tests.transfer.cuda_stand_in import StandIn
+from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+
+NOTHING = (0, 0, 0)  # of `LentMemory.kept`
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One end of the channel, and what it is made of."""
+
+    channel: JaxTransferChannel
+    memories: Memories
+    driver: StandIn
+    end: KvEnd
+
+    @property
+    def memory(self) -> LentMemory:
+        assert self.memories.device is not None
+        return self.memories.device
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    sender: Side
+    receiver: Side
+    clock: ManualClock
+    messages: list[KvMessage]
+
+    @property
+    def ends(self) -> Ends:
+        return Ends(self.sender.channel, self.receiver.channel, self.clock)
+
+    def of(self, kind: type[KvMessage]) -> list[KvMessage]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+
+def side(
+    clock: ManualClock, loopback: Loopback, end: KvEnd, memories: Memories
+) -> JaxTransferChannel:
+    channel = JaxTransferChannel(clock, end, loopback.of(end), transports=2, memories=memories)
+    loopback.channels[end] = channel
+    return channel
+
+
+@pytest.fixture
+def pair(loopback: Loopback) -> Iterator[Pair]:
+    """Both have shared memory, too, which must then not be used."""
+    clock, sides, messages = ManualClock(), [], []
+    loopback.tamper = lambda message: [messages.append(message) or message]
+    for each in (SENDER, RECEIVER):
+        driver = StandIn()
+        memories = Memories(SharedMemory(), None, LentMemory(driver))
+        end = memories.end(each.control, each.boot_id)
+        sides.append(Side(side(clock, loopback, end, memories), memories, driver, end))
+    sender, receiver = sides
+    receiver.channel.connect("", card(sender.end))
+    yield Pair(sender, receiver, clock, messages)
+    for one in (receiver, sender):
+        one.channel.close()
+    for one in sides:
+        assert one.memory.kept() == NOTHING
+        assert not one.driver.opened
+
+
+@pytest.fixture
+def ends(pair: Pair) -> Ends:
+    return pair.ends
+
+
+class TestDeviceMemoryChannel(ChannelConformance):
+    pass
+
+
+def arrives(pull, block: Case) -> None:
+    received = received_shards(finished(pull), block, 0)
+    expected = expected_shards(block, 0, 0)
+    assert received.keys() == expected.keys()
+    for device, shard in expected.items():
+        np.testing.assert_array_equal(received[device], shard)
+
+
+def pull_of(pair: Pair, offer_id: int, block: Case):
+    return pair.receiver.channel.pull(offer_id, block.target(0), LONG_SECONDS)
+
+
+def test_every_byte_is_copied_once_from_device_to_device_and_by_nothing_else(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = case("tp=2", "tp=4")
+    for name in ("kv_sender.Outlet", "kv_puller.Inlet", "kv_sender.host_leaves"):
+        monkeypatch.setattr(f"jdisagg.transfer.{name}", None)
+    pair.sender.channel.offer(7, block.block, 0)
+    arrives(pull_of(pair, 7, block), block)
+    assert pair.receiver.driver.copied_bytes == block.values.nbytes
+    assert pair.sender.driver.copied_bytes == 0
+    assert pair.receiver.channel.channels() == (f"{SENDER.control} CUDA memory",)
+    answers = pair.of(Posted)
+    assert answers
+    assert all(isinstance(answer.memory, OnDevice) for answer in answers)  # type: ignore[union-attr]
+    assert not pair.of(Opened)
+
+
+def test_an_allocation_is_exported_once_and_opened_once_for_each_device(pair: Pair) -> None:
+    block = case("tp=2", "tp=4")
+    for number in range(5):
+        pair.sender.channel.offer(number, block.block, 0)
+        arrives(pull_of(pair, number, block), block)
+    allocations = {
+        allocation
+        for answer in pair.of(Posted)
+        for allocation in answer.memory.allocations  # type: ignore[union-attr]
+    }
+    assert pair.sender.driver.exports <= 2 * len(allocations)  # by two devices
+    assert pair.receiver.driver.openings <= 4 * len(allocations)
+    assert len(pair.receiver.driver.opened) == pair.receiver.memory.kept()[1] > 0
+    pair.receiver.channel.disconnect("")
+    settled(lambda: not pair.receiver.driver.opened)
+
+
+def test_after_warm_up_a_pull_makes_room_by_programs_that_are_there(pair: Pair) -> None:
+    block = case("tp=2", "dp=2,tp=2", dtype="bfloat16")
+    for number, codec_name in enumerate(("none", "int8")):
+        leaves = leaf_zeros(block.zeros, codec_name)
+        target = PullTarget(block.zeros, 1, codec=codec_name, leaves=leaves)
+        warm_blanks(target.resident)
+        made = _blank.cache_info()
+        pair.sender.channel.offer(number, block.block, 0)
+        finished(pair.receiver.channel.pull(number, target, LONG_SECONDS)).arrays()
+        assert _blank.cache_info().hits > made.hits
+        assert _blank.cache_info().misses == made.misses
+
+
+def test_the_sender_keeps_what_it_offered_until_its_receiver_has_copied_it(pair: Pair) -> None:
+    block = case("tp=1", "tp=1")
+    pair.receiver.driver.gate.clear()
+    pair.sender.channel.offer(1, block.block, 0)
+    pull = pull_of(pair, 1, block)
+    settled(lambda: pair.receiver.memory.kept()[2] == 1)
+    assert not pull.is_ready()
+    pair.sender.channel.release(1)
+    assert pair.sender.channel.postings() == 1
+    pair.receiver.driver.gate.set()
+    arrives(pull, block)
+    settled(lambda: pair.sender.channel.postings() == 0 and bool(pair.of(Pulled)))
+
+
+def test_what_is_revoked_while_it_is_copied_stays_as_it_is_until_its_receiver_is_done(
+    pair: Pair,
+) -> None:
+    block = case("tp=1", "tp=1")
+    pair.receiver.driver.gate.clear()
+    pair.sender.channel.offer(1, block.block, 0)
+    pull = pull_of(pair, 1, block)
+    settled(lambda: pair.receiver.memory.kept()[2] == 1 and pair.sender.channel.postings() == 1)
+    pair.messages.clear()
+    pair.sender.memory.forget = (forgotten := []).append  # type: ignore[method-assign]
+    pair.sender.channel.revoke(1, "the client went away")
+    settled(lambda: pair.sender.memory.kept()[0] == 1)
+    with pytest.raises(HandoffError, match="the client went away"):
+        finished(pull).arrays()
+    settled(lambda: bool(forgotten))  # it was told that nobody wants it
+    del pair.sender.memory.forget
+    pair.sender.memory.forget(forgotten[0])
+    assert pair.sender.memory.kept() == NOTHING
+    pair.receiver.driver.gate.set()
+    settled(lambda: pair.receiver.memory.kept()[2] == 0)
+
+
+def test_what_nobody_fetches_is_kept_until_the_pulls_deadline_and_no_longer() -> None:
+    memory = LentMemory(StandIn())
+    outlet = DeviceOutlet(memory)
+    array = jax.block_until_ready(jax.device_put(np.ones(64, np.float32), jax.devices()[0]))
+    for pull_id, seconds in ((1, 1000.0), (2, 0.0)):
+        outlet.reserve(pull_id, [256], [0], seconds)
+        assert not outlet.has_written(pull_id)
+        outlet.write(pull_id, [array])
+        assert outlet.has_written(pull_id)
+        outlet.withdraw(pull_id, 1, "revoked")
+    memory.sweep()
+    assert memory.kept() == (1, 0, 0)
+    outlet.pulled(1)
+    assert memory.kept() == NOTHING
+
+
+@pytest.mark.parametrize("late", ["before", "after"])
+def test_what_comes_after_the_deadline_counts_for_nothing(late: str) -> None:
+    """Before the copy begins, or while it is made."""
+    driver = StandIn()
+    lender, memory = LentMemory(StandIn()), LentMemory(driver)
+    array = jax.block_until_ready(jax.device_put(np.ones(64, np.float32), jax.devices()[0]))
+    lent, offset = lender.lend(array)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    aval = jax.ShapeDtypeStruct((64,), np.float32, sharding=place)
+    asked: list[bool] = []
+
+    def in_time() -> bool:
+        asked.append(True)
+        return late == "after" and len(asked) == 1
+
+    sender = DeviceSender(memory)
+    (leaf,) = sender.leaves(OnDevice((lent,), (0,), (offset,)), [aval], in_time)
+    settled(leaf.is_ready)
+    with pytest.raises(HandoffError, match="after the pull's deadline"):
+        leaf.array()
+    assert driver.copied_bytes == (256 if late == "after" else 0)
+    sender.close()
+    assert memory.kept() == NOTHING
+
+
+def test_a_block_that_is_still_computed_is_told_when_it_is_there_and_keeps_no_other_waiting(
+    pair: Pair,
+) -> None:
+    block, there = case("tp=2", "tp=2"), case("tp=1", "tp=2")
+    pair.sender.channel.offer(1, behind_work(block.block), 0)
+    slow = pull_of(pair, 1, block)
+    pair.sender.channel.offer(2, jax.block_until_ready(there.block), 0)
+    arrives(pull_of(pair, 2, there), there)
+    arrives(slow, block)
+
+
+def test_nothing_is_said_of_a_block_before_it_is_computed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The computation is held in this test's hand."""
+    computed: list[Callable[[], object]] = []
+    monkeypatch.setattr("jdisagg.transfer.kv_sender.is_ready", lambda array: False)
+    monkeypatch.setattr(ComputeWait, "then", lambda self, number, arrays, job: computed.append(job))
+    block = case("tp=2", "tp=2")
+    pair.sender.channel.offer(1, block.block, 0)
+    pull = pull_of(pair, 1, block)
+    settled(lambda: bool(computed))
+    assert not pair.of(Posted)
+    for job in computed:
+        job()
+    arrives(pull, block)
+
+
+def test_a_lost_answer_is_given_again(pair: Pair, loopback: Loopback) -> None:
+    lost: list[KvMessage] = []
+
+    def lose(message: KvMessage) -> list[KvMessage]:
+        if isinstance(message, Posted) and not lost:
+            lost.append(message)
+            return []
+        return [message]
+
+    loopback.tamper = lose
+    block = case("tp=2", "tp=2")
+    pair.sender.channel.offer(1, block.block, 0)
+    pull = pull_of(pair, 1, block)
+    settled(lambda: bool(lost))
+    pair.clock.seconds += 10.0  # then it is asked again
+    arrives(pull, block)
+
+
+def test_a_storm_of_pulls_cancelled_and_revoked_leaves_nothing(pair: Pair) -> None:
+    block = case("tp=2", "tp=4")
+    for number in range(30):
+        pair.receiver.driver.gate.clear()
+        pair.sender.channel.offer(number, block.block, 0)
+        pull = pull_of(pair, number, block)
+        if number % 3 == 0:
+            pull.cancel()
+        pair.receiver.driver.gate.set()
+        if number % 3:
+            finished(pull)
+        if number % 5 == 0:
+            pair.sender.channel.revoke(number, "enough")
+        else:
+            pair.sender.channel.release(number)
+    del pull
+    for one in (pair.receiver, pair.sender):
+        settled(lambda one=one: one.channel.under_way() == one.channel.postings() == 0)
+    settled(lambda: pair.sender.memory.kept() == NOTHING)
+    settled(lambda: pair.receiver.memory.kept()[2] == 0)
+    for one in (pair.receiver, pair.sender):
+        one.channel.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+def spoilt(lies: OnDevice, **changes: object) -> OnDevice:
+    return msgspec.structs.replace(lies, **changes)
+
+
+def with_handle(lies: OnDevice, handle: bytes) -> OnDevice:
+    return spoilt(
+        lies,
+        allocations=tuple(
+            msgspec.structs.replace(each, handle=handle) for each in lies.allocations
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda lies: with_handle(lies, b""),
+        lambda lies: with_handle(lies, b"\xff" * HANDLE_BYTES),
+        lambda lies: with_handle(lies, b"x" * 10_000),
+        lambda lies: spoilt(lies, places=(99,) * len(lies.places)),
+        lambda lies: spoilt(lies, places=(-1,) * len(lies.places)),
+        lambda lies: spoilt(lies, offsets=(-8,) * len(lies.offsets)),
+        lambda lies: spoilt(lies, offsets=(lies.allocations[0].size - 1,) * len(lies.offsets)),
+        lambda lies: spoilt(lies, offsets=()),
+        lambda lies: spoilt(lies, allocations=()),
+    ],
+)
+def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_another_way(
+    pair: Pair, loopback: Loopback, spoil: Callable[[OnDevice], OnDevice]
+) -> None:
+    block, spoiled = case("tp=2", "tp=2"), []
+
+    def tamper(message: KvMessage) -> list[KvMessage]:
+        if isinstance(message, Posted) and isinstance(message.memory, OnDevice) and not spoiled:
+            spoiled.append(message)
+            return [msgspec.structs.replace(message, memory=spoil(message.memory))]
+        return [message]
+
+    loopback.tamper = tamper
+    pair.sender.channel.offer(1, block.block, 0)
+    with pytest.raises(HandoffError):
+        finished(pull_of(pair, 1, block)).arrays()
+    assert spoiled
+    settled(lambda: pair.receiver.channel.under_way() == 0)
+    arrives(pull_of(pair, 1, block), block)
+    (said,) = pair.receiver.channel.channels()
+    assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
+
+
+def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: Loopback) -> None:
+    asked: list[KvMessage] = []
+
+    def tamper(message: KvMessage) -> list[KvMessage]:
+        if isinstance(message, PullRequest) and not asked:
+            asked.append(message)
+            return [msgspec.structs.replace(message, device=False, shared=True)]
+        return [message]
+
+    loopback.tamper = tamper
+    block = case("tp=2", "tp=2")
+    pair.sender.channel.offer(1, block.block, 0)
+    with pytest.raises(HandoffError, match="memory that was not asked for"):
+        finished(pull_of(pair, 1, block)).arrays()
+    assert asked
+
+
+@pytest.mark.parametrize("call", ["open", "copy", "read"])
+def test_where_the_driver_refuses_to_read_the_next_pull_comes_another_way_and_it_is_said(
+    pair: Pair, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As between devices that do not reach each other."""
+    pair.receiver.driver.refuses.add(call)
+    block = case("tp=2", "tp=2")
+    pair.sender.channel.offer(1, block.block, 0)
+    with pytest.raises(HandoffError, match=f"{call} says: refused"):
+        finished(pull_of(pair, 1, block)).arrays()
+    settled(lambda: pair.receiver.channel.under_way() == 0)
+    arrives(pull_of(pair, 1, block), block)
+    (said,) = pair.receiver.channel.channels()
+    assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
+    assert f"{call} says: refused" in said
+    assert "cannot be read by CUDA memory" in caplog.text
+    settled(lambda: not pair.receiver.driver.opened)
+
+
+def test_a_copy_that_fails_later_is_tried_again_the_same_way(pair: Pair) -> None:
+    block = case("tp=2", "tp=2")
+    pair.sender.channel.offer(1, block.block, 0)
+    arrives(pull_of(pair, 1, block), block)
+    settled(lambda: pair.receiver.channel.under_way() == 0)
+    pair.receiver.driver.refuses.add("read")
+    with pytest.raises(HandoffError, match="read says: refused"):
+        finished(pull_of(pair, 1, block)).arrays()
+    pair.receiver.driver.refuses.clear()
+    settled(lambda: pair.receiver.channel.under_way() == 0)
+    arrives(pull_of(pair, 1, block), block)
+    assert pair.receiver.channel.channels() == (f"{SENDER.control} CUDA memory",)
+
+
+def test_a_sender_that_can_lend_no_more_refuses_the_pull(pair: Pair) -> None:
+    pair.sender.driver.refuses.add("allocation")
+    block = case("tp=2", "tp=2")
+    pair.sender.channel.offer(1, block.block, 0)
+    with pytest.raises(HandoffError, match="allocation says: refused"):
+        finished(pull_of(pair, 1, block)).arrays()
+    assert pair.sender.channel.postings() == 0
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "way"),
+    [
+        ("lends", "another host", "shared memory"),
+        ("lends", "none", "shared memory"),
+        ("lends", "refused", "shared memory, no CUDA memory: legacy IPC is refused"),
+        ("none", "lends", "shared memory, no CUDA memory: the sender lends none"),
+        ("lends", "lends", "CUDA memory"),
+    ],
+)
+def test_it_is_chosen_where_both_lend_on_one_host_and_else_it_is_said_why_not(
+    loopback: Loopback, sender: str, receiver: str, way: str
+) -> None:
+    clock, channels, block = ManualClock(), [], case("tp=2", "tp=2")
+    for each, has in ((SENDER, sender), (RECEIVER, receiver)):
+        host = "another" if has == "another host" else None
+        device = LentMemory(StandIn(), host) if has in ("lends", "another host") else None
+        why = "legacy IPC is refused" if has == "refused" else ""
+        memories = Memories(SharedMemory(), None, device, why)
+        end = memories.end(each.control, each.boot_id)
+        channels.append((side(clock, loopback, end, memories), end))
+    (sending, end), (receiving, _) = channels
+    receiving.connect("", card(end))
+    sending.offer(7, block.block, 0)
+    arrives(receiving.pull(7, block.target(0), LONG_SECONDS), block)
+    assert receiving.channels() == (f"{SENDER.control} {way}",)
+    for channel, _ in channels:
+        channel.close()
+
+
+def test_another_process_of_the_same_host_has_the_same_name_for_it() -> None:
+    assert len(this_host()) > 16
+    assert this_host() == this_host()
+
+
+def test_arrays_that_have_allocations_of_their_own_are_not_lent() -> None:
+    class Unpooled(StandIn):
+        def allocation(self, device: int, pointer: int) -> Allocation:
+            return Allocation(pointer, 1024, pointer)
+
+    with pytest.raises(ConfigError, match="XLA_PYTHON_CLIENT_ALLOCATOR"):
+        LentMemory(Unpooled()).check(jax.devices()[:1])
+    LentMemory(StandIn()).check(jax.devices())
+
+
+def test_a_handle_is_made_anew_where_another_allocation_begins_at_the_same_place() -> None:
+    class Changing(StandIn):
+        number = 1
+
+        def allocation(self, device: int, pointer: int) -> Allocation:
+            return dataclasses.replace(super().allocation(device, pointer), number=self.number)
+
+    driver = Changing()
+    memory = LentMemory(driver)
+    array = jax.block_until_ready(jax.device_put(np.ones(8, np.float32), jax.devices()[0]))
+    first, second = memory.lend(array), memory.lend(array)
+    driver.number = 2
+    third = memory.lend(array)
+    assert first == second != third
+    assert driver.exports == 2
+
+
+class _Gpu:
+    platform, process_index = "gpu", 0
+
+
+def test_without_a_cuda_driver_a_gpu_worker_says_why_and_uses_another_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(ConfigError, match="cuda-bindings cannot be imported"):
+        CudaDriver()
+    memory, why = device_memory.lent_memory("auto", [_Gpu()])  # type: ignore[list-item]
+    assert memory is None
+    assert why
+    assert why in caplog.text
+    assert device_memory.lent_memory("engine", [_Gpu()]) == (None, "")  # type: ignore[list-item]
+    assert device_memory.lent_memory("auto", jax.devices()) == (None, "")
+
+
+def test_a_withdrawn_pull_is_told_to_the_sender(pair: Pair) -> None:
+    block = case("tp=1", "tp=1")
+    pair.receiver.driver.gate.clear()
+    pair.sender.channel.offer(1, block.block, 0)
+    pull = pull_of(pair, 1, block)
+    settled(lambda: pair.receiver.memory.kept()[2] == 1)
+    pull.cancel()
+    settled(lambda: bool(pair.of(Withdraw)) and pair.sender.channel.postings() == 0)
+    assert pair.sender.memory.kept() == NOTHING
+    pair.receiver.driver.gate.set()
+    settled(lambda: pair.receiver.memory.kept()[2] == 0)
+
+
+def test_an_allocation_that_two_connections_use_is_closed_with_the_last() -> None:
+    driver = StandIn()
+    memory = LentMemory(driver)
+    lent = LentAllocation(LentMemory(StandIn()).driver.export(0, 0), 1, 1 << 40)
+    first, second = memory.hold(0, lent), memory.hold(0, lent)
+    assert first is second
+    assert driver.openings == 1
+    memory.let_go(first)
+    assert driver.opened
+    memory.let_go(second)
+    assert not driver.opened

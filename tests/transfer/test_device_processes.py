@@ -1,0 +1,143 @@
+"""Processes that copy KV from each other's devices, over the stand-in of the CUDA driver: deaths on
+either side leave nothing open and nothing kept."""
+
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.errors import HandoffError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import KvMessage, OnDevice, Posted
+from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.device_memory import LentMemory
+from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.memories import Memories
+from tests.transfer.conformance import case, finished, settled
+from tests.transfer.cuda_stand_in import StandIn
+from tests.transfer.kv_processes import (
+    TRANSPORTS,
+    Block,
+    Introduce,
+    MakeOffer,
+    MakePull,
+    Post,
+    Process,
+)
+from tests.transfer.test_device_memory import NOTHING, arrives
+from tests.transfer.test_kv_processes import PATIENCE_SECONDS
+from tests.transfer.test_kv_processes import card as process_card
+
+
+class LendingWorld:
+    """This process's channel and processes that lend, too."""
+
+    def __init__(self) -> None:
+        self.post, self.driver = Post(), StandIn()
+        self.memory = LentMemory(self.driver)
+        memories = Memories(device=self.memory)
+        self.here = memories.end("the test", 0x7E5A)
+        self.channel = JaxTransferChannel(
+            MonotonicClock(),
+            self.here,
+            self.post.of(self.here),
+            transports=TRANSPORTS,
+            memories=memories,
+        )
+        self.post.join(self.here, self.channel.handle)
+
+    def start(self, name: str) -> Process:
+        """A process of four devices with offer 1, connected under the name."""
+        (process,) = self.post.start(devices=4, lends=True)
+        self.channel.connect(name, process_card(process.end))
+        process.do(MakeOffer(1, Block("tp=4"), 0))
+        assert process.answer().error == ""
+        return process
+
+    def pull(self, name: str, seconds: float = PATIENCE_SECONDS):
+        block = case("tp=4", "tp=2")
+        return self.channel.pull(1, PullTarget(block.zeros, 0, name), seconds)
+
+    def is_pulled_from(self, name: str) -> None:
+        arrives(self.pull(name), case("tp=4", "tp=2"))
+
+    def close(self) -> None:
+        self.post.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def world() -> Iterator[LendingWorld]:
+    world = LendingWorld()
+    yield world
+    world.close()
+    assert world.memory.kept() == NOTHING
+    assert not world.driver.opened
+
+
+def test_processes_copy_from_each_other_in_both_directions(world: LendingWorld) -> None:
+    process = world.start("job")
+    world.is_pulled_from("job")
+    assert world.driver.copied_bytes == case("tp=4", "tp=2").values.nbytes
+    assert world.channel.channels() == (f"{process.end.control} CUDA memory",)
+    process.do(Introduce("here", process_card(world.here)))
+    process.answer()
+    block = case("tp=4", "tp=2")
+    world.channel.offer(2, block.block, 0)
+    process.do(MakePull(2, "here", Block("dp=2,tp=2"), 1, 1, PATIENCE_SECONDS))
+    answer = process.answer()
+    assert answer.error == ""
+    joined = np.concatenate([answer.shards[device] for device in (2, 3)], axis=2)
+    np.testing.assert_array_equal(joined, block.values)
+    world.channel.release(2)
+    settled(lambda: world.channel.offered().bytes == 0 and world.channel.postings() == 0)
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
+def test_a_sender_killed_while_it_is_copied_from_fails_the_pull_and_leaves_nothing(
+    world: LendingWorld, death: signal.Signals
+) -> None:
+    process = world.start("job")
+    world.is_pulled_from("job")  # its memory is open now
+    world.driver.gate.clear()
+    pull = world.pull("job")
+    settled(lambda: world.memory.kept()[2] == 1)
+    process.signal(death)
+    process.end_it()
+    world.driver.gate.set()
+    with pytest.raises(HandoffError, match="could not be copied"):
+        finished(pull).arrays()
+    world.channel.disconnect("job")
+    settled(lambda: world.memory.kept() == NOTHING and not world.driver.opened)
+    # what is there goes on with another
+    world.start("another")
+    world.is_pulled_from("another")
+
+
+def test_what_a_killed_receiver_was_copying_is_kept_until_its_deadline_and_then_freed(
+    world: LendingWorld,
+) -> None:
+    process, seconds = world.start("job"), 3.0
+    block = case("tp=4", "tp=2")
+    process.do(Introduce("here", process_card(world.here)))
+    process.answer()
+    killed: list[KvMessage] = []
+    deliver = world.post.deliver
+
+    def kill(sender: KvEnd, end: KvEnd, message: KvMessage) -> None:
+        if isinstance(message, Posted) and end == process.end and not killed:
+            killed.append(message)
+            process.signal(signal.SIGKILL)
+        deliver(sender, end, message)
+
+    world.post.deliver = kill  # type: ignore[method-assign]
+    world.channel.offer(2, block.block, 0)
+    process.do(MakePull(2, "here", Block("tp=4"), 0, 1, seconds))
+    settled(lambda: bool(killed))
+    assert isinstance(killed[0], Posted) and isinstance(killed[0].memory, OnDevice)
+    assert world.channel.postings() == 1
+    world.channel.release(2)
+    settled(lambda: world.channel.postings() == 0)  # by its deadline alone
+    settled(lambda: world.memory.kept()[0] == 0)
