@@ -35,7 +35,7 @@ Runs = dict[tuple[int, int], list[int]]
 
 def rows_for_runs(bucket: int) -> int:
     """Rows that a step of so many has beside them for runs of forced tokens, on each rank."""
-    return max(8, bucket // 2)
+    return max(4, bucket // 2)
 
 
 def longest_run(limits: MeshLimits) -> int:

@@ -3,9 +3,9 @@ read-back means. Pure.
 
 The loop runs ahead: step n + 1 is planned before the tokens of n are read. So a plan counts with
 `issued_position` (where each slot will be), and `apply` with what was read; the device knows no
-stop ids, so tokens behind a stop are overrun and dropped here. Where a sequence has a grammar a step
-may bring more tokens than the one that was counted with (a run of forced ones), or none, since the
-step before it came to the limit; what was read back puts `issued_position` right.
+stop ids, so tokens behind a stop are overrun and dropped here. Under a grammar a step may bring
+more tokens than the one that was counted with (a forced run), or none, since the step before
+came to the limit; what was read back puts `issued_position` right.
 
 Order of a plan: running sequences first get the pages they need (oldest first; when none is free
 the youngest holder of the rank is preempted), then ready ones take free slots. Several steps go
