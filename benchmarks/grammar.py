@@ -35,6 +35,7 @@ from jdisagg.executor import grammar_rows
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import DecodeSteps, StepCommand, StepResult
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
@@ -51,6 +52,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 BATCH, PROMPT, OUTPUT, END = 8, 64, 64, 0
+WARM_ROUNDS = 3  # which compile: a batch shrinks at its end, with runs not always alike
 PERSON = {
     "type": "object",
     "properties": {
@@ -142,13 +144,24 @@ class Measured:
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
         self.cluster.constrain(grammars)
         self._vocabulary = loaded.model.vocabulary
-        self._count = 0
+        self._count = self.decode_steps = 0
+        assert self.cluster.decode is not None
+        executor = self.cluster.decode.executor
+        issue = executor.run
 
-    async def step(self, constrained: int) -> tuple[float, float]:
-        """Seconds a decode step of a batch, the first so many of which have the grammar; and
-        seconds of a processor a step, its share of the prefill included."""
+        def run(command: StepCommand) -> asyncio.Future[StepResult]:
+            self.decode_steps += command.steps if isinstance(command, DecodeSteps) else 0
+            return issue(command)
+
+        executor.run = run  # type: ignore[method-assign]
+
+    async def step(self, constrained: int, first: int) -> tuple[float, float]:
+        """Seconds a token of a batch of prompts from the `first` on, of which so many have the
+        grammar; and seconds of a processor a token, its share of the prefill included."""
         spent = time.process_time()
-        streams = await asyncio.gather(*(self._stream(row < constrained) for row in range(BATCH)))
+        streams = await asyncio.gather(
+            *(self._stream(first + row, row < constrained) for row in range(BATCH))
+        )
         low, high = max(times[2] for times in streams), min(times[-2] for times in streams)
         inside = [when for when in streams[-1] if low <= when <= high]
         spent = (time.process_time() - spent) / OUTPUT
@@ -159,12 +172,12 @@ class Measured:
         """Taken without a step of their own so far."""
         return self.cluster._workers[-1].counters["forced_tokens"]
 
-    async def _stream(self, constrained: bool) -> list[float]:
+    async def _stream(self, number: int, constrained: bool) -> list[float]:
         self._count += 1
-        draw = np.random.default_rng(self._count)
+        draw = np.random.default_rng(number)
         prompt = tuple(draw.integers(3, self._vocabulary, PROMPT).tolist())
         sampling = SamplingParams(
-            max_tokens=OUTPUT, seed=self._count, grammar=self._schema if constrained else None
+            max_tokens=OUTPUT, seed=number, grammar=self._schema if constrained else None
         )
         request = Request(f"r{self._count}", prompt, sampling, (END,) if constrained else ())
         times: list[float] = []
@@ -210,22 +223,28 @@ async def run() -> dict[str, object]:
         f"{BATCH} of {BATCH}, no runs": (one_by_one, BATCH),
     }
     taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    steps: dict[str, list[int]] = {kind: [] for kind in kinds}
+    forced: list[float] = []
     await measured.cluster.start()
     await one_by_one.cluster.start()
     try:
-        for number in range(_ROUNDS.value + 1):
-            before = measured.forced_tokens
+        for number in range(-WARM_ROUNDS, _ROUNDS.value):
             for kind, (mesh, rows) in kinds.items():
-                seconds = await mesh.step(rows)
-                if number:  # the first one compiles
+                before = mesh.decode_steps, mesh.forced_tokens
+                seconds = await mesh.step(rows, (number + WARM_ROUNDS) * BATCH)
+                if number >= 0:
                     taken[kind].append(seconds)
-            tokens = (1 + BATCH) * (OUTPUT - 1)  # the first ones are a prefill's
-            figures["tokens without a step of their own"] = (
-                measured.forced_tokens - before
-            ) / tokens
+                    steps[kind].append(mesh.decode_steps - before[0])
+                    if mesh is measured and rows == BATCH:
+                        # the first token of each is a prefill's
+                        forced.append((mesh.forced_tokens - before[1]) / (BATCH * (OUTPUT - 1)))
     finally:
         await measured.cluster.stop()
         await one_by_one.cluster.stop()
+    figures["decode steps of a batch"] = {
+        kind: statistics.median(counts) for kind, counts in steps.items()
+    }
+    figures["tokens without a step of their own"] = statistics.median(forced)
     _, one, all_of_them, no_runs = kinds
     pairs = [(one, "none"), (all_of_them, "none"), (no_runs, "none"), (all_of_them, no_runs)]
     for at, clock in enumerate(("of the clock", "of a processor")):

@@ -3,6 +3,7 @@ mesh that steps through them one by one."""
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.end_to_end.two_decoders import TwoDecoders
 pytestmark = pytest.mark.ci
 
 PROMPT = "once upon a time there was a little dog"
-SMALL = {"context": 256, "slots": 4, "chunk": 32}
+small = partial(config, context=256, slots=4, chunk=32)
 PET = {
     "x-guidance": {"whitespace_flexible": False},
     "type": "object",
@@ -70,15 +71,15 @@ def forced(run: Running) -> int:
     return sum(worker.counters["forced_tokens"] for worker in run.cluster._workers)
 
 
-_expected: dict[object, list[object]] = {}
+_expected: dict[Path, list[object]] = {}
 
 
-async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: object = LLAMA) -> list[object]:
+async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -> list[object]:
     """On one mesh that takes no runs, each request alone."""
     if directory not in _expected:
         with monkeypatch.context() as patch:
             patch.setattr(grammar_rows, "LONGEST_RUN", 1)
-            engine = config(Mode.UNIFIED, decode="tp=1", directory=directory, **SMALL)  # type: ignore[arg-type]
+            engine = small(Mode.UNIFIED, decode="tp=1", directory=directory)
             async with running(engine, first_device=4) as run:
                 done = [await run.complete(request) for request in requests(run)]
                 assert forced(run) == 0
@@ -98,7 +99,7 @@ async def test_runs_change_no_stream(
     mode: Mode, prefill: str, decode: str, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await one_by_one(monkeypatch)
-    engine = config(mode, prefill or "tp=1", decode, steps=steps, **SMALL)  # type: ignore[arg-type]
+    engine = small(mode, prefill or "tp=1", decode, steps=steps)
     async with running(engine) as run:
         done = await run.complete_all(requests(run))
         assert streams(done) == expected
@@ -107,7 +108,7 @@ async def test_runs_change_no_stream(
 
 async def test_runs_change_no_stream_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await one_by_one(monkeypatch, MOE)
-    engine = config(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE, **SMALL)  # type: ignore[arg-type]
+    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
     async with running(engine) as run:
         assert streams(await run.complete_all(requests(run))) == expected
         assert forced(run) > 100
@@ -119,7 +120,12 @@ MARKS = Grammar(GrammarKind.REGEX, r"(@#~\^7[0-9]Z@#~\^[A-F]@#){2,5}")
 
 @pytest.mark.parametrize(
     ("name", "runs"),
-    [("deepseek_v3", True), ("gpt_oss", True), ("mistral_window", True), ("qwen3_next", False)],
+    [
+        ("gpt_oss", True),
+        ("qwen3_next", False),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+        pytest.param("mistral_window", True, marks=pytest.mark.slow),
+    ],
 )
 async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
     name: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,9 +160,7 @@ async def test_runs_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await one_by_one(monkeypatch)
-    storm = config(
-        prefill="tp=2", decode="dp=2", decode_page=4, pages=48, growth=1, limits=LEASES, **SMALL
-    )  # type: ignore[arg-type]
+    storm = small(prefill="tp=2", decode="dp=2", decode_page=4, pages=48, growth=1, limits=LEASES)
     async with running(storm, kind=TwoDecoders) as run:
         cluster = run.cluster
         assert isinstance(cluster, TwoDecoders)

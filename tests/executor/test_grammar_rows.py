@@ -12,6 +12,7 @@ from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import SampleSpec, SlotAdmit, SlotGrow
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
+from jdisagg.scheduler.executor import MeshLimits
 from tests.fakes.fake_executor import toy_limits
 from tests.fakes.toy_grammars import END, FIRST, GRAMMARS, VOCABULARY
 
@@ -23,9 +24,11 @@ def ids(text: str) -> list[int]:
     return [ord(letter) - FIRST for letter in text]
 
 
-def admit(slot: int, text: str = "q", limit: int = 100, **sampling: object) -> SlotAdmit:
+def admit(
+    slot: int, text: str = "q", limit: int = 100, params: SamplingParams | None = None
+) -> SlotAdmit:
     """A sequence whose answer so far is `text`; the last of it is at position 10."""
-    params = SamplingParams(grammar=REGEX, **sampling)  # type: ignore[arg-type]
+    params = replace(params or SamplingParams(), grammar=REGEX)
     spec = SampleSpec(0, params, (END,), output_history=tuple(ids(text)))
     return SlotAdmit(1, 0, slot, ids(text)[-1], 10, limit, (0,), spec)
 
@@ -79,11 +82,13 @@ def test_a_slot_that_rests_for_a_step_goes_on_with_its_run() -> None:
     assert step(rows, (0, 1))[0] == ["forced words", ""]
 
 
-@pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(logprobs=0), SamplingParams(repetition_penalty=1.1)]
+)
 def test_penalties_and_log_probabilities_are_of_tokens_chosen_one_by_one(
-    sampling: dict[str, object],
+    params: SamplingParams,
 ) -> None:
-    rows = rows_of(admit(0, **sampling))
+    rows = rows_of(admit(0, params=params))
     taken = [step(rows, (0,)) for _ in range(14)]
     assert [run for run, _ in taken] == [[""]] * 14
     assert "".join(token for _, (token,) in taken) == "forced words0" + chr(FIRST + END)
@@ -128,13 +133,14 @@ def test_the_rows_of_a_run_are_successive_positions_and_the_last_one_is_the_slot
 
 
 def test_a_state_takes_one_token_at_a_time_and_a_ring_what_its_window_leaves() -> None:
-    def limits(layer: KVLayer, **changes: int) -> object:
-        return replace(toy_limits(page_size=4), kv_spec=KVSpec((layer,), "float32"), **changes)
+    def limits(layer: KVLayer, ring_pages: int = 0) -> MeshLimits:
+        spec = KVSpec((layer,), "float32")
+        return replace(toy_limits(page_size=4), kv_spec=spec, ring_pages=ring_pages)
 
     kv = (KVComponent("k", 1, 8), KVComponent("v", 1, 8))
     full, windowed = KVLayer(kv), KVLayer(kv, window=6)
-    assert longest_run(limits(KVLayer(kv, state=kv))) == 1  # type: ignore[arg-type]
-    assert longest_run(limits(full)) == LONGEST_RUN  # type: ignore[arg-type]
-    assert longest_run(limits(windowed)) == LONGEST_RUN  # type: ignore[arg-type]
+    assert longest_run(limits(KVLayer(kv, state=kv))) == 1
+    assert longest_run(limits(full)) == LONGEST_RUN
+    assert longest_run(limits(windowed)) == LONGEST_RUN
     # positions p - 5 to p are seen from p; a ring of 12 holds those and six more
-    assert longest_run(limits(windowed, ring_pages=3)) == 7  # type: ignore[arg-type]
+    assert longest_run(limits(windowed, ring_pages=3)) == 7
