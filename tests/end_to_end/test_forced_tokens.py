@@ -155,6 +155,7 @@ async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
     assert done[1] == done[longest]
 
 
+@pytest.mark.slow
 async def test_runs_of_sequences_in_a_storm_change_no_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
