@@ -38,6 +38,13 @@ def rows_for_runs(bucket: int) -> int:
     return max(4, bucket // 2)
 
 
+def pays(extra: int, rows: int, platform: str) -> bool:
+    """Whether a forward pass that takes so many tokens beside those of its rows saves more than it
+    costs. On an accelerator a few rows more are nearly free; on a CPU they made a step of eight
+    rows 18 % longer (benchmarks/LOG.md)."""
+    return extra > 0 and (platform != "cpu" or 4 * extra >= rows)
+
+
 def longest_run(limits: MeshLimits) -> int:
     """Positions of a sequence that one forward pass may compute. A state takes one token after the
     other; in a ring the last one must leave what the first one's window reaches."""
@@ -70,9 +77,9 @@ class GrammarRows:
     """Called by the dispatch thread alone. `compiler`: None where the model has no tokenizer; a
     grammar then allows nothing (workers refuse it before that)."""
 
-    def __init__(self, vocabulary: int, longest: int) -> None:
+    def __init__(self, vocabulary: int, longest: int, platform: str) -> None:
         self.compiler: GrammarCompiler | None = None
-        self._vocabulary, self._longest = vocabulary, longest
+        self._vocabulary, self._longest, self._platform = vocabulary, longest, platform
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
         # tokens that were issued and not consumed, with who gets them: (rank, row, matcher)
@@ -97,8 +104,9 @@ class GrammarRows:
                 row.limit = grow.limit
 
     def runs(self, slots: Slots, room: int) -> Runs:
-        """The runs that the next forward pass takes, of two tokens or more. `room`: rows beside
-        those of `slots[rank]`, on each rank; what does not fit is left to later steps."""
+        """The runs that the next forward pass takes, of two tokens or more; none where that would
+        not pay. `room`: rows beside those of `slots[rank]`, on each rank; what does not fit is left
+        to later steps."""
         taken: Runs = {}
         for rank, rank_slots in enumerate(slots):
             left = room
@@ -109,9 +117,14 @@ class GrammarRows:
                 count = min(len(row.run), row.limit - row.position, left + 1)
                 if count >= 2:
                     taken[rank, index] = row.run[:count]
-                    del row.run[: count - 1]
-                    row.position += count - 1
                     left -= count - 1
+        extra = sum(len(run) - 1 for run in taken.values())
+        if not pays(extra, sum(map(len, slots)), self._platform):
+            return {}
+        for (rank, index), run in taken.items():
+            row = self._rows[rank, slots[rank][index]]
+            del row.run[: len(run) - 1]
+            row.position += len(run) - 1
         return taken
 
     def masks(self, slots: Slots, width: int) -> np.ndarray:

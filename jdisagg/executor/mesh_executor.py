@@ -130,7 +130,7 @@ class MeshExecutor:
             self._sums,
             limits.granule_tokens,
         )
-        self._grammars = GrammarRows(model.vocabulary, longest_run(limits))
+        self._grammars = GrammarRows(model.vocabulary, longest_run(limits), platform)
         self._sampler = PrefillSampler(
             self.programs, self._weights, self._shards, limits, self._rows, self._grammars
         )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdisagg.executor.decode_program import run_rows
-from jdisagg.executor.grammar_rows import LONGEST_RUN, GrammarRows, longest_run, rows_for_runs
+from jdisagg.executor.grammar_rows import LONGEST_RUN, GrammarRows, longest_run, pays, rows_for_runs
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import SampleSpec, SlotAdmit, SlotGrow
@@ -34,7 +34,7 @@ def admit(
 
 
 def rows_of(*admits: SlotAdmit, longest: int = LONGEST_RUN) -> GrammarRows:
-    rows = GrammarRows(VOCABULARY, longest)
+    rows = GrammarRows(VOCABULARY, longest, "cpu")
     rows.compiler = GRAMMARS
     rows.admit(admits, ())
     return rows
@@ -73,6 +73,15 @@ def test_rows_beside_the_slots_are_shared_and_what_does_not_fit_is_left_to_later
     assert step(rows, (0, 1), room=4) == (["force", ""], ["d", "o"])
     assert step(rows, (0, 1), room=4) == (["d wor", ""], ["d", "r"])
     assert step(rows, (1, 0), room=13)[0] == ["rced words", "ds"]
+
+
+def test_on_a_cpu_a_run_must_save_a_quarter_of_the_rows() -> None:
+    assert pays(1, 4, "cpu") and pays(2, 8, "cpu") and pays(1, 256, "gpu")
+    assert not pays(1, 5, "cpu") and not pays(0, 1, "cpu") and not pays(0, 1, "gpu")
+    others = [admit(slot, "qforced words") for slot in range(1, 5)]
+    rows = rows_of(admit(0, "qforced wor"), *others)
+    step(rows, (0, 1, 2, 3, 4))
+    assert step(rows, (0, 1, 2, 3, 4)) == ([""] * 5, ["s", *[chr(FIRST + END)] * 4])
 
 
 def test_a_slot_that_rests_for_a_step_goes_on_with_its_run() -> None:
