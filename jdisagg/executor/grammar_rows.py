@@ -35,7 +35,7 @@ Runs = dict[tuple[int, int], list[int]]
 
 def rows_for_runs(bucket: int) -> int:
     """Rows that a step of so many has beside them for runs of forced tokens, on each rank."""
-    return max(4, bucket // 2)
+    return max(8, bucket // 2)
 
 
 def pays(extra: int, rows: int, platform: str) -> bool:
@@ -82,6 +82,7 @@ class GrammarRows:
         self._vocabulary, self._longest, self._platform = vocabulary, longest, platform
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
+        self._turn = 0  # forward passes so far: another row comes first in each
         # tokens that were issued and not consumed, with who gets them: (rank, row, matcher)
         self._issued: list[tuple[jax.Array, list[tuple[int, int, TokenMatcher]]]] = []
 
@@ -105,19 +106,21 @@ class GrammarRows:
 
     def runs(self, slots: Slots, room: int) -> Runs:
         """The runs that the next forward pass takes, of two tokens or more; none where that would
-        not pay. `room`: rows beside those of `slots[rank]`, on each rank; what does not fit is left
-        to later steps."""
+        not pay. `room`: rows beside those of `slots[rank]`, on each rank, which go to another slot
+        first in each step; what does not fit is left to later ones."""
         taken: Runs = {}
         for rank, rank_slots in enumerate(slots):
             left = room
-            for index, slot in enumerate(rank_slots):
-                row = self._rows.get((rank, slot))
+            for turn in range(len(rank_slots)):
+                index = (turn + self._turn) % len(rank_slots)
+                row = self._rows.get((rank, rank_slots[index]))
                 if row is None or len(row.run) < 2:
                     continue
                 count = min(len(row.run), row.limit - row.position, left + 1)
                 if count >= 2:
                     taken[rank, index] = row.run[:count]
                     left -= count - 1
+        self._turn += 1
         extra = sum(len(run) - 1 for run in taken.values())
         if not pays(extra, sum(map(len, slots)), self._platform):
             return {}

@@ -70,9 +70,9 @@ def test_a_run_is_cut_where_the_slot_may_write_no_more_and_goes_on_when_it_has_g
 def test_rows_beside_the_slots_are_shared_and_what_does_not_fit_is_left_to_later_steps() -> None:
     rows = rows_of(admit(0), admit(1))
     step(rows, (0, 1))
-    assert step(rows, (0, 1), room=4) == (["force", ""], ["d", "o"])
-    assert step(rows, (0, 1), room=4) == (["d wor", ""], ["d", "r"])
-    assert step(rows, (1, 0), room=13)[0] == ["rced words", "ds"]
+    assert step(rows, (0, 1), room=4) == (["", "force"], ["o", "d"]), "each comes first in turn"
+    assert step(rows, (0, 1), room=4) == (["orced", ""], [" ", " "])
+    assert step(rows, (0, 1), room=13)[0] == [" words", " words"]
 
 
 def test_on_a_cpu_a_run_must_save_a_quarter_of_the_rows() -> None:
