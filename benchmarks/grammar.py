@@ -1,13 +1,16 @@
 """What does a grammar cost a decode step?
 
-    python -m benchmarks.grammar --model=measured --rounds=5 [--name=grammar]
+    python -m benchmarks.grammar --model=measured --rounds=5 [--compact] [--name=grammar]
 
-The embedded cluster in unified mode, eight sequences at temperature 1, seconds a step while all of
-them decode. Against eight without a grammar, in turn: eight under a JSON schema, and one under it
-beside seven without. `measured`: the model of `benchmarks/plain_loop.py` (12 layers, 768 wide) with
-32,000 made-up tokens; `shipped`: the tiny model with its own tokenizer. Weights and texts mean
-nothing here, masks and steps do. Also timed: making one row's mask, on the host; and what a step
-takes of a processor, which a busy machine changes less."""
+The embedded cluster in unified mode, eight sequences at temperature 1, seconds a token of each, in
+the mean. Against eight without a grammar, in turn: eight under a JSON schema, one under it
+beside seven without, and the eight on a mesh that takes no runs of forced tokens. `compact`: under
+a schema without blanks, much of which is forced. `measured`: the model of
+`benchmarks/plain_loop.py` (12 layers, 768 wide) with 32,000 made-up tokens; `shipped`: the tiny
+model with its own tokenizer. Weights and texts mean nothing here, masks and steps do. Also timed:
+making one row's mask, on the host; and what a token takes of a processor, which a busy machine
+changes less. Also counted: decode steps of a batch of eight under the schema, and the tokens that
+took none of their own."""
 
 import asyncio
 import json
@@ -28,9 +31,11 @@ from benchmarks.plain_loop import KV_HEADS, MEASURED_MODEL, VOCABULARY
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.instance import Loaded
+from jdisagg.executor import grammar_rows
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import DecodeSteps, StepCommand, StepResult
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
@@ -42,10 +47,12 @@ from models.decoder import init_model
 from models.hf_config import HfConfig
 
 _MODEL = flags.DEFINE_enum("model", "measured", ["measured", "shipped"], "Which model.")
+_COMPACT = flags.DEFINE_bool("compact", False, "Answers without blanks.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 BATCH, PROMPT, OUTPUT, END = 8, 64, 64, 0
+WARM_ROUNDS = 3  # which compile: a batch shrinks at its end, with runs not always alike
 PERSON = {
     "type": "object",
     "properties": {
@@ -60,6 +67,13 @@ PERSON = {
 # so many of them that no answer ends
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 200}
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PEOPLE))
+# without blanks, and with names that end: much of it is forced
+SHORT = PERSON["properties"] | {"name": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"}}  # type: ignore[operator]
+RECORDS = PEOPLE | {
+    "x-guidance": {"whitespace_flexible": False},
+    "items": PERSON | {"properties": SHORT},
+}
+COMPACT = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(RECORDS))
 
 
 class NoText:
@@ -100,9 +114,12 @@ def shipped() -> tuple[Loaded, GrammarCompiler]:
 
 
 class Measured:
-    """The cluster, and batches through it."""
+    """The cluster, and batches through it. `longest_run`: of forced tokens; 1 takes none."""
 
-    def __init__(self, loaded: Loaded, grammars: GrammarCompiler) -> None:
+    def __init__(
+        self, loaded: Loaded, grammars: GrammarCompiler, schema: Grammar, longest_run: int
+    ) -> None:
+        self._schema = schema
         pages = (BATCH + 1) * (PROMPT + OUTPUT) // 16 + 8
         config = EngineConfig(
             model=ModelConfig(dtype="float32", context_tokens=256),
@@ -122,27 +139,45 @@ class Measured:
         def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
             return loaded
 
+        # no option of a server: nobody is better off without runs
+        grammar_rows.LONGEST_RUN = longest_run
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
         self.cluster.constrain(grammars)
         self._vocabulary = loaded.model.vocabulary
-        self._count = 0
+        self._count = self.decode_steps = 0
+        assert self.cluster.decode is not None
+        executor = self.cluster.decode.executor
+        issue = executor.run
 
-    async def step(self, constrained: int) -> tuple[float, float]:
-        """Seconds a decode step of a batch, the first so many of which have the grammar; and
-        seconds of a processor a step, its share of the prefill included."""
+        def run(command: StepCommand) -> asyncio.Future[StepResult]:
+            self.decode_steps += command.steps if isinstance(command, DecodeSteps) else 0
+            return issue(command)
+
+        executor.run = run  # type: ignore[method-assign]
+
+    async def step(self, constrained: int, first: int) -> tuple[float, float]:
+        """Seconds a token of a batch of prompts from the `first` on, of which so many have the
+        grammar; and seconds of a processor a token, its share of the prefill included."""
         spent = time.process_time()
-        streams = await asyncio.gather(*(self._stream(row < constrained) for row in range(BATCH)))
-        low, high = max(times[2] for times in streams), min(times[-2] for times in streams)
-        inside = [when for when in streams[-1] if low <= when <= high]
+        streams = await asyncio.gather(
+            *(self._stream(first + row, row < constrained) for row in range(BATCH))
+        )
         spent = (time.process_time() - spent) / OUTPUT
-        return (inside[-1] - inside[0]) / sum(when > inside[0] for when in inside), spent
+        # from the second token on: the prefill of others is over
+        paces = [(times[-1] - times[1]) / (len(times) - 2) for times in streams]
+        return statistics.mean(paces), spent
 
-    async def _stream(self, constrained: bool) -> list[float]:
+    @property
+    def forced_tokens(self) -> int:
+        """Taken without a step of their own so far."""
+        return self.cluster._workers[-1].counters["forced_tokens"]
+
+    async def _stream(self, number: int, constrained: bool) -> list[float]:
         self._count += 1
-        draw = np.random.default_rng(self._count)
+        draw = np.random.default_rng(number)
         prompt = tuple(draw.integers(3, self._vocabulary, PROMPT).tolist())
         sampling = SamplingParams(
-            max_tokens=OUTPUT, seed=self._count, grammar=SCHEMA if constrained else None
+            max_tokens=OUTPUT, seed=number, grammar=self._schema if constrained else None
         )
         request = Request(f"r{self._count}", prompt, sampling, (END,) if constrained else ())
         times: list[float] = []
@@ -167,32 +202,56 @@ def mask_seconds(grammars: GrammarCompiler, vocabulary: int) -> list[float]:
 
 async def run() -> dict[str, object]:
     loaded, grammars = made_up() if _MODEL.value == "measured" else shipped()
-    measured = Measured(loaded, grammars)
+    schema = COMPACT if _COMPACT.value else SCHEMA
+    # in this order: the one sets what the other is to have
+    measured = Measured(loaded, grammars, schema, grammar_rows.LONGEST_RUN)
+    one_by_one = Measured(loaded, grammars, schema, longest_run=1)
     masks = mask_seconds(grammars, loaded.model.vocabulary)
     figures: dict[str, object] = {
         "model": _MODEL.value,
+        "blanks": not _COMPACT.value,
         "vocabulary": loaded.model.vocabulary,
         "mask of a row, ms": {
             "median": 1e3 * statistics.median(masks),
             "99th percentile": 1e3 * masks[-2],
         },
     }
+    kinds = {
+        "none": (measured, 0),
+        f"1 of {BATCH}": (measured, 1),
+        f"{BATCH} of {BATCH}": (measured, BATCH),
+        f"{BATCH} of {BATCH}, no runs": (one_by_one, BATCH),
+    }
+    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    steps: dict[str, list[int]] = {kind: [] for kind in kinds}
+    forced: list[float] = []
     await measured.cluster.start()
+    await one_by_one.cluster.start()
     try:
-        for rows in (1, BATCH):
-            ours: list[tuple[float, float]] = []
-            theirs: list[tuple[float, float]] = []
-            for number in range(_ROUNDS.value + 1):
-                mine, other = await measured.step(rows), await measured.step(0)
-                if number:  # the first one compiles
-                    ours.append(mine)
-                    theirs.append(other)
-            for at, kind in enumerate(("of the clock", "of a processor")):
-                figures[f"{rows} of {BATCH} with a grammar, against none, seconds {kind}"] = paired(
-                    [one[at] for one in ours], [one[at] for one in theirs]
-                )
+        for number in range(-WARM_ROUNDS, _ROUNDS.value):
+            for kind, (mesh, rows) in kinds.items():
+                before = mesh.decode_steps, mesh.forced_tokens
+                seconds = await mesh.step(rows, (number + WARM_ROUNDS) * BATCH)
+                if number >= 0:
+                    taken[kind].append(seconds)
+                    steps[kind].append(mesh.decode_steps - before[0])
+                    if mesh is measured and rows == BATCH:
+                        # the first token of each is a prefill's
+                        forced.append((mesh.forced_tokens - before[1]) / (BATCH * (OUTPUT - 1)))
     finally:
         await measured.cluster.stop()
+        await one_by_one.cluster.stop()
+    figures["decode steps of a batch"] = {
+        kind: statistics.median(counts) for kind, counts in steps.items()
+    }
+    figures["tokens without a step of their own"] = statistics.median(forced)
+    _, one, all_of_them, no_runs = kinds
+    pairs = [(one, "none"), (all_of_them, "none"), (no_runs, "none"), (all_of_them, no_runs)]
+    for at, clock in enumerate(("of the clock", "of a processor")):
+        for ours, theirs in pairs:
+            figures[f"{ours} with a grammar, against {theirs}, seconds {clock} a token"] = paired(
+                [each[at] for each in taken[ours]], [each[at] for each in taken[theirs]]
+            )
     return figures
 
 

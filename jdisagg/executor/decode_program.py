@@ -11,7 +11,10 @@ would copy each layer's weights. A layer whose pages are a ring of each slot's h
 is worked out from the slot: the ring, over and over, so that a position writes over one that no
 window reaches any more. Where a row has a grammar a step is two programs: the forward pass,
 which gives logits, and the choice, which is issued when the masks are known. The forward pass is
-then under way already."""
+then under way already. Such a pass may compute a run of forced tokens, several positions of a slot
+at once: all rows write their KV before any attends, and each attends up to its own position, so
+that the rows of a run are what steps one after the other would be. They lie behind the slots' own
+rows, of which each is the last of its run, and only those have logits and are chosen for."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
-from jdisagg.executor.grammar_rows import GrammarRows
+from jdisagg.executor.grammar_rows import GrammarRows, Runs, Slots, rows_for_runs
 from jdisagg.executor.page_pool import Kept, LayerPages, PagePool, Pools
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
@@ -73,6 +76,14 @@ class SlotState(NamedTuple):
     counts: jax.Array  # int32 [ranks, slots, V]
 
 
+class Stepped(NamedTuple):
+    """What a step gives: of some rows, by rank and row, forced tokens that come before the chosen
+    one."""
+
+    chosen: Chosen
+    forced: dict[tuple[int, int], list[int]]
+
+
 class DecodePrograms:
     """Owns the slot state. Called by the dispatch thread alone."""
 
@@ -97,7 +108,7 @@ class DecodePrograms:
             np.zeros((ranks, slots, rows.vocabulary), np.int32),
         )
         self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
-        self._batch: tuple[tuple[tuple[int, ...], ...], jax.Array] | None = None
+        self._batch: tuple[Slots, jax.Array] | None = None
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
         """Puts sequences into slots and gives running ones more pages, a fixed number of rows a
@@ -113,7 +124,7 @@ class DecodePrograms:
         for changed in _per_rank_groups(penalised, 1):
             self._write_counts(changed)
 
-    def step(self, slots: tuple[tuple[int, ...], ...], variant: Variant) -> Chosen:
+    def step(self, slots: Slots, variant: Variant) -> Stepped:
         """Issues one step. Returns the chosen tokens [ranks, b] (and log-probabilities), rows in
         the order of `slots[rank]`."""
         width = max(1, max(len(row) for row in slots))
@@ -127,15 +138,13 @@ class DecodePrograms:
         )
         self._pools.put(0, kept)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
-        return chosen
+        return Stepped(chosen, {})
 
-    def _step_in_two(
-        self, slots: tuple[tuple[int, ...], ...], batch: jax.Array, variant: Variant
-    ) -> Chosen:
-        hot, ints, floats, counts = self._state
+    def _step_in_two(self, slots: Slots, batch: jax.Array, variant: Variant) -> Stepped:
         bucket = batch.shape[1]
-        kept, logits_BV = self._program(bucket, None)(*self._model(), hot, (), ints, floats, batch)
-        self._pools.put(0, kept)
+        runs = self._grammars.runs(slots, rows_for_runs(bucket))
+        logits_BV = self._forward_runs(slots, bucket, runs) if runs else self._forward(batch)
+        hot, ints, floats, counts = self._state
         mask = self._programs.argument(self._grammars.masks(slots, bucket))
         arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
         # the mask may go up within the call
@@ -143,7 +152,33 @@ class DecodePrograms:
             hot, chosen, counts_out = self._choice(arguments, variant)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
         self._grammars.issued(slots, chosen.token)
-        return chosen
+        return Stepped(chosen, {row: run[1:] for row, run in runs.items()})
+
+    def _forward(self, batch: jax.Array) -> jax.Array:
+        """Logits [ranks, b, V] of a step in two."""
+        hot, ints, floats, _ = self._state
+        program = self._program(batch.shape[1], None)
+        kept, logits_BV = program(*self._model(), hot, (), ints, floats, batch)
+        self._pools.put(0, kept)
+        return logits_BV
+
+    def _forward_runs(self, slots: Slots, bucket: int, runs: Runs) -> jax.Array:
+        """As `_forward`, where some slots take several tokens: these stand at the last of them
+        afterwards."""
+        rows = run_rows(slots, bucket, runs, nobody=self._limits.slots_per_rank)
+        hot, ints, floats, _ = self._state
+        arguments = (*self._model(), hot, (), ints, floats, self._programs.argument(rows))
+        # the rows may go up within the call
+        with jax.transfer_guard_host_to_device("allow"):
+            kept, hot, logits_BV = self._runs_program(bucket, arguments)(*arguments)
+        self._pools.put(0, kept)
+        self._state = self._state._replace(hot=hot)
+        return logits_BV
+
+    def warm_runs(self, bucket: int) -> None:
+        """Computes runs of nobody's, beside so many rows."""
+        nobody = ((),) * self._limits.ranks
+        self._forward_runs(nobody, bucket, {}).block_until_ready()
 
     def _model(self) -> tuple[Any, Any, Kept]:
         return (
@@ -158,7 +193,7 @@ class DecodePrograms:
         self._write_rows(nothing)
         self._write_counts(nothing)
 
-    def _batch_array(self, slots: tuple[tuple[int, ...], ...], bucket: int) -> jax.Array:
+    def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
         if self._batch is None or self._batch[0] != slots or self._batch[1].shape[1] != bucket:
             # out of range: no slot
             rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)
@@ -193,6 +228,24 @@ class DecodePrograms:
             )
 
         return self._programs.get(("decode", bucket, variant), build)
+
+    def _runs_program(self, bucket: int, arguments: tuple[Any, ...]) -> Any:
+        """The forward pass over rows as `run_rows` makes them. Returns what is kept, hot, and the
+        logits [ranks, b, V] of the first `bucket`."""
+
+        def build() -> Any:
+            kept_specs = self._pools.specs()
+            layer_specs = [layer.specs for layer in self._weights.layers]
+            in_specs = (self._weights.stem.specs, layer_specs, kept_specs, RANK, (), RANK, RANK)
+            return self._programs.compile(
+                self._step_body(None, chosen_rows=bucket),
+                arguments,
+                (*in_specs, RANK),
+                (kept_specs, RANK, RANK),
+                donate=(2, 3),
+            )
+
+        return self._programs.get(("decode runs", bucket), build)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
         """The end of a step in two, of hot, counts, ints, floats, logits, batch and mask (uint32
@@ -254,7 +307,9 @@ class DecodePrograms:
 
         return end
 
-    def _step_body(self, variant: Variant | None) -> Any:
+    def _step_body(self, variant: Variant | None, chosen_rows: int | None = None) -> Any:
+        """`chosen_rows`: the first of those that `run_rows` makes, which have logits; None: the
+        batch is slots, and all have."""
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
         pools, nowhere, ring = self._pools, self._pools.states.rank_rows, self._limits.ring_pages
@@ -269,7 +324,11 @@ class DecodePrograms:
             floats: Any,
             batch: Any,
         ) -> Any:
-            row: BatchRows = rows.batch(batch[0], hot[0], ints[0], floats[0])
+            row: BatchRows
+            if chosen_rows is None:
+                row = rows.batch(batch[0], hot[0], ints[0], floats[0])
+            else:
+                row = rows.run_batch(batch[0], hot[0], ints[0], floats[0])
             _, table_BN = rows.limit_and_table(row.ints)
             at_B, slot_B = row.at, rows.state(row.ints)
             in_pages = _places(table_BN, row, pools.pages)
@@ -336,11 +395,18 @@ class DecodePrograms:
                 if not layer_rings:
                     new_rings.append(())
             logits_BV, shard = logits(
-                variant or Variant.MASKED, stem, reveal(x_BD), shards, rows.vocabulary
+                variant or Variant.MASKED,
+                stem,
+                reveal(x_BD if chosen_rows is None else x_BD[:chosen_rows]),
+                shards,
+                rows.vocabulary,
             )
-            if ending is None:
-                return (new_pages, new_states, new_rings), logits_BV[None]
             kept = (new_pages, new_states, new_rings)
+            if chosen_rows is not None:
+                hot_S2 = row.stand_at(hot[0], chosen_rows)
+                return kept, hot_S2[None], logits_BV[None]
+            if ending is None:
+                return kept, logits_BV[None]
             return kept, *ending(row, hot, counts, logits_BV, shard)
 
         return body
@@ -397,6 +463,24 @@ class DecodePrograms:
         self._state = self._state._replace(
             counts=self._programs.get(("counts",), build)(*arguments)
         )
+
+
+def run_rows(slots: Slots, bucket: int, runs: Runs, nobody: int) -> np.ndarray:
+    """The rows of a forward pass with runs: int32 [ranks, bucket and rows for runs, 3] of slot,
+    distance of its position from where the slot stands, and token, or -1 for the slot's own. The
+    first ones are of `slots`, each with the last token of its run; the others follow."""
+    rows = np.full((len(slots), bucket + rows_for_runs(bucket), 3), (nobody, 0, -1), np.int32)
+    used = [bucket] * len(slots)
+    for rank, rank_slots in enumerate(slots):
+        rows[rank, : len(rank_slots), 0] = rank_slots
+    for (rank, index), run in runs.items():
+        slot, ahead, first = slots[rank][index], len(run) - 1, used[rank]
+        used[rank] = end = first + ahead
+        rows[rank, index, 1:] = ahead, run[-1]
+        rows[rank, first:end, 0] = slot
+        rows[rank, first:end, 1] = np.arange(ahead)
+        rows[rank, first:end, 2] = run[:-1]
+    return rows
 
 
 def _per_rank_groups(

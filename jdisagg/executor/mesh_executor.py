@@ -15,7 +15,7 @@ from jdisagg.executor.block_programs import BlockPrograms
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
-from jdisagg.executor.grammar_rows import GrammarRows
+from jdisagg.executor.grammar_rows import GrammarRows, longest_run
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
@@ -130,7 +130,7 @@ class MeshExecutor:
             self._sums,
             limits.granule_tokens,
         )
-        self._grammars = GrammarRows(model.vocabulary)
+        self._grammars = GrammarRows(model.vocabulary, longest_run(limits), platform)
         self._sampler = PrefillSampler(
             self.programs, self._weights, self._shards, limits, self._rows, self._grammars
         )
@@ -233,7 +233,10 @@ class MeshExecutor:
         """Runs a step of `size` rows, none of them anybody's."""
         assert self._decode is not None
         nobody = (self.limits.slots_per_rank,) * size
-        self._decode.step((nobody,) * self.limits.ranks, variant).token.block_until_ready()
+        stepped = self._decode.step((nobody,) * self.limits.ranks, variant)
+        stepped.chosen.token.block_until_ready()
+        if variant is Variant.MASKED:
+            self._decode.warm_runs(size)
 
     def warm_updates(self) -> None:
         """Runs what admits, grows, sets counts and copies pages."""
@@ -420,20 +423,20 @@ class MeshExecutor:
         assert self._decode is not None, "this instance has no decode programs"
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
-            self._grammars.admit(command.admits)
+            self._grammars.admit(command.admits, command.grows)
             for admit in command.admits:
                 self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
         variant = Variant.of(command.sampled, command.shaped, command.masked)
-        chosen = [self._decode.step(command.slots, variant) for _ in range(command.steps)]
-        for step in chosen:
-            start_reading(step)
+        stepped = [self._decode.step(command.slots, variant) for _ in range(command.steps)]
+        for step in stepped:
+            start_reading(step.chosen)
         wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
         if variant.shaped:
             wanted = tuple(
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)
             )
-        return DecodeReading(command, chosen, wanted)
+        return DecodeReading(command, stepped, wanted)
 
     def _run_pull(self, command: PullBlock) -> Waiting:
         if command.peer == HOST:

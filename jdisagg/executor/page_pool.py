@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from jdisagg.executor.grammar_rows import rows_for_runs
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVComponent, KVSpec
 from jdisagg.ops.kv_pages import kept_dtype
@@ -96,7 +97,8 @@ class Pools(NamedTuple):
 
     @staticmethod
     def of(programs: Programs, limits: MeshLimits) -> "Pools":
-        spec, size, padding = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
+        spec, size, largest = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
+        padding = largest + rows_for_runs(largest)
         rings = limits.state_slots_per_rank * limits.ring_pages
         return Pools(
             PagePool(programs, limits.paged, limits.pages_per_rank, size, padding),

@@ -124,6 +124,20 @@ class RowFormat:
             active=(slot_B < hot_S2.shape[0]) & (position_B < ints_BI[:, _LIMIT]),
         )
 
+    def run_batch(
+        self, run_B3: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
+    ) -> "BatchRows":
+        """As `batch`, where a slot may have several rows: each is a slot, how far behind the slot's
+        own position its position lies, and its token, -1 for the slot's own."""
+        slot_B, ahead_B, token_B = run_B3.T
+        row = self.batch(slot_B, hot_S2, ints_SI, floats_SF)
+        position_B = row.position + ahead_B
+        return row._replace(
+            token=jnp.where(token_B < 0, row.token, token_B),
+            position=position_B,
+            active=(slot_B < hot_S2.shape[0]) & (position_B < row.ints[:, _LIMIT]),
+        )
+
     def shaping(self, ints_BI: jax.Array, floats_BF: jax.Array) -> ShapingRows:
         return ShapingRows(
             presence=floats_BF[:, 3],
@@ -159,6 +173,11 @@ class BatchRows(NamedTuple):
     def at(self) -> jax.Array:
         """int32 [B]: `position`, 0 where there is no step."""
         return jnp.where(self.active, self.position, 0)
+
+    def stand_at(self, hot_S2: jax.Array, count: int) -> jax.Array:
+        """`hot` where the slots of the first so many rows stand at their tokens and positions."""
+        there_B2 = jnp.stack((self.token[:count], self.position[:count]), axis=1)
+        return hot_S2.at[self.slot[:count]].set(there_B2, mode="drop")
 
     def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
         """`hot` after these tokens were chosen."""

@@ -54,6 +54,25 @@ class TokenMatcher:
             else:
                 self._inner.consume_token(token_id)
 
+    def forced(self, most: int, vocabulary: int) -> list[int]:
+        """Goes on as long as one id alone may come next, a stop id aside.
+
+        Args:
+          most: this many ids are enough.
+          vocabulary: ids from here on are none of the model's.
+        Returns: those ids, consumed. `fill` would have allowed each of them alone
+          (tests/end_to_end/test_schemas.py).
+        """
+        found: list[int] = []
+        while len(found) < most and not self._ended:
+            ids = self._inner.compute_ff_tokens()
+            if not ids or ids[0] in self._stop_ids or ids[0] >= vocabulary:
+                break
+            # one at a time: llguidance may cut the rest otherwise once this one is known
+            self.consume(ids[:1])
+            found.append(ids[0])
+        return found
+
     def fill(self, mask: np.ndarray) -> None:
         """Writes a bit for each id that may come next, the first id in the lowest bit of the first
         word.

@@ -320,8 +320,9 @@ class PrefillResult(Message, frozen=True):
 
 
 class DecodeResult(Message, frozen=True):
-    """`tokens[rank][row][k]` for row i of `slots[rank]`, NO_TOKEN, BROKEN_TOKEN and STUCK_TOKEN
-    included.
+    """`tokens[rank][row]` of row i of `slots[rank]`: one a step, NO_TOKEN, BROKEN_TOKEN and
+    STUCK_TOKEN included. A row with a grammar may have more: forced tokens, which a step takes
+    beside the one that it chooses.
 
     `logprobs` alike where asked for, else empty.
     """

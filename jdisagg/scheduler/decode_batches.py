@@ -3,7 +3,9 @@ read-back means. Pure.
 
 The loop runs ahead: step n + 1 is planned before the tokens of n are read. So a plan counts with
 `issued_position` (where each slot will be), and `apply` with what was read; the device knows no
-stop ids, so tokens behind a stop are overrun and dropped here.
+stop ids, so tokens behind a stop are overrun and dropped here. Under a grammar a step may bring
+more tokens than the one that was counted with (a forced run), or none, since the step before
+came to the limit; what was read back puts `issued_position` right.
 
 Order of a plan: running sequences first get the pages they need (oldest first; when none is free
 the youngest holder of the rank is preempted), then ready ones take free slots. Several steps go
@@ -55,6 +57,7 @@ class DecodeBatches:
         self._stream_tokens = stream_tokens
         self._spans = spans
         self._issued: dict[int, list[list[_Issued]]] = {}
+        self.forced_tokens = 0  # that came without a step of their own
 
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
@@ -222,10 +225,12 @@ class DecodeBatches:
                     broken.append((child.group, min(tokens)))
                     continue
                 if count != due:
-                    assert self._spans and count < due, (
+                    forced = child.group.request.sampling.grammar is not None
+                    assert forced or (self._spans and count < due), (
                         f"step {result.step}: {count} tokens came back, {due} were due"
                     )
-                    child.issued_position -= due - count
+                    child.issued_position += count - due
+                    self.forced_tokens += max(0, count - due)
                 generated = child.generated
                 if len(generated) + count < child.uneventful:
                     generated.extend(kept)

@@ -193,6 +193,8 @@ class DecodeWorker(MeshWorker):
             assert isinstance(result, DecodeResult)
             for group, token in self._batches.apply(result):
                 self.fail(group, self._unchosen(group.request, token))
+            if forced := self._batches.forced_tokens - self.counters["forced_tokens"]:
+                self.counters.add("forced_tokens", forced)
         self._migration.poke()
 
     def _settle(self) -> None:

@@ -41,7 +41,7 @@ def requests(count: int) -> list[Request]:
             temperature=float(number % 2),
             seed=number,
             n=1 + (number % 4 == 3),
-            repetition_penalty=1.0 + 0.1 * (number % 3 == 1),
+            repetition_penalty=1.0 + 0.1 * (number % 6 == 1),
             logprobs=number % 2 or None,
             grammar=grammars[number % 3],
         )
@@ -99,6 +99,7 @@ def test_sequences_that_move_to_another_decode_worker_follow_their_grammars(
             await fleet.decode_worker("decode0").drain(30.0)
             await streams
             assert fleet.path.counters["sequences_moved"] > 0
+            assert fleet.decode_worker("decode1").counters["forced_tokens"] > 0
             await fleet.check_quiet()
 
     run_virtually(main)
@@ -126,7 +127,9 @@ def test_preempted_sequences_follow_their_grammars() -> None:
         decode = toy_limits(pages_per_rank=30, slots_per_rank=8)
         async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
             await follow(fleet, requests(9))
-            assert (await fleet.decode_worker("decode0").status()).preemptions > 0
+            worker = fleet.decode_worker("decode0")
+            assert (await worker.status()).preemptions > 0
+            assert worker.counters["forced_tokens"] > 0
             await fleet.check_quiet()
 
     run_virtually(main)

@@ -13,6 +13,7 @@ from tests import time_scale
 from tests.end_to_end.clusters import Running, config, running
 
 REGEX = Grammar(GrammarKind.REGEX, "[0-9]{30}")
+FORCED = Grammar(GrammarKind.REGEX, "[0-9] one two three four five six [0-9]{9}")
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -96,6 +97,10 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
                 for index, wanted in enumerate((None, 3))
             ),
             *(
+                run.request("a", f"f{index}", max_tokens=30, seed=index, grammar=FORCED)
+                for index in range(3)
+            ),
+            *(
                 run.request("run " * (3 * index + 1), f"e{index}", max_tokens=50, ignore_eos=True)
                 for index in range(12)
             ),
@@ -103,6 +108,7 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
         with Compilations() as seen:
             await run.complete_all(requests)
             await rest_and_go_on(run)
+        assert run.cluster._workers[-1].counters["forced_tokens"] > 0
         assert seen.count == 0
         assert run.cluster.compilations == before
 

@@ -9,6 +9,7 @@ from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.engine.instance import LoadModel
 from jdisagg.executor.mesh_executor import MeshRole
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import DecodePort, PeerPort
@@ -36,6 +37,7 @@ class TwoDecoders(EmbeddedCluster):
         config = replace(self.config.decode, layout=Layout(), page_size=8, pages_per_rank=64)
         role = MeshRole(prefill=False, decode=True)
         instance = self._instance(SECOND, config, load(config.layout, devices), role)
+        self._second_mesh = instance.executor
         assert self.prefill
         instance.executor.expect(self.prefill.executor.card)
         prefill, first = self._workers
@@ -56,6 +58,10 @@ class TwoDecoders(EmbeddedCluster):
         self._workers.append(self.second)
         second = through(DecodePort, self.second, mortal)
         return ClusterPorts(ports.prefill, {**ports.decode, SECOND: second})
+
+    def constrain(self, grammars: GrammarCompiler | None) -> None:
+        super().constrain(grammars)
+        self._second_mesh.constrain(grammars)
 
     async def move_some(self) -> None:
         """Until cancelled."""

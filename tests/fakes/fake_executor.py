@@ -50,7 +50,10 @@ from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.executor import MeshLimits
 from tests.fakes.fake_disk import FakeDisk, no_disk
 from tests.fakes.fake_states import FakeStates
+from tests.fakes.toy_grammars import is_forced
 from tests.fakes.toy_model import Entry, choose, extend, score
+
+LONGEST_RUN = 5
 
 
 @dataclass
@@ -104,6 +107,8 @@ class Costs:
 
 @dataclass
 class _Slot:
+    """`forced`: its token came when a grammar allowed no other."""
+
     sequence: int
     token: int
     position: int
@@ -112,6 +117,7 @@ class _Slot:
     spec: SampleSpec
     outputs: list[int]
     state: int
+    forced: bool = False
 
 
 def toy_limits(
@@ -456,14 +462,12 @@ class FakeExecutor:
             [[self._step(rank, slot) for slot in slots] for rank, slots in enumerate(rows)]
             for _ in range(command.steps)
         ]
-        tokens = tuple(
-            tuple(tuple(step[rank][row][0] for step in steps) for row in range(len(slots)))
+        taken = [
+            [[one for step in steps for one in step[rank][row]] for row in range(len(slots))]
             for rank, slots in enumerate(rows)
-        )
-        logprobs = tuple(
-            tuple(tuple(step[rank][row][1] for step in steps) for row in range(len(slots)))
-            for rank, slots in enumerate(rows)
-        )
+        ]
+        tokens = tuple(tuple(tuple(one[0] for one in row) for row in rank) for rank in taken)
+        logprobs = tuple(tuple(tuple(one[1] for one in row) for row in rank) for rank in taken)
         return DecodeResult(command.step, tokens, logprobs if command.shaped else ())
 
     def _admit(self, admit: SlotAdmit) -> None:
@@ -481,9 +485,18 @@ class FakeExecutor:
         )
         self._slots[admit.rank, admit.slot] = slot
 
-    def _step(self, rank: int, slot: _Slot) -> tuple[int, TokenLogprobs | None]:
+    def _step(self, rank: int, slot: _Slot) -> list[tuple[int, TokenLogprobs | None]]:
+        """A token, and before it those of a run of forced ones, up to the limit."""
         if slot.position >= slot.limit:
-            return -1, None
+            return [(-1, None)]
+        taken = [self._token(rank, slot)]
+        known, slot.forced = slot.forced, is_forced(slot.token, slot.spec, tuple(slot.outputs))
+        while known and slot.forced and slot.position < slot.limit and len(taken) < LONGEST_RUN:
+            taken.append(self._token(rank, slot))
+            slot.forced = is_forced(slot.token, slot.spec, tuple(slot.outputs))
+        return taken
+
+    def _token(self, rank: int, slot: _Slot) -> tuple[int, TokenLogprobs | None]:
         before = self._read(rank, slot.pages, slot.position)
         chain = extend(before, slot.token)
         self._write(rank, slot.pages, (slot.position, slot.token, chain))

@@ -28,13 +28,25 @@ def toy_text(token_ids: tuple[int, ...]) -> str:
 def next_allowed(token: int, spec: SampleSpec, outputs: tuple[int, ...]) -> int:
     """The first token from this one on, around the vocabulary, that the grammar allows behind the
     outputs."""
+    allowed = _allowed(spec, outputs)
+    assert len(allowed), "the outputs do not follow the grammar"
+    return int(next((one for one in allowed if one >= token), allowed[0]))
+
+
+def is_forced(token: int, spec: SampleSpec, outputs: tuple[int, ...]) -> bool:
+    """Whether a step may take this token, the newest output, beside the one that it chooses."""
+    sampling = spec.sampling
+    if sampling.grammar is None or sampling.penalised or sampling.logprobs is not None:
+        return False
+    return token not in spec.stop_ids and len(_allowed(spec, outputs[:-1])) == 1
+
+
+def _allowed(spec: SampleSpec, outputs: tuple[int, ...]) -> np.ndarray:
     grammar = spec.sampling.grammar
     assert grammar is not None
     mask = np.zeros(mask_words(VOCABULARY), np.uint32)
     GRAMMARS.matcher(grammar, spec.sampling, spec.stop_ids, outputs).fill(mask)
-    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-    assert len(allowed), "the outputs do not follow the grammar"
-    return int(next((one for one in allowed if one >= token), allowed[0]))
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
 def _tokenizer() -> TokenizerText:

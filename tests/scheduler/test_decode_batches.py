@@ -3,8 +3,10 @@ preemption."""
 
 from dataclasses import replace
 
+import pytest
+
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
-from jdisagg.request import FinishReason
+from jdisagg.request import FinishReason, Grammar, GrammarKind
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
@@ -27,10 +29,16 @@ class Bench:
         self.step = 0
 
     def ready(
-        self, number: int, prompt_tokens: int = 4, max_tokens: int = 20, first: int = 1
+        self,
+        number: int,
+        prompt_tokens: int = 4,
+        max_tokens: int = 20,
+        first: int = 1,
+        grammar: Grammar | None = None,
     ) -> SequenceGroup:
         request = replace(
-            toy_request(number, prompt_tokens, max_tokens=max_tokens), stop_ids=(STOP,)
+            toy_request(number, prompt_tokens, max_tokens=max_tokens, grammar=grammar),
+            stop_ids=(STOP,),
         )
         self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
         (group,) = self.reservations.grant(lease_until=9.0)
@@ -97,6 +105,40 @@ def test_a_dispatch_of_several_steps_ends_with_the_longest_sequence() -> None:
     assert [plan.steps for plan in plans] == [1, 4, 2], (
         "seven steps are left for the longer one after its first token"
     )
+
+
+def test_a_step_under_a_grammar_may_bring_a_run_or_nothing_and_the_next_plan_knows() -> None:
+    bench = Bench(toy_limits(page_size=4), growth_tokens=4)
+    (child,) = bench.ready(1, grammar=Grammar(GrammarKind.REGEX, "a*")).children
+    first, second, third = bench.plan(), bench.plan(), bench.plan()
+    assert first.masked and first.admits[0].limit == 8
+    bench.result(first, (2,))
+    assert (child.position, child.issued_position) == (5, 7)
+    bench.result(second, (3, 4, 5))
+    assert (child.position, child.issued_position) == (8, 9), "one is counted with, two more came"
+    grown = bench.plan()
+    assert [grow.limit for grow in grown.grows] == [16], "the slot stands at its limit of 8"
+    bench.result(third, (-1,))
+    bench.result(grown, (6,))
+    assert (child.position, child.issued_position) == (9, 9)
+    assert child.generated == [1, 2, 3, 4, 5, 6]
+    assert bench.batches.forced_tokens == 2
+
+
+def test_a_stop_id_within_a_run_ends_the_sequence_there() -> None:
+    bench = Bench(toy_limits())
+    (child,) = bench.ready(1, grammar=Grammar(GrammarKind.REGEX, "a*")).children
+    bench.result(bench.plan(), (2, STOP, 4))
+    assert child.generated == [1, 2, STOP]
+    assert bench.state.take_news()[-1].finish is FinishReason.STOP
+    assert bench.state.ledgers[0].free_pages == 64
+
+
+def test_without_a_grammar_a_step_brings_what_was_due() -> None:
+    bench = Bench(toy_limits())
+    bench.ready(1)
+    with pytest.raises(AssertionError, match="2 tokens came back, 1 were due"):
+        bench.result(bench.plan(), (2, 3))
 
 
 def test_growth_comes_before_the_limit_is_reached() -> None:

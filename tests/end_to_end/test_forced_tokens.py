@@ -1,0 +1,180 @@
+"""Tokens that a grammar forces are taken several a step, and no stream shows it: each is that of a
+mesh that steps through them one by one."""
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.executor import grammar_rows
+from jdisagg.request import Grammar, GrammarKind, Request
+from tests.end_to_end.clusters import LLAMA, MOE, Completed, Running, config, golden_copy, running
+from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
+from tests.end_to_end.two_decoders import TwoDecoders
+
+pytestmark = pytest.mark.ci
+
+PROMPT = "once upon a time there was a little dog"
+small = partial(config, context=256, slots=4, chunk=32)
+PET = {
+    "x-guidance": {"whitespace_flexible": False},
+    "type": "object",
+    "properties": {
+        "the kind of animal": {"enum": ["a little dog", "a little cat", "elephant"]},
+        "years": {"type": "integer", "minimum": 0, "maximum": 30},
+        "version": {"const": "2026-11-24, the first of its kind"},
+        "words": {"type": "array", "items": {"enum": ["sun", "moon"]}, "maxItems": 3},
+    },
+    "required": ["the kind of animal", "years", "version", "words"],
+    "additionalProperties": False,
+}
+SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PET))
+REGEX = Grammar(GrammarKind.REGEX, r"(one two three four five [0-9]{1,3} ){2,9}the end")
+
+
+def requests(run: Running) -> list[Request]:
+    """Greedy and seeded, of several children, with penalties, log-probabilities, bias, least and
+    most tokens, stop ids and stop strings within a run; and some without a grammar."""
+    stop = run.tokenizer.encode(" four")[-1]
+    options: list[dict[str, object]] = [
+        {"grammar": SCHEMA},
+        {"grammar": SCHEMA, "temperature": 1.0},
+        {"grammar": REGEX, "temperature": 1.0, "n": 2},
+        {"temperature": 0.8},
+        {"grammar": SCHEMA, "temperature": 1.0, "repetition_penalty": 1.3},
+        {"grammar": REGEX, "temperature": 1.0, "logprobs": 2},
+        {"grammar": SCHEMA, "temperature": 1.0, "max_tokens": 13},
+        {"grammar": REGEX, "min_tokens": 40, "temperature": 1.0},
+        {"grammar": REGEX, "stop_token_ids": (stop,)},
+        {"grammar": SCHEMA, "stop": ("first of",), "temperature": 0.7, "top_p": 0.9},
+        {"grammar": SCHEMA, "logit_bias": ((stop, 4.0),), "temperature": 1.0},
+        {},
+    ]
+    return [
+        run.request(PROMPT[: 9 + 3 * seed], f"f{seed}", **({"max_tokens": 90, "seed": seed} | one))
+        for seed, one in enumerate(options)
+    ]
+
+
+def streams(done: list[Completed]) -> list[object]:
+    return [(one.tokens, one.text, one.finish, _values(one)) for one in done]
+
+
+def _values(one: Completed) -> dict[int, int]:
+    return {child: len(values) for child, values in one.logprobs.items()}
+
+
+def forced(run: Running) -> int:
+    return sum(worker.counters["forced_tokens"] for worker in run.cluster._workers)
+
+
+_expected: dict[Path, list[object]] = {}
+
+
+async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -> list[object]:
+    """On one mesh that takes no runs, each request alone."""
+    if directory not in _expected:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_rows, "LONGEST_RUN", 1)
+            engine = small(Mode.UNIFIED, decode="tp=1", directory=directory)
+            async with running(engine, first_device=4) as run:
+                done = [await run.complete(request) for request in requests(run)]
+                assert forced(run) == 0
+        _expected[directory] = streams(done)
+    return _expected[directory]
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode", "steps"),
+    [
+        (Mode.UNIFIED, "", "tp=1", 1),
+        (Mode.CHUNKED, "", "dp=2,tp=2", 4),
+        (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
+    ],
+)
+async def test_runs_change_no_stream(
+    mode: Mode, prefill: str, decode: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await one_by_one(monkeypatch)
+    engine = small(mode, prefill or "tp=1", decode, steps=steps)
+    async with running(engine) as run:
+        done = await run.complete_all(requests(run))
+        assert streams(done) == expected
+        assert forced(run) > 100
+
+
+async def test_runs_change_no_stream_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await one_by_one(monkeypatch, MOE)
+    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
+    async with running(engine) as run:
+        assert streams(await run.complete_all(requests(run))) == expected
+        assert forced(run) > 100
+
+
+# where a text is cut one way alone: one token a character
+MARKS = Grammar(GrammarKind.REGEX, r"(@#~\^7[0-9]Z@#~\^[A-F]@#){2,5}")
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("gpt_oss", True),
+        ("qwen3_next", False),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+        pytest.param("mistral_window", True, marks=pytest.mark.slow),
+    ],
+)
+async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
+    name: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latents, windows in rings of pages, and a state, of which no position can be skipped."""
+    directory = golden_copy(name, tmp_path)
+    engine = config(
+        Mode.UNIFIED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
+    )
+    done: dict[int, list[object]] = {}
+    for longest in (1, grammar_rows.LONGEST_RUN):
+        monkeypatch.setattr(grammar_rows, "LONGEST_RUN", longest)
+        async with running(engine) as run:
+            asked = [
+                run.request(
+                    range(20, 30 + 3 * seed),
+                    f"k{seed}",
+                    grammar=MARKS,
+                    max_tokens=60,
+                    temperature=float(seed % 2),
+                    seed=seed,
+                )
+                for seed in range(6)
+            ]
+            done[longest] = streams(await run.complete_all(asked))
+            assert (forced(run) > 0) == (runs and longest > 1)
+    assert done[1] == done[longest]
+
+
+@pytest.mark.slow
+async def test_runs_of_sequences_in_a_storm_change_no_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Too few pages, moves between two decode workers, of which one dies."""
+    expected = await one_by_one(monkeypatch)
+    storm = small(prefill="tp=2", decode="dp=2", decode_page=4, pages=48, growth=1, limits=LEASES)
+    async with running(storm, kind=TwoDecoders) as run:
+        cluster = run.cluster
+        assert isinstance(cluster, TwoDecoders)
+        moving = asyncio.create_task(cluster.move_some())
+        done, _ = await run.complete_preempted(
+            requests(run), enough=lambda: cluster.first.counters["sequences_moved"] > 0
+        )
+        assert streams(done) == expected
+        assert cluster.first.counters["forced_tokens"] > 0
+        assert cluster.second.counters["forced_tokens"] > 0
+        dying = asyncio.create_task(cluster.die_when_busy())
+        done = await run.complete_all(requests(run))
+        moving.cancel()
+        assert streams(done) == expected
+        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+        await until_all_free(run)
