@@ -15,7 +15,7 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Counts up whenever a message changes its bytes or its meaning.
-PROTOCOL = 19
+PROTOCOL = 20
 
 T = TypeVar("T")
 
