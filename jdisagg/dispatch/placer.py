@@ -29,6 +29,7 @@ from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
 from jdisagg.router.affinity import Affinity, Known
 from jdisagg.router.breaker import Breaker
+from jdisagg.router.cost_terms import most_computed
 from jdisagg.router.decision import (
     Decision,
     Deferred,
@@ -240,6 +241,12 @@ class Placer:
         except BaseException:  # refused, given up or failed: it used nothing
             self._quotas.give_back(request.tenant, cost)
             raise
+
+    def most_computed(self, decode: str) -> float:
+        """Tokens of a prompt that a decode worker computes itself at the most."""
+        state = self.accounts.state
+        row = state.row(decode)
+        return math.inf if row is None else float(most_computed(state.table)[row])
 
     async def another_prefill(self, avoid: frozenset[str]) -> str:
         await self._renew()

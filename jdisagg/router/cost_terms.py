@@ -93,6 +93,18 @@ class DecodeCosts:
         return (STEPS_TO_JOIN if self.busy[which] else STEPS_ALONE) * float(self.step[which])
 
 
+@plain
+class LocalCosts:
+    """Of decode workers that compute the prompt themselves: `costs`; tokens that each `lacks`; the
+    `longest` that a running stream then waits for a token; until when what was computed there
+    lately leaves no time for it, beside streams that run (`paced`, seconds from now)."""
+
+    costs: PrefillCosts
+    lacking: Array
+    longest: Array
+    paced: Array
+
+
 def prefills_of(
     state: ClusterState, side: Side, rows: Indices, table: Table, query: PlacementQuery
 ) -> PrefillCosts:
@@ -224,6 +236,13 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
     return np.maximum(last, transfer - prefill * (1.0 - 1.0 / chunks))
 
 
+def most_computed(table: Table) -> Array:
+    """Tokens of a prompt that decode workers compute themselves: without bound where they prefill
+    for all, one chunk where they append to what they keep, 0 where they cannot."""
+    appended = np.where(table.flag("can_prefill"), table["chunk_tokens"], 0.0)
+    return np.where(table.flag("mixed"), np.inf, appended)
+
+
 def local_prefills(
     state: ClusterState,
     side: Side,
@@ -231,14 +250,19 @@ def local_prefills(
     table: Table,
     query: PlacementQuery,
     now: float,
-) -> tuple[PrefillCosts, Array]:
-    """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the
-    longest that a running stream then waits for a token."""
+) -> LocalCosts:
+    """Prefilling on the decode workers themselves: each chunk takes turns with a step."""
     alone = prefills_of(state, side, decodes.rows, table, query)
-    turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
-    longest = alone.prefill / alone.chunks + decodes.step
-    queue = np.maximum(alone.queue, np.where(decodes.busy, table["paced_until"] - now, 0.0))
-    return replace(alone, queue=queue, prefill=alone.prefill + turns), longest
+    lacking = np.full(len(decodes.rows), float(query.work.tokens))
+    at, cached = alone.known
+    lacking[at] -= cached
+    chunk_tokens = table["chunk_tokens"]
+    chunks = np.ceil(lacking / np.where(chunk_tokens > 0, chunk_tokens, lacking))
+    turns = np.where(decodes.busy, chunks * decodes.step, 0.0)
+    paced = np.where(decodes.busy, table["paced_until"] - now, 0.0)
+    queue = np.maximum(alone.queue, paced)
+    costs = replace(alone, queue=queue, prefill=alone.prefill + turns, chunks=chunks)
+    return LocalCosts(costs, lacking, alone.prefill / chunks + decodes.step, paced)
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
