@@ -95,11 +95,14 @@ class DecodeCosts:
 
 @plain
 class LocalCosts:
-    """Of decode workers that compute the prompt themselves: `costs`; tokens that each `lacks`; the
-    `longest` that a running stream then waits for a token; until when what was computed there
-    lately leaves no time for it, beside streams that run (`paced`, seconds from now)."""
+    """Of decode workers that compute the prompt themselves: `costs`, in which chunks take turns with
+    steps; seconds that the chunks alone take, and streams lose (`lost`); tokens that each is
+    `lacking`; the `longest` that a running stream then waits for a token; until when what was
+    computed there lately leaves no time for it, beside streams that run (`paced`, seconds from
+    now)."""
 
     costs: PrefillCosts
+    lost: Array
     lacking: Array
     longest: Array
     paced: Array
@@ -262,7 +265,8 @@ def local_prefills(
     paced = np.where(decodes.busy, table["paced_until"] - now, 0.0)
     queue = np.maximum(alone.queue, paced)
     costs = replace(alone, queue=queue, prefill=alone.prefill + turns, chunks=chunks)
-    return LocalCosts(costs, lacking, alone.prefill / chunks + decodes.step, paced)
+    longest = alone.prefill / chunks + decodes.step
+    return LocalCosts(costs, alone.prefill, lacking, longest, paced)
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:

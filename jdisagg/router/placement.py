@@ -238,7 +238,7 @@ def _weigh_alone(
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
-    alone = ttft + side.step + rest + np.where(side.busy, costs.prefill, 0.0)
+    alone = ttft + side.step + rest + np.where(side.busy, local.lost, 0.0)
     alone += np.where(ttft + query.age_seconds > query.limit_seconds, LATE, 0.0)
     unhurt = ~side.busy | ((local.longest <= policy.tpot_slo_seconds) & (local.paced <= 0))
     fits = local.lacking <= most_computed(decodes.table)
