@@ -343,6 +343,7 @@ class Placer:
             ahead_seconds + self._lateness.seconds(now, limit),
             limit,
             self._predictor.typical_tokens,
+            asked.request.sampling.prompt_logprobs is not None,
         )
 
     def _charge(self, query: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:

@@ -239,10 +239,12 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
     return np.maximum(last, transfer - prefill * (1.0 - 1.0 / chunks))
 
 
-def most_computed(table: Table) -> Array:
+def most_computed(table: Table, whole: bool = False) -> Array:
     """Tokens of a prompt that decode workers compute themselves: without bound where they prefill
-    for all, one chunk where they append to what they keep, 0 where they cannot."""
-    appended = np.where(table.flag("can_prefill"), table["chunk_tokens"], 0.0)
+    for all, one chunk where they append to what they keep (none of one that is wanted `whole`), 0
+    where they cannot."""
+    able = table.flag("can_prefill") & (not whole)
+    appended = np.where(able, table["chunk_tokens"], 0.0)
     return np.where(table.flag("mixed"), np.inf, appended)
 
 

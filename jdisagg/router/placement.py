@@ -241,7 +241,7 @@ def _weigh_alone(
     alone = ttft + side.step + rest + np.where(side.busy, local.lost, 0.0)
     alone += np.where(ttft + query.age_seconds > query.limit_seconds, LATE, 0.0)
     unhurt = ~side.busy | ((local.longest <= policy.tpot_slo_seconds) & (local.paced <= 0))
-    fits = local.lacking <= most_computed(decodes.table)
+    fits = local.lacking <= most_computed(decodes.table, query.whole)
     return local, np.where(decodes.table.flag("mixed") | (fits & unhurt), alone, np.inf)
 
 
@@ -297,7 +297,9 @@ def _said(
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
         lacking, longest = float(local.lacking[at]), float(local.longest[at])
         most = float(state.table["chunk_tokens"][row])
-        if lacking > most:
+        if query.whole:
+            why = "does not compute log-probabilities of prompts"
+        elif lacking > most:
             why = f"lacks {lacking:.0f} tokens and appends {most:.0f} at the most"
         elif longest > policy.tpot_slo_seconds:
             why = f"does not append it: streams there would wait {_ms(longest)} for a token"
@@ -447,7 +449,7 @@ def _by_load(
     lacking = np.full(len(decodes), float(query.work.tokens))
     places, known = known_at(state, decodes.rows, query)
     lacking[places] -= known
-    able = lacking <= most_computed(decodes.table)
+    able = lacking <= most_computed(decodes.table, query.whole)
     unable = np.zeros(len(decodes), bool) if len(prefills) else ~able
     if unable.all():
         raise _nobody(state, state.prefill, "prefill")

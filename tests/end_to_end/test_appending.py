@@ -2,6 +2,7 @@
 between layouts and pages that differ, and in processes; the streams are those of a server that
 keeps nothing."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,6 +95,8 @@ async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends()
                 run.request(history, f"turn {turn}", max_tokens=12, ignore_eos=True)
             )
             history += (*done.tokens[0], *talk.words((3, 10, 20, 1)[turn]))
+            while any(one.attempts for one in run.cluster.path.placer.status().accounts):
+                await asyncio.sleep(0.01)
         assert run.cluster._workers[1].counters["prompts_appended"] == 3
         assert run.cluster.compilations == before
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from jdisagg.costs.speeds import Speed
+from jdisagg.costs.speeds import Kind, Speed
 from jdisagg.errors import UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
@@ -111,6 +111,17 @@ def test_appends_are_as_far_apart_as_the_bound_leaves_time_for_and_others_go_els
     second = decision(accounts.state, TURN, policy, now=(1.0 + until) / 2)
     assert second.prefill == "p0" and "has just appended" in second.reason
     assert decision(accounts.state, TURN, policy, now=until).prefill is None
+
+
+@pytest.mark.parametrize("kind", [H100, None])
+def test_a_prompt_whose_logprobs_are_wanted_is_not_appended(kind: Kind | None) -> None:
+    """The programs for it are compiled when they are first asked for."""
+    state = state_of(prefill_status("p0", 20_000), appends("d0"), kind=kind)
+    short = replace(TURN, work=Work(100, expected_tokens=100), cached={"d0": 64})
+    assert decision(state, short, POLICY).prefill is None
+    chosen = decision(state, replace(short, whole=True), POLICY)
+    assert chosen.prefill == "p0"
+    assert kind is None or "does not compute log-probabilities" in chosen.reason
 
 
 def test_without_a_prefill_worker_short_prompts_are_served_and_long_ones_are_not() -> None:
