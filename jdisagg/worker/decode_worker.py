@@ -111,8 +111,7 @@ class DecodeWorker(MeshWorker):
         )
         computed = executor.limits.computed
         self._prefills = PrefillBatches(computed, context.ids, self._state.residency.cut_tokens)
-        self._appends = mode is Mode.DISAGGREGATED and bool(executor.limits.append_buckets)
-        can_prefill = self._appends or mode is not Mode.DISAGGREGATED
+        can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
         self._chunk_tokens = computed.chunk_buckets[-1] if can_prefill else 0
         self._backlog = Backlog()
         self._prefilled_last = False
@@ -431,7 +430,7 @@ class DecodeWorker(MeshWorker):
                 )
             )
             self._backlog.add(group.key, len(known), cached)
-            if self._appends:
+            if self._mode is Mode.DISAGGREGATED:
                 self.counters.add("prompts_appended")
                 self.counters.add("tokens_appended", len(known) - cached)
         self._settle()
@@ -562,10 +561,9 @@ class DecodeWorker(MeshWorker):
 
     def _status(self) -> WorkerStatus:
         state, mesh = self._state, self._mesh
-        mixed = self._mode is not Mode.DISAGGREGATED
         return WorkerStatus(
             name=self.name,
-            role=WorkerRole.MIXED if mixed else WorkerRole.DECODE,
+            role=WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
             layout=self._layout,
             free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
             total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import pytest
 
 from jdisagg.client import Client
@@ -17,6 +16,7 @@ from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.engine.instance import LoadModel
 from jdisagg.messages.step_commands import PrefillChunk, StepCommand
+from jdisagg.model_api import Device
 from jdisagg.router.cluster_state import Description
 from models.tokenizer import Tokenizer
 from tests import time_scale
@@ -38,7 +38,7 @@ class Priced(EmbeddedCluster):
         config: EngineConfig,
         load: LoadModel,
         detokenizer: Detokenizer,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
     ) -> None:
         super().__init__(config, load, detokenizer, devices)
         self.describe({PREFILL: Description("r/h", SLOW), DECODE: Description("r/h", H100)})
