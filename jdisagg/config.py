@@ -207,8 +207,8 @@ class RoutingConfig:
             bound.
         hold_seconds: requests wait at the router, in fair order, while every prefill worker has
             this much to do.
-        local_gain: in [0, 1): by how much prefilling on a decode worker where streams run must be
-            cheaper, first token and hand-off together, to be chosen.
+        local_gain: in [0, 1): by how much prefilling on the decode worker must be cheaper, first
+            token and hand-off together, to be chosen.
         far_link: what joins workers without a common rack (a name of costs/hardware.py).
         output_quantile: in (0, 1): of the output lengths seen lately, how long an answer is
             expected to be; None: max_tokens.

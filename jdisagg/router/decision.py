@@ -40,8 +40,7 @@ class PlacementPolicy:
     """What an operator decides. tpot_slo_seconds: no sequence is placed where predicted steps would
     take longer (inf: no such bound). hold_seconds: a worker with more than this of queued work gets
     none on top, for what waits here can still be put in order. local_gain: by what part of first
-    token and hand-off together prefilling on a decode worker where streams run must be cheaper to
-    be chosen. far:
+    token and hand-off together prefilling on the decode worker must be cheaper to be chosen. far:
     the link between workers that share not even a rack. decode_first: pages for decoding are
     reserved before the prefill begins, so that waiting for them delays the first token and not the
     second. suspect_seconds, gone_seconds: silence after which a worker gets nothing new, or

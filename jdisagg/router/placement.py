@@ -265,10 +265,9 @@ def _choose(
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
-    # where nobody runs nobody loses anything, and the less is better by however little
-    busy = weighed.decodes.busy[decodes.rows.searchsorted(state.row_of(local.decode))]
-    at_stake = pair.ttft_seconds + pair.handoff_gap_seconds
-    gain = 0.0 if mixed or not busy else policy.local_gain * at_stake
+    # of what others lose the price counts one stream; and what is computed there the prefill workers
+    # do not keep
+    gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
         return replace(
             local,

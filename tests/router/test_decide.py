@@ -331,15 +331,9 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
     apart = decision(state_of(busy, unable), short)
     assert apart.prefill == "p0" and "cheaper on d0 alone, which cannot prefill" in apart.reason
     assert "cannot" not in decision(state_of(prefill_status("p0"), unable), ASK).reason
-    running = decode_status("d0", (1,), (100,), can_prefill=True)
-
-    def chosen(decode: WorkerStatus, part: float) -> str | None:
-        policy = PlacementPolicy(local_gain=part, hold_seconds=1e9)
-        return decision(state_of(busy, decode), short, policy).prefill
-
-    assert chosen(running, 0.0) is None
-    assert chosen(running, 0.99) == "p0", "nothing is gained by so much"
-    assert chosen(able, 0.99) is None, "nobody runs there who would lose anything"
+    idle = state_of(prefill_status("p0"), able)
+    gain = [decision(idle, short, PlacementPolicy(local_gain=part)).prefill for part in (0.0, 0.99)]
+    assert gain[1] == "p0", "nothing is gained by so much"
 
 
 def test_never_where_a_running_stream_would_wait_for_a_token_beyond_the_bound() -> None:
