@@ -224,7 +224,7 @@ class RoutingConfig:
     ttft_slo_seconds: float | None = None
     tpot_slo_seconds: float | None = None
     hold_seconds: float = 0.5
-    local_gain: float = 0.2
+    local_gain: float = 0.1
     far_link: str = "ethernet-25g"
     output_quantile: float | None = 0.75
     tenant_weights: str = ""

@@ -49,7 +49,7 @@ class PlacementPolicy:
 
     tpot_slo_seconds: float = math.inf
     hold_seconds: float = 0.5
-    local_gain: float = 0.2
+    local_gain: float = 0.1
     far: Link = LINKS["ethernet-25g"]
     decode_first: bool = True
     suspect_seconds: float = DEFAULT_TIMEOUTS.membership.suspect_seconds

@@ -92,9 +92,9 @@ async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends()
         history = talk.words(100)
         for turn in range(4):
             done = await run.complete(
-                run.request(history, f"turn {turn}", max_tokens=12, ignore_eos=True)
+                run.request(history, f"turn {turn}", max_tokens=24, ignore_eos=True)
             )
-            history += (*done.tokens[0], *talk.words((3, 10, 20, 1)[turn]))
+            history += (*done.tokens[0], *talk.words((3, 10, 5, 1)[turn]))
             while any(one.attempts for one in run.cluster.path.placer.status().accounts):
                 await asyncio.sleep(0.01)
         assert run.cluster._workers[1].counters["prompts_appended"] == 3
