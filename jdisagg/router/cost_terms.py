@@ -95,8 +95,8 @@ class DecodeCosts:
 
 @plain
 class LocalCosts:
-    """Of decode workers that compute the prompt themselves: `costs`, in which chunks take turns with
-    steps; seconds that the chunks alone take, and streams lose (`lost`); tokens that each is
+    """Of decode workers that compute the prompt themselves: `costs`, in which chunks take turns
+    with steps; seconds that the chunks alone take, and streams lose (`lost`); tokens that each is
     `lacking`; the `longest` that a running stream then waits for a token; until when what was
     computed there lately leaves no time for it, beside streams that run (`paced`, seconds from
     now)."""

@@ -265,8 +265,8 @@ def _choose(
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
-    # of what others lose the price counts one stream; and what is computed there the prefill workers
-    # do not keep
+    # of what others lose the price counts one stream; and what is computed there the prefill
+    # workers do not keep
     gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
         return replace(
