@@ -31,19 +31,14 @@ from absl import app, flags
 
 from benchmarks import plain_loop
 from benchmarks.measure import paired, save
+from benchmarks.measured_model import NoText, load
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
-from jdisagg.model_api import Device
-from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Request, SamplingParams
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
-from models.catalog import read_config
-from models.checkpoint import LoadedModel
-from models.decoder import init_model
-from models.hf_config import HfConfig
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, a conversation each.")
 _MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which clusters.")
@@ -58,13 +53,6 @@ TURNS, FIRST, TURN, ANSWER = 8, 1280, 88, 24
 WARM_ROUNDS = 1
 FRESH_TOKENS, AT_ONCE = 700, 4
 LENGTHS = (384, 1024, 2048)
-
-
-class NoText:
-    """A detokenizer for runs that look at tokens alone."""
-
-    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
-        return ""
 
 
 class Contender:
@@ -95,7 +83,7 @@ class Contender:
             ),
             warm_up=False,
         )
-        self.cluster = EmbeddedCluster(config, _load, NoText(), jax.devices())
+        self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices())
         self.conversation_seconds: list[float] = []
         self.ttft_seconds: list[float] = []
         self.fresh_seconds: list[float] = []
@@ -142,20 +130,6 @@ class Contender:
         for seconds in (self.conversation_seconds, self.ttft_seconds, self.fresh_seconds):
             seconds.clear()
         self.prompt_tokens = self.cached_tokens = 0
-
-
-_LOADED: dict[Device, LoadedModel] = {}
-
-
-def _load(layout: Layout, devices: tuple[Device, ...]) -> LoadedModel:
-    device = devices[0]
-    if device not in _LOADED:
-        with jax.default_device(device):
-            hf = HfConfig(plain_loop.MEASURED_MODEL, "the measured model")
-            model = init_model(read_config(hf), jax.random.key(0))
-        mesh = layout_mesh(layout, plain_loop.KV_HEADS, [device])
-        _LOADED[device] = LoadedModel(model, mesh, layout)
-    return _LOADED[device]
 
 
 async def compare(mode: Mode) -> dict[str, object]:

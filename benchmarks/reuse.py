@@ -12,7 +12,8 @@ instance, which are also what it computes in. Arrivals are those of the trace (c
 in their ticks of 3 s), so much faster that a prefill side that never forgets would be busy for
 `load` of the time; those made up come more often, each with its own think time. Contenders: nothing
 stays; KV stays in pages; and in --host_gib of host memory behind them, too; and of both, that
-prefill workers fetch from one another what they do not keep themselves, and from decode workers.
+prefill workers fetch from one another what they do not keep themselves, and from decode workers;
+and, beside all fetches, that decode workers append up to two blocks themselves.
 
 Told beside the hit rates: those of one store of 30,000 blocks, and of one without end, that see the
 prompts in their order of arrival, none of them under way (`PrefixTree.touch`); the wait before the
@@ -133,6 +134,7 @@ def figures_of(result: Result) -> dict[str, object]:
         "host_tokens_restored": counters.get("host_tokens_restored", 0),
         "peer_tokens_restored": counters.get("peer_tokens_restored", 0),
         "peer_fetch_failed": counters.get("peer_fetch_failed", 0),
+        "prompts_appended": counters.get("prompts_appended", 0),
         "ttft_seconds": percentiles([one.ttft for one in outcomes if one.ttft is not None]),
         "queue_seconds": percentiles([one.queue_seconds for one in outcomes]),
         "latency_seconds": percentiles([one.latency for one in outcomes]),
@@ -155,6 +157,8 @@ def contenders() -> dict[str, Fleet]:
     found = {"nothing stays": fleet_of(PrefixConfig()), "pages": fleet_of(kept)}
     found["pages of all"] = fleet_of(kept, fetches=True)
     found["pages of all and of decode"] = fleet_of(kept, fetches=True, returns=True)
+    appends = replace(kept, append_tokens=2 * BLOCK)
+    found["decode appends"] = fleet_of(appends, fetches=True, returns=True)
     if _HOST_GIB.value:
         hosted = replace(kept, host_gib=_HOST_GIB.value)
         found["pages and host memory"] = fleet_of(hosted)

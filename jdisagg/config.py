@@ -226,7 +226,7 @@ class RoutingConfig:
     ttft_slo_seconds: float | None = None
     tpot_slo_seconds: float | None = None
     hold_seconds: float = 0.5
-    local_gain: float = 0.2
+    local_gain: float = 0.1
     far_link: str = "ethernet-25g"
     output_quantile: float | None = 0.75
     tenant_weights: str = ""
@@ -390,6 +390,12 @@ class EngineConfig:
                 f"prefix.disk_gib={self.prefix.disk_gib:g} is for prefill workers, and"
                 f" mode={self.mode.value} has none; leave --disk_cache_dir out, or say"
                 " --mode=disaggregated"
+            )
+        if self.prefix.append_tokens and self.mode is not Mode.DISAGGREGATED:
+            raise ConfigError(
+                f"prefix.append_tokens={self.prefix.append_tokens} is for decode workers beside"
+                f" prefill workers, and mode={self.mode.value} has one mesh, which computes all;"
+                " leave --append_tokens out, or say --mode=disaggregated"
             )
 
 

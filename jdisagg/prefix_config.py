@@ -27,6 +27,9 @@ class PrefixConfig:
         disk_ttl_hours: blocks that were written there longer ago are removed, and not used; 0: they
             stay while there is room.
         peer_fetch: as `routing.peer_fetch`, of workers. None: no; of a cluster: where any gives.
+        append_tokens: what a decode worker lacks of a prompt it computes itself, behind what it
+            keeps, where that is no more than so many tokens and the router reckons it to be
+            cheaper; 0: prefill workers compute all.
 
     Raises:
         ConfigError: naming the field, its value and the rule.
@@ -41,6 +44,7 @@ class PrefixConfig:
     disk_gib: float = 0.0
     disk_ttl_hours: float = 0.0
     peer_fetch: bool | None = None
+    append_tokens: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -101,4 +105,24 @@ class PrefixConfig:
             raise ConfigError(
                 f"prefix.disk_gib={self.disk_gib:g}: blocks go to disk and come back through host"
                 " memory, and prefix.host_gib=0 has none; give --host_cache_gib, too"
+            )
+        self._check_append()
+
+    def _check_append(self) -> None:
+        append = self.append_tokens
+        if append < 0 or append % 16:
+            raise ConfigError(
+                "prefix.append_tokens must be a multiple of 16, where rows of a chunk begin, or 0,"
+                f" got {append}"
+            )
+        if append and not self.reuse:
+            raise ConfigError(
+                f"prefix.append_tokens={append}: a decode worker appends to what it keeps, and"
+                " prefix.reuse=False keeps nothing; say --prefix_cache, too"
+            )
+        if append and self.grid_tokens is not None:
+            raise ConfigError(
+                f"prefix.append_tokens={append}: prefix.grid_tokens={self.grid_tokens} promises the"
+                " bits of one grid of chunks, and a decode worker appends in smaller ones; leave"
+                " one of the two out"
             )

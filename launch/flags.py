@@ -41,7 +41,8 @@ ENGINE = (
     "config", "model", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
     "memory_fraction", "codec", "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
-    "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "compilation_cache", "set",
+    "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens", "compilation_cache",
+    "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -151,6 +152,12 @@ FLAGS: dict[str, Spec] = {
         None,
         "With --prefix_cache: prefill workers fetch what others keep, prefill and decode workers."
         " Default: the recipe's; launch.cluster: yes.",
+    ),
+    "append_tokens": _count(
+        None,
+        "With --prefix_cache: decode workers compute themselves what they lack of a prompt, up to"
+        " so many tokens, where that is cheaper. Default: the recipe's, or 0: prefill workers do.",
+        least=0,
     ),
     "compilation_cache": _text(None, "Folder for compiled programs; '' switches it off."),
     "devices": _count(

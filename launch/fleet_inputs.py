@@ -73,7 +73,8 @@ def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
     """What stays, by flags where they are given, else by --set."""
     reuse = flags.prefix_cache if flags.present("prefix_cache") else settings.reuse
     host = flags.host_cache_gib if flags.present("host_cache_gib") else settings.host_gib
-    return replace(settings, reuse=reuse, host_gib=host)
+    append = flags.append_tokens if flags.present("append_tokens") else settings.append_tokens
+    return replace(settings, reuse=reuse, host_gib=host, append_tokens=append)
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:

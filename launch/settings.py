@@ -33,6 +33,7 @@ _FIELDS = {
     "disk_cache_gib": "prefix.disk_gib",
     "disk_cache_ttl_hours": "prefix.disk_ttl_hours",
     "peer_fetch": "prefix.peer_fetch",
+    "append_tokens": "prefix.append_tokens",
     "kv_channel": "service.kv_channel",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }

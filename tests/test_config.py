@@ -104,6 +104,27 @@ def test_a_disk_for_kv_that_cannot_be_is_refused(fields: dict[str, object], mess
         PrefixConfig(**({"reuse": True, "host_gib": 1.0} | fields))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"append_tokens": 24}, "prefix.append_tokens must be a multiple of 16"),
+        ({"append_tokens": -16}, "or 0, got -16"),
+        ({"append_tokens": 64, "reuse": False}, "say --prefix_cache, too"),
+        ({"append_tokens": 64, "grid_tokens": 128}, "leave one of the two out"),
+    ],
+)
+def test_appending_what_cannot_be_is_refused(fields: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        PrefixConfig(**({"reuse": True} | fields))  # type: ignore[arg-type]
+
+
+def test_appending_is_refused_where_one_mesh_computes_all():
+    prefix = PrefixConfig(True, append_tokens=64)
+    assert EngineConfig(prefix=prefix).prefix.append_tokens == 64
+    with pytest.raises(ConfigError, match="leave --append_tokens out"):
+        EngineConfig(mode=Mode.CHUNKED, prefix=prefix)
+
+
 def test_a_disk_for_kv_is_refused_where_there_is_no_prefill_worker():
     prefix = PrefixConfig(True, host_gib=1.0, disk_dir="/kv", disk_gib=1.0)
     assert EngineConfig(prefix=prefix).prefix.disk_bytes == 1 << 30

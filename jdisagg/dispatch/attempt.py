@@ -94,9 +94,15 @@ class Attempt:
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
+        computes = decision.prefill is None
         try:
             held = self._held = await reserve(
-                self._context, self._run, decision.decode, self.children, self.number
+                self._context,
+                self._run,
+                decision.decode,
+                self.children,
+                self.number,
+                computes=computes,
             )
         except JdisaggError as error:
             self._blame(decision.decode, error)
@@ -105,16 +111,28 @@ class Attempt:
         self._reserved = True
         try:
             await self.tell_suspended()
-            if decision.prefill is None:
+            prefill = decision.prefill or await self._instead_of_appending(held)
+            if prefill is None:
                 placement.prefill_sent()
                 known = min(self._run.prompt_tokens, held.reservation.cached_tokens)
                 self._run.note_cached(CachedTokens(pages=known))
                 await self._decode(held, None)
             else:
-                await self._hand_off(held, decision.prefill)
+                await self._hand_off(held, prefill)
         finally:
             if len(self._ended) < len(self.children):
                 await to_the_end(self._free(held))
+
+    async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
+        """Who computes the prompt where the decode worker was to append what it lacks, and keeps
+        less than the router thought: its streams would wait for more than it appends at once. None:
+        it does it."""
+        known = self._run.prompt_tokens + len(self.children[0].accepted)
+        lacking = known - held.reservation.cached_tokens
+        if lacking <= self._context.placer.most_computed(held.worker):
+            return None
+        self._deviated("appends_handed_over")
+        return await self._context.placer.another_prefill(self._run.avoid)
 
     async def tell_suspended(self) -> None:
         """Lets its decode worker know whether the request is suspended, if that has changed."""

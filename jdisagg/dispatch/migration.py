@@ -27,12 +27,13 @@ async def reserve(
     children: tuple[Child, ...],
     attempt: int,
     whole: bool = False,
+    computes: bool = False,
 ) -> ReservationHandle:
-    """Pages for `children` at a decode worker. `whole`: all of their KV will come."""
+    """Pages for `children` at a decode worker. `whole`: all of their KV will come. `computes`: it
+    computes by itself what it does not know."""
     port = context.cluster.decode_port(worker)
-    call = ReserveCall(
-        run.request, attempt, children, run.remaining_seconds(), run.age_seconds(), whole
-    )
+    remaining, age = run.remaining_seconds(), run.age_seconds()
+    call = ReserveCall(run.request, attempt, children, remaining, age, whole, computes)
     return ReservationHandle(worker, port, await port.reserve(call), attempt)
 
 

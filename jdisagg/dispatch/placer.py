@@ -29,6 +29,7 @@ from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
 from jdisagg.router.affinity import Affinity, Known
 from jdisagg.router.breaker import Breaker
+from jdisagg.router.cost_terms import most_computed
 from jdisagg.router.decision import (
     Decision,
     Deferred,
@@ -242,6 +243,12 @@ class Placer:
             self._quotas.give_back(request.tenant, cost)
             raise
 
+    def most_computed(self, decode: str) -> float:
+        """Tokens of a prompt that a decode worker computes itself at the most."""
+        state = self.accounts.state
+        row = state.row(decode)
+        return math.inf if row is None else float(most_computed(state.table)[row])
+
     async def another_prefill(self, avoid: frozenset[str]) -> str:
         await self._renew()
         return another_prefill(self.accounts.state, avoid, self.now(), self._rules)
@@ -337,6 +344,7 @@ class Placer:
             ahead_seconds + self._lateness.seconds(now, limit),
             limit,
             self._predictor.typical_tokens,
+            asked.request.sampling.prompt_logprobs is not None,
         )
 
     def _charge(self, query: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:

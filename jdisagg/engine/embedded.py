@@ -28,6 +28,7 @@ from jdisagg.engine.instance import (
     context_tokens,
     run_steps,
 )
+from jdisagg.engine.kept_here import KeptHere
 from jdisagg.engine.limits import check_reuse, hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
@@ -133,12 +134,17 @@ class EmbeddedCluster:
         if self.prefill:
             self.decode.executor.expect(self.prefill.executor.card)
         told = RouterEventsList(events, observer.metrics) if observer else events
+        names = self._names = self._block_names()
+        ports = self._make_ports()
+        # with a worker of each kind there is nothing to choose, unless one may do without the other
+        appends = config.prefix.append_tokens > 0
+        affinity = KeptHere(self._workers, names.secret) if names and appends else None
         self.path = RequestPath(
-            self._make_ports(),
+            ports,
             lambda request: TokenStream.of(detokenizer, request),
             config.limits,
             self.clock,
-            PlacerSettings(config.routing, events=told),
+            PlacerSettings(config.routing, affinity=affinity, events=told),
         )
         self.observed_path = wrap.path(self.path, observer)
         if observer:
@@ -146,8 +152,7 @@ class EmbeddedCluster:
 
     def _make_ports(self) -> ClusterPorts:
         """Makes the workers; the ports by which the path reaches them."""
-        config, observer = self.config, self._observer
-        names = self._block_names()
+        config, observer, names = self.config, self._observer, self._names
         prefill_ports: dict[str, PrefillPort] = {}
         peers: dict[str, PeerPort] = {}
         if self.prefill:
@@ -360,4 +365,5 @@ class EmbeddedCluster:
             self.context_tokens,
             groups,
             hands_windows_apart(self.kv_spec.can_part, self.config.mode, self.config.prefix),
+            self.config.prefix.append_tokens,
         )

@@ -65,8 +65,10 @@ def build_instance(
     context_tokens: int,
     layer_groups: int | None,
     windows_apart: bool = False,
+    append_tokens: int = 0,
 ) -> Instance:
-    """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike."""
+    """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike.
+    `append_tokens`: of the configuration; for an instance that decodes alone."""
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
         config,
@@ -77,6 +79,7 @@ def build_instance(
         platform,
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
+        append_tokens=append_tokens if role.decode and not role.prefill else 0,
     )
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
@@ -122,6 +125,7 @@ def build_worker_instance(
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
         hands_windows_apart(loaded.model.kv_spec.can_part, mode, config.prefix),
+        config.prefix.append_tokens,
     )
     executor = instance.executor
     executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)

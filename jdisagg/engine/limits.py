@@ -29,6 +29,7 @@ def mesh_limits(
     *,
     windows_apart: bool = False,
     rings: bool = False,
+    append_tokens: int = 0,
 ) -> MeshLimits:
     """The buckets of a GPU: batches from 8 rows on (one row is multiplied in another way, through
     memory, and rounded otherwise), and four chunk lengths a doubling, 8 % of padding in the mean
@@ -36,7 +37,8 @@ def mesh_limits(
 
     `layer_groups` is the prefill side's, as is the instance's `block_bytes`: both sides of a
     hand-off cut alike. `windows_apart` and `rings`: as in `MeshLimits`, see
-    `hands_windows_apart`.
+    `hands_windows_apart`. `append_tokens`: the longest chunk of a mesh that decodes what others
+    prefill; 0: it computes none.
 
     Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to
     `chunk_tokens`: on a CPU a chunk of several thousand tokens leaves the caches and is slower a
@@ -63,8 +65,11 @@ def mesh_limits(
         pages_per_rank=pages,
         slots_per_rank=instance.slots_per_rank,
         context_tokens=context_tokens,
-        chunk_buckets=(
-            finer(buckets(smallest, largest)) if platform == "gpu" else buckets(smallest, largest)
+        chunk_buckets=_chunk_buckets(smallest, largest, platform),
+        append_buckets=(
+            _chunk_buckets(min(smallest, append_tokens), append_tokens, platform)
+            if append_tokens
+            else ()
         ),
         batch_buckets=buckets(
             min(GPU_BATCH, instance.slots_per_rank) if platform == "gpu" else 1,
@@ -87,6 +92,11 @@ def mesh_limits(
         ring_pages=ring if rings else 0,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
     )
+
+
+def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...]:
+    sizes = buckets(smallest, largest)
+    return finer(sizes) if platform == "gpu" else sizes
 
 
 def state_slots(instance: InstanceConfig) -> int:

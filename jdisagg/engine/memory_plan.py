@@ -139,6 +139,7 @@ def fit_instance(
     context = model.context_tokens or geometry.context_tokens
     weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
+    append = prefix.append_tokens if prefix is not None else 0
     states = state_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
     fetched = prefix.peer_tokens(instance.page_size) if prefix is not None else 0
@@ -155,7 +156,9 @@ def fit_instance(
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
-        _activations(geometry, instance, role, chunk, model.dtype),
+        _activations(
+            geometry, instance, role, append if role is WorkerRole.DECODE else chunk, model.dtype
+        ),
         # of a state as of a chunk: one that is packed, and those on their way
         spilled + (0 if role is WorkerRole.MIXED else staged),
         0,
@@ -289,7 +292,8 @@ def _activations(
     geometry: CostGeometry, instance: InstanceConfig, role: WorkerRole, chunk: int, dtype: str
 ) -> int:
     """An estimate from above of what the largest program holds beside its arguments: the residual
-    stream, one layer's inner activations, and float32 logits three times over."""
+    stream, one layer's inner activations, and float32 logits three times over. `chunk`: the
+    longest that the instance computes; 0: it computes none."""
     tp, attention, experts = instance.layout.tp, geometry.attention, geometry.experts
     ffn = max(geometry.ffn, experts.active * experts.ffn + experts.shared_ffn if experts else 0)
     heads = (
@@ -300,7 +304,7 @@ def _activations(
     inner = geometry.width * 6 + (3 * ffn + 2 * heads) / tp
     rows = 0
     tokens = 0
-    if role is not WorkerRole.DECODE:
+    if chunk:
         tokens, rows = chunk, SAMPLES_PER_CHUNK
     if role is not WorkerRole.PREFILL:
         tokens, rows = max(tokens, instance.slots_per_rank), max(rows, instance.slots_per_rank)

@@ -220,7 +220,7 @@ class MeshExecutor:
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Runs a chunk of padding, and every cut that its rows may ask for."""
         x, blocks, _ = self._prefill.run(
-            ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
+            ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         )
         for band, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
@@ -400,7 +400,7 @@ class MeshExecutor:
         )
 
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
-        chunk = ChunkArrays.build(command, self.limits, platform=self.platform)
+        chunk = ChunkArrays.build(command, self.limits.computed, platform=self.platform)
         x, blocks, sums = self._prefill.run(chunk)
         # before all that is offered: somebody waits for the first token
         chosen = self._sampler.run(command, x, chunk.form.every_token)

@@ -21,11 +21,12 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
     run."""
     limits, role = executor.limits, executor.role
     steps: list[Callable[[], None]] = []
-    if role.prefill:
+    if role.prefill or limits.append_buckets:
+        computed = limits.computed
         chunks = [
             (width, form)
-            for width in limits.chunk_buckets
-            for form in chunk_forms(limits, width, executor.platform)
+            for width in computed.chunk_buckets
+            for form in chunk_forms(computed, width, executor.platform)
         ]
         steps += [
             lambda width=width, form=form: executor.warm_prefill(width, form)

@@ -30,7 +30,8 @@ class ReserveCall(Message, frozen=True):
 
     Several children share the prompt's pages, so they must have accepted nothing yet. `age_seconds`
     is how long ago the request arrived: queues serve by arrival, so that a preempted request goes
-    before younger ones. `whole`: all of its KV will come, also what is known here."""
+    before younger ones. `whole`: all of its KV will come, also what is known here. `computes`: the
+    worker itself will compute what is not known here, one token at least."""
 
     request: Request
     attempt: int
@@ -38,6 +39,7 @@ class ReserveCall(Message, frozen=True):
     deadline_seconds: float
     age_seconds: float = 0.0
     whole: bool = False
+    computes: bool = False
 
 
 class Reservation(Message, frozen=True):

@@ -29,7 +29,8 @@ class WorkerStatus(Message, frozen=True):
     queued_tokens: of prompts, not computed yet, whether they wait or are computing; queued_pairs:
     pairs of positions that these will attend to. rank_sequences, rank_contexts: sequences that hold
     pages and the sum of their known tokens. can_prefill: it has a prefill program, in chunks of
-    chunk_tokens at most (0: whole prompts). loading_seconds: it serves, but loads programs beside,
+    chunk_tokens at most (0: whole prompts); one of role DECODE appends no more than that of a
+    prompt. loading_seconds: it serves, but loads programs beside,
     for about so long still; until then whoever comes may wait for one. free_states, total_states:
     slots of state; none in a model that keeps none. kv_channels: by what KV comes from each process
     of other workers that was asked for some, as "address channel"; of an instance of several

@@ -93,6 +93,21 @@ class DecodeCosts:
         return (STEPS_TO_JOIN if self.busy[which] else STEPS_ALONE) * float(self.step[which])
 
 
+@plain
+class LocalCosts:
+    """Of decode workers that compute the prompt themselves: `costs`, in which chunks take turns
+    with steps; seconds that the chunks alone take, and streams lose (`lost`); tokens that each is
+    `lacking`; the `longest` that a running stream then waits for a token; until when what was
+    computed there lately leaves no time for it, beside streams that run (`paced`, seconds from
+    now)."""
+
+    costs: PrefillCosts
+    lost: Array
+    lacking: Array
+    longest: Array
+    paced: Array
+
+
 def prefills_of(
     state: ClusterState, side: Side, rows: Indices, table: Table, query: PlacementQuery
 ) -> PrefillCosts:
@@ -224,6 +239,15 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
     return np.maximum(last, transfer - prefill * (1.0 - 1.0 / chunks))
 
 
+def most_computed(table: Table, whole: bool = False) -> Array:
+    """Tokens of a prompt that decode workers compute themselves: without bound where they prefill
+    for all, one chunk where they append to what they keep (none of one that is wanted `whole`), 0
+    where they cannot."""
+    able = table.flag("can_prefill") & (not whole)
+    appended = np.where(able, table["chunk_tokens"], 0.0)
+    return np.where(table.flag("mixed"), np.inf, appended)
+
+
 def local_prefills(
     state: ClusterState,
     side: Side,
@@ -231,14 +255,20 @@ def local_prefills(
     table: Table,
     query: PlacementQuery,
     now: float,
-) -> tuple[PrefillCosts, Array]:
-    """Prefilling on the decode workers themselves: each chunk takes turns with a step. Also the
-    longest that a running stream then waits for a token."""
+) -> LocalCosts:
+    """Prefilling on the decode workers themselves: each chunk takes turns with a step."""
     alone = prefills_of(state, side, decodes.rows, table, query)
-    turns = np.where(decodes.busy, alone.chunks * decodes.step, 0.0)
-    longest = alone.prefill / alone.chunks + decodes.step
-    queue = np.maximum(alone.queue, np.where(decodes.busy, table["paced_until"] - now, 0.0))
-    return replace(alone, queue=queue, prefill=alone.prefill + turns), longest
+    lacking = np.full(len(decodes.rows), float(query.work.tokens))
+    at, cached = alone.known
+    lacking[at] -= cached
+    chunk_tokens = table["chunk_tokens"]
+    chunks = np.ceil(lacking / np.where(chunk_tokens > 0, chunk_tokens, lacking))
+    turns = np.where(decodes.busy, chunks * decodes.step, 0.0)
+    paced = np.where(decodes.busy, table["paced_until"] - now, 0.0)
+    queue = np.maximum(alone.queue, paced)
+    costs = replace(alone, queue=queue, prefill=alone.prefill + turns, chunks=chunks)
+    longest = alone.prefill / chunks + decodes.step
+    return LocalCosts(costs, alone.prefill, lacking, longest, paced)
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:

@@ -16,7 +16,8 @@ class PlacementQuery:
     """What an attempt asks of placement. `cached`: positions of it that workers know already.
     `avoid`: workers that failed it. `under_way`: it was let in before (retried, preempted,
     resumed): then it is neither refused nor held. `resuming`: it has tokens already, so draining
-    workers will do.
+    workers will do. `whole`: log-probabilities of all its tokens are wanted; the programs for that
+    are compiled when they first are, which streams beside it would wait for.
 
     age_seconds: since the request arrived; ahead_seconds: what it would still wait in this router;
     limit_seconds: its first token must come within so long of its arrival. typical_tokens: what
@@ -31,6 +32,7 @@ class PlacementQuery:
     ahead_seconds: float = 0.0
     limit_seconds: float = math.inf
     typical_tokens: float = 256.0
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class PlacementPolicy:
 
     tpot_slo_seconds: float = math.inf
     hold_seconds: float = 0.5
-    local_gain: float = 0.2
+    local_gain: float = 0.1
     far: Link = LINKS["ethernet-25g"]
     decode_first: bool = True
     suspect_seconds: float = DEFAULT_TIMEOUTS.membership.suspect_seconds

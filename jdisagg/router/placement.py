@@ -22,12 +22,14 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
 from jdisagg.router.cost_terms import (
     DecodeCosts,
+    LocalCosts,
     PrefillCosts,
     decodes_of,
     exposed,
     known_at,
     known_to,
     local_prefills,
+    most_computed,
     prefills_of,
     transfers_of,
 )
@@ -95,7 +97,7 @@ class Weighed:
     decodes: DecodeCosts
     transfer: Array
     pairs: Array
-    local: PrefillCosts | None
+    local: LocalCosts | None
     alone: Array
 
 
@@ -246,17 +248,19 @@ def _weigh_alone(
     now: float,
     policy: PlacementPolicy,
     rest: Array,
-) -> tuple[PrefillCosts, Array]:
+) -> tuple[LocalCosts, Array]:
     """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and
-    what they lose is weighed as if this one lost it; beside prefill workers, never where one of
-    them would wait for a token longer than the bound."""
-    local, longest = local_prefills(state, decodes.side, side, decodes.table, query, now)
-    ttft = np.maximum(local.queue, side.queue) + local.prefill
-    alone = ttft + side.step + rest + np.where(side.busy, local.prefill, 0.0)
+    what they lose is weighed as if this one lost it. Beside prefill workers no more than one chunk
+    is computed, never where a running stream would wait for a token longer than the bound, nor
+    before the streams have made good for what was computed there last."""
+    local = local_prefills(state, decodes.side, side, decodes.table, query, now)
+    costs = local.costs
+    ttft = np.maximum(costs.queue, side.queue) + costs.prefill
+    alone = ttft + side.step + rest + np.where(side.busy, local.lost, 0.0)
     alone += np.where(ttft + query.age_seconds > query.limit_seconds, LATE, 0.0)
-    mixed, able = decodes.table.flag("mixed"), decodes.table.flag("can_prefill")
-    may = mixed | (able & (~side.busy | (longest <= policy.tpot_slo_seconds)))
-    return local, np.where(may, alone, np.inf)
+    unhurt = ~side.busy | ((local.longest <= policy.tpot_slo_seconds) & (local.paced <= 0))
+    fits = local.lacking <= most_computed(decodes.table, query.whole)
+    return local, np.where(decodes.table.flag("mixed") | (fits & unhurt), alone, np.inf)
 
 
 def _choose(
@@ -273,12 +277,14 @@ def _choose(
     if alone is None:
         if paired is None:
             raise _nobody(state, state.prefill, "prefill")
-        return _said(state, paired[0], query, policy)
+        return _said(state, paired[0], weighed, decodes, query, policy)
     if paired is None:
         return alone[0]
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
+    # of what others lose the price counts one stream; and what is computed there the prefill
+    # workers do not keep
     gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
         return replace(
@@ -288,15 +294,35 @@ def _choose(
                 f" {pair.decode}"
             ),
         )
-    return pair
+    more = local_cost + gain - pair_cost
+    reason = f"{pair.reason}; on {local.decode} alone {_ms(more)} more"
+    return replace(pair, reason=f"{reason} with what must be gained" if gain else reason)
 
 
 def _said(
-    state: ClusterState, pair: Decision, query: PlacementQuery, policy: PlacementPolicy
+    state: ClusterState,
+    pair: Decision,
+    weighed: Weighed,
+    decodes: Candidates,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> Decision:
-    """The pair, with a word about its decode worker where that would have been better off alone but
-    has no prefill program."""
-    row = state.row(pair.decode)
+    """The pair, with a word about its decode worker: why it may not compute the prompt, or that it
+    would have been better off alone but has no prefill program."""
+    row = state.row_of(pair.decode)
+    if weighed.local is not None and state.table.flag("can_prefill")[row]:
+        at, local = int(decodes.rows.searchsorted(row)), weighed.local
+        lacking, longest = float(local.lacking[at]), float(local.longest[at])
+        most = float(state.table["chunk_tokens"][row])
+        if query.whole:
+            why = "does not compute log-probabilities of prompts"
+        elif lacking > most:
+            why = f"lacks {lacking:.0f} tokens and appends {most:.0f} at the most"
+        elif longest > policy.tpot_slo_seconds:
+            why = f"does not append it: streams there would wait {_ms(longest)} for a token"
+        else:
+            why = f"has just appended, and may again in {_ms(float(local.paced[at]))}"
+        return replace(pair, reason=f"{pair.reason}; {pair.decode} {why}")
     assert (
         pair.terms is not None
         and pair.ttft_seconds is not None
@@ -369,7 +395,7 @@ def _alone(
     cost = float(weighed.alone[other])
     if cost == np.inf:
         return None
-    local, side = weighed.local, weighed.decodes
+    local, side = weighed.local.costs, weighed.decodes
     terms = CostTerms(
         float(local.queue[other]),
         float(local.prefill[other]),
@@ -380,12 +406,8 @@ def _alone(
     decode = state.name(int(decodes.rows[other]))
     kind = "mixed" if decodes.table.flag("mixed")[other] else "local"
     ttft = max(terms.prefill_queue, terms.decode_queue) + terms.prefill
-    return (
-        _decision(
-            None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, query)
-        ),
-        cost,
-    )
+    known = known_to(decode, query)
+    return (_decision(None, decode, decodes, other, terms, ttft, terms.step, kind, known), cost)
 
 
 def _decision(
@@ -441,9 +463,11 @@ def _by_load(
     policy: PlacementPolicy,
 ) -> Decision:
     loads = _load(decodes.table)
-    unable = (
-        ~decodes.table.flag("can_prefill") if not len(prefills) else np.zeros(len(decodes), bool)
-    )
+    lacking = np.full(len(decodes), float(query.work.tokens))
+    places, known = known_at(state, decodes.rows, query)
+    lacking[places] -= known
+    able = lacking <= most_computed(decodes.table, query.whole)
+    unable = np.zeros(len(decodes), bool) if len(prefills) else ~able
     if unable.all():
         raise _nobody(state, state.prefill, "prefill")
     at = int(np.argmin(_reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)))
@@ -458,6 +482,14 @@ def _by_load(
     best = int(np.argmin(_reluctance(state, prefills, query)))
     prefill = state.name(int(prefills.rows[best]))
     cached, held = known_to(prefill, query), known_to(decode, query)
+    table = decodes.table
+    idle = table["running"][at] + table["waiting"][at] + table["open"][at] == 0
+    if able[at] and idle and held > cached:
+        reason = (
+            f"{decode} appends {lacking[at]:.0f} tokens to the {held} that it knows, and nothing"
+            " runs there; its speed is not known"
+        )
+        return Decision(None, decode, context, reason, "local", cached_tokens=held)
     reason = (
         f"least loaded: {prefill} ({others[best]:.2f}{_known(cached)}) and {decode}"
         f" ({loads[at]:.2f}{_known(held)}); their speed is not known"

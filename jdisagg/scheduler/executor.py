@@ -2,6 +2,7 @@
 mesh."""
 
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from jdisagg.layout.kv_spec import KVLayer, KVSpec
@@ -26,7 +27,10 @@ class MeshLimits:
     `windows_apart`: blocks of positions are of the layers without a window alone; what those with
     one still see of a sequence follows behind the last, apart. `ring_pages`: so many pages of the
     layers with a window belong to each slot of state, in which a sequence's KV goes round; 0: these
-    layers lie in pages as all do."""
+    layers lie in pages as all do.
+
+    `append_buckets` ascend: the chunks of a mesh that decodes what others prefill, and appends
+    short pieces itself; empty: it appends none. `chunk_buckets` are then the others'."""
 
     ranks: int
     page_size: int
@@ -53,6 +57,14 @@ class MeshLimits:
     state_slots_per_rank: int = 0
     windows_apart: bool = False
     ring_pages: int = 0
+    append_buckets: tuple[int, ...] = ()
+
+    @property
+    def computed(self) -> "MeshLimits":
+        """With the chunks that this mesh computes itself as `chunk_buckets`."""
+        if not self.append_buckets:
+            return self
+        return replace(self, chunk_buckets=self.append_buckets, append_buckets=())
 
     @property
     def sent(self) -> KVSpec:

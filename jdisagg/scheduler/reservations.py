@@ -29,7 +29,8 @@ from jdisagg.scheduler.spills import Spill
 @dataclass(slots=True)
 class WaitingReservation:
     """A reservation that waits for room. `children` are (index, accepted ids). `chain`: the blocks
-    that may be known here already."""
+    that may be known here already. `computes`: the mesh computes what is not, one token at
+    least."""
 
     ticket: int
     request: Request
@@ -37,6 +38,7 @@ class WaitingReservation:
     children: tuple[tuple[int, tuple[int, ...]], ...]
     arrival: float
     chain: Chain = ()
+    computes: bool = False
 
     @property
     def order(self) -> tuple[float, int]:
@@ -49,7 +51,7 @@ class WaitingReservation:
 
 class Reservations:
     """The queue of one mesh, and the grants from its head. `ahead_sequences`: granted beyond the
-    slots; None: a quarter of them. `computes`: the mesh prefills by itself, one token at least."""
+    slots; None: a quarter of them. `computes`: the mesh prefills all by itself."""
 
     def __init__(
         self,
@@ -111,15 +113,17 @@ class Reservations:
         children: tuple[tuple[int, tuple[int, ...]], ...],
         arrival: float,
         whole: bool = False,
+        computes: bool = False,
     ) -> int:
         """Queues a checked request and returns its ticket. `whole`: nothing that is known here is
-        of use to it."""
+        of use to it. `computes`: what is not known is computed here."""
         ticket = self._state.new_key()
         known = request.prompt_token_ids + children[0][1]
         chain = () if whole else self._state.residency.chain(request, known)
+        computes = computes or self._computes
         bisect.insort(
             self._queue,
-            WaitingReservation(ticket, request, attempt, children, arrival, chain),
+            WaitingReservation(ticket, request, attempt, children, arrival, chain, computes),
             key=lambda waiting: waiting.order,
         )
         return ticket
@@ -214,10 +218,11 @@ class Reservations:
         return best
 
     def _cached_tokens(self, waiting: WaitingReservation, rank: int) -> int:
-        most = waiting.known_tokens - self._computes
-        if self._computes and wanted_of_prompt(waiting.request, waiting.children[0][1]) is not None:
+        computes = waiting.computes
+        most = waiting.known_tokens - computes
+        if computes and wanted_of_prompt(waiting.request, waiting.children[0][1]) is not None:
             return 0  # every token's logits are wanted
-        return self._state.residency.cached_tokens(rank, waiting.chain, most, self._computes)
+        return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
         """Fresh pages of all children together, the shared ones once."""

@@ -430,7 +430,7 @@ class SimulatedExecutor:
         """A running sequence's pages are copied out between steps, those of a prompt behind the
         chunks that were issued before."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
-        if self._prefills:
+        if self._prefills and self._span is None:
             start = max(start, self._free_at)
             self._free_at = start + seconds
             self.busy_seconds += seconds

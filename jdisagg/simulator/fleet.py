@@ -127,6 +127,11 @@ class Fleet:
             raise ConfigError(
                 f"prefix.disk_gib={self.prefix.disk_gib:g}: the simulator has no disk; leave it out"
             )
+        if self.prefix.append_tokens and (self.prefill is None or self.late_reservation):
+            raise ConfigError(
+                f"prefix.append_tokens={self.prefix.append_tokens} is for decode workers beside"
+                " prefill workers, which reserve before they prefill; leave it out"
+            )
         for pool in self.pools:
             self.limits_of(pool)
 
@@ -217,6 +222,7 @@ class Fleet:
             kv_spec(self.geometry, self.kept_dtype),
             self.context,
             layer_groups=1,
+            append_tokens=self.prefix.append_tokens if pool is self.decode else 0,
         )
         return replace(limits, whole_blocks=True, stages=pool.stages)
 

@@ -1,7 +1,8 @@
 """The decode worker: `DecodePort` and `PeerPort` in front, the schedulers and the step loop behind.
 
 It is mixed-capable: `generate` without a source prefills in the same pages (modes CHUNKED and
-UNIFIED); in mode DISAGGREGATED KV comes from a prefill worker. Which command goes next is
+UNIFIED); in mode DISAGGREGATED KV comes from a prefill worker, but for what the mesh appends itself
+to what it keeps, in its small chunks (`MeshLimits.append_buckets`). Which command goes next is
 `scheduler/step_policy.py`'s decision, pages and slots those of `scheduler/reservations.py` and
 `decode_batches.py`. Through `PeerPort` running sequences move to another decode worker, and prefill
 workers fetch what is kept of those that ended. A source of KV that fails does not end a
@@ -108,9 +109,10 @@ class DecodeWorker(MeshWorker):
             config.stream_tokens,
             spans=self._interruptible is not None,
         )
-        self._prefills = PrefillBatches(
-            executor.limits, context.ids, self._state.residency.cut_tokens
-        )
+        computed = executor.limits.computed
+        self._prefills = PrefillBatches(computed, context.ids, self._state.residency.cut_tokens)
+        can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
+        self._chunk_tokens = computed.chunk_buckets[-1] if can_prefill else 0
         self._backlog = Backlog()
         self._prefilled_last = False
         self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
@@ -296,7 +298,7 @@ class DecodeWorker(MeshWorker):
             )
         arrival = self._clock.now() - call.age_seconds
         ticket = self._reservations.enqueue(
-            call.request, call.attempt, children, arrival, call.whole
+            call.request, call.attempt, children, arrival, call.whole, call.computes
         )
         granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         self._settle()
@@ -430,6 +432,9 @@ class DecodeWorker(MeshWorker):
                 )
             )
             self._backlog.add(group.key, len(known), cached)
+            if self._mode is Mode.DISAGGREGATED:
+                self.counters.add("prompts_appended")
+                self.counters.add("tokens_appended", len(known) - cached)
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
@@ -558,10 +563,9 @@ class DecodeWorker(MeshWorker):
 
     def _status(self) -> WorkerStatus:
         state, mesh = self._state, self._mesh
-        can_prefill = self._mode is not Mode.DISAGGREGATED
         return WorkerStatus(
             name=self.name,
-            role=WorkerRole.MIXED if can_prefill else WorkerRole.DECODE,
+            role=WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
             layout=self._layout,
             free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
             total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),
@@ -578,8 +582,8 @@ class DecodeWorker(MeshWorker):
             queued_pairs=self._backlog.pairs,
             rank_sequences=tuple(state.living),
             rank_contexts=state.contexts(),
-            can_prefill=can_prefill,
-            chunk_tokens=mesh.chunk_buckets[-1] if can_prefill else 0,
+            can_prefill=self._chunk_tokens > 0,
+            chunk_tokens=self._chunk_tokens,
             loading_seconds=self._context.loading_seconds(),
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import math
 from collections.abc import AsyncIterator
 from typing import cast
 
@@ -74,6 +75,9 @@ class Workers:
 
 class TheOnlyOnes:
     """Places everything on the one pair."""
+
+    def most_computed(self, decode: str) -> float:
+        return math.inf
 
     async def another_prefill(self, avoid: frozenset[str]) -> str:
         return "prefill"

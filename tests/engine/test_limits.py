@@ -109,6 +109,19 @@ def test_a_gpu_s_buckets_waste_less_than_a_tenth_and_its_batches_begin_at_eight(
     assert waste(gpu.chunk_buckets) < 0.1 < 0.2 < waste(cpu.chunk_buckets)
 
 
+def test_a_mesh_that_appends_has_small_chunks_of_its_own_beside_those_of_hand_offs() -> None:
+    config = InstanceConfig(Layout(), chunk_tokens=512, min_chunk_tokens=64)
+    how = Mode.DISAGGREGATED, LLAMA_8B, 8192, None
+    plain, appends = mesh_limits(config, *how), mesh_limits(config, *how, append_tokens=256)
+    assert appends.chunk_buckets == plain.chunk_buckets and plain.append_buckets == ()
+    assert appends.append_buckets == appends.computed.chunk_buckets == (64, 128, 256)
+    assert appends.block_shapes() == plain.block_shapes(), "blocks come from the other side"
+    assert plain.computed is plain
+    assert mesh_limits(config, *how, append_tokens=48).append_buckets == (48,)
+    gpu = mesh_limits(config, *how, "gpu", append_tokens=256)
+    assert set(gpu.append_buckets) == {size for size in gpu.chunk_buckets if size <= 256}
+
+
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 128])
 @pytest.mark.parametrize("page_size", [1, 4, 8, 16])
 def test_a_ring_holds_window_and_page_and_never_writes_over_what_is_seen(

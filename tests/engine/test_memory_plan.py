@@ -125,6 +125,19 @@ def test_what_is_on_its_way_to_host_memory_is_room_of_its_worker() -> None:
     assert sets_aside.staged - decode.staged == chunks * (32 << 10)
 
 
+def test_a_decode_worker_that_appends_has_room_for_the_chunks_that_it_computes() -> None:
+    """As much as a prefill worker of such chunks."""
+    how = (Mode.DISAGGREGATED, BF16, ONE_B, memory(20))
+    plain, appends = (
+        fit_instance(SMALL, WorkerRole.DECODE, *how, PrefixConfig(True, append_tokens=tokens))[1]
+        for tokens in (0, 256)
+    )
+    small = replace(SMALL, chunk_tokens=256, min_chunk_tokens=64)
+    prefill = fit_instance(small, WorkerRole.PREFILL, *how)[1]
+    assert plain.activations < appends.activations == prefill.activations
+    assert appends.total <= appends.memory.bytes
+
+
 @pytest.mark.parametrize(("codec", "chunks"), [("none", 1), ("fp8", 0)])
 def test_what_a_decode_worker_has_given_and_is_not_fetched_is_room_of_it(
     codec: str, chunks: int

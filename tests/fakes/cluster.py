@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
+from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
+from jdisagg.engine.kept_here import KeptHere
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
@@ -27,6 +29,7 @@ from jdisagg.request import (
     TokenLogprobs,
     Usage,
 )
+from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
@@ -118,11 +121,13 @@ class Cluster:
         names: BlockNames | None = None,
         tiers: TierRoom | None = None,
         spills: TierRoom | None = None,
+        appends: tuple[Kind, Kind] | None = None,
     ) -> None:
         """`wire`: every port call goes through the wire format and back. The wraps stand between
         path and workers, between workers, and between a worker and its mesh. `names`: KV stays for
         later requests, in other places too. `tiers`: of the prefill worker, `spills`: of the decode
-        worker."""
+        worker. `appends`: the path knows what they keep, and takes them to be of these
+        kinds."""
         config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
@@ -160,14 +165,21 @@ class Cluster:
         prefill_port: PrefillPort = packed(PrefillPort, self.prefill) if wire else self.prefill
         decode_port: DecodePort = packed(DecodePort, self.decode) if wire else self.decode
         prefills = {"prefill0": wrap_prefill(prefill_port)} if mode is Mode.DISAGGREGATED else {}
+        affinity, routing = None, RoutingConfig(hold_seconds=1e9, local_gain=0.0)
+        if appends is not None:
+            assert names is not None, "else nothing is kept"
+            affinity = KeptHere((self.prefill, self.decode), names.secret)
         self.path = RequestPath(
             ClusterPorts(prefills, {"decode0": wrap_decode(decode_port)}),
             lambda request: ToyText(request.sampling.stop),
             self.limits,
             self.clock,
-            PlacerSettings(events=events),
+            PlacerSettings(routing, affinity=affinity, events=events),
             self.new_id,
         )
+        for worker, kind in zip((self.prefill, self.decode), appends or (), strict=False):
+            state = self.path.placer.accounts.state
+            state.describe(worker.name, Description("rack/host", kind))
 
     def new_id(self) -> int:
         return self._random.getrandbits(63)

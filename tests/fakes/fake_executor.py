@@ -346,7 +346,7 @@ class FakeExecutor:
 
     def _check_chunk(self, chunk: PrefillChunk) -> None:
         limits = self.limits
-        assert chunk.rows and chunk.chunk_tokens in limits.chunk_buckets
+        assert chunk.rows and chunk.chunk_tokens in limits.computed.chunk_buckets
         for rank in range(limits.ranks):
             rows = [row for row in chunk.rows if row.rank == rank]
             assert len(rows) <= limits.rows_per_chunk

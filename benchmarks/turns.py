@@ -1,0 +1,363 @@
+"""Turn 2 of a conversation, by each way: when do its first and its second token come, and does the
+router take the best?
+
+    python -m benchmarks.turns --name=turns
+
+An embedded cluster of one device a mesh over the measured model, in float32, whose workers keep KV.
+A conversation's first turn is computed by the prefill mesh; prompt and answer stay on the decode
+mesh. Its second turn goes one of these ways:
+- recompute: the prefill worker, which keeps nothing of it, computes all;
+- reuse: it keeps the first prompt, and computes the answer and what is new;
+- fetch: it keeps nothing, and fetches prompt and answer from the decode worker;
+- append: the decode worker computes what is new itself;
+- router, forgotten: as the router decides where the prefill worker keeps nothing;
+- router, kept: as it decides where that keeps the first prompt.
+Each of the first three sends what the decode worker lacks, no more. The router's prices are those
+of this machine, fitted in the same run (`node/cost_measurement.py`). A first turn serves all ways,
+each with new words behind it, in an order that changes with each round; the first round only
+compiles. "busy": two other streams run on the decode mesh, and the longest gap between two tokens
+of theirs is told.
+
+A request that the router sent some way is one more that went so. "of the best": the median of the
+way that the router took, over that of the fastest of the ways that were open to it. Seconds of all
+processors until the first token are told beside those of the clock, for they depend less on what
+else the machine does. The router weighs the second token, too, and what other streams lose."""
+
+import asyncio
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import jax
+import msgspec
+import numpy as np
+from absl import app, flags
+
+from benchmarks import plain_loop
+from benchmarks.measure import save
+from benchmarks.measured_model import NoText, load
+from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig, PrefixConfig, RoutingConfig
+from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.speeds import Kind
+from jdisagg.dispatch.placer import PlacerSettings
+from jdisagg.dispatch.request_context import ClusterPorts
+from jdisagg.dispatch.request_path import RequestPath
+from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.engine.compilation import use_compilation_cache
+from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
+from jdisagg.engine.kept_here import KeptHere
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
+from jdisagg.messages.ports_middleware import through
+from jdisagg.node.cost_measurement import (
+    MeasuredSettings,
+    describe,
+    fit_and_judge,
+    measure_ceilings,
+    measure_steps,
+    notes_of,
+)
+from jdisagg.request import Request, SamplingParams
+from jdisagg.router.cluster_state import Description
+from jdisagg.worker.prefill_worker import PrefillWorker
+from models.catalog import read_config
+from models.hf_config import HfConfig
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds: a conversation each way and cell.")
+_NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
+
+CONTEXT, ANSWER, APPEND = 2304, 17, 256
+Key = tuple[str, int, int, int]  # way, tokens of the first prompt, new ones, busy
+CELLS = ((512, 32, 0), (1024, 32, 0), (1024, 200, 0), (1024, 200, 1))
+FORGOTTEN, KEPT = ("recompute", "fetch", "append"), ("reuse", "append")
+ROUTED = {"router, forgotten": FORGOTTEN, "router, kept": KEPT}
+WAYS = ("recompute", "reuse", "fetch", "append")
+# those that find the first prompt kept by the prefill worker, and those that do not
+ROTATED = (
+    (("reuse", "router, kept"), ("append", "fetch", "router, forgotten")),
+    (("router, kept", "reuse"), ("router, forgotten", "fetch", "append")),
+)
+
+
+class FromDecode:
+    """Says of each prompt that the decode worker keeps all of it."""
+
+    def __init__(self, new_id: Callable[[], int]) -> None:
+        self._new_id = new_id
+
+    async def prefill(
+        self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
+    ) -> PrefillReply:
+        known = len(call.request.prompt_token_ids)
+        hint = HandoffSource(DECODE, self._new_id())
+        return await proceed(msgspec.structs.replace(call, peer=hint, peer_tokens=known))
+
+
+class ByWay(EmbeddedCluster):
+    """Its prefill worker may fetch from its decode worker. `ways`: a path over the same workers for
+    each way that the router takes when it is told no more than that."""
+
+    def _make_ports(self) -> ClusterPorts:
+        ports = self.ports = super()._make_ports()
+        prefill, decode = self._workers
+        assert isinstance(prefill, PrefillWorker)
+        prefill._fetched = prefill._fetches_from({DECODE: decode})
+        return ports
+
+    def open_ways(self, hardware: Accelerator) -> None:
+        prefill, decode = self._workers
+        assert self._names is not None
+        hinted = through(PrefillPort, self.ports.prefill[PREFILL], FromDecode(prefill._context.ids))
+        fetching = ClusterPorts({PREFILL: hinted}, self.ports.decode)
+        plain, told = PlacerSettings(), KeptHere((prefill, decode), self._names.secret)
+        priced = RoutingConfig(hold_seconds=1e9, peer_fetch=True)
+        self.ways = {
+            "recompute": self._path(self.ports, plain),
+            "reuse": self._path(self.ports, plain),
+            "fetch": self._path(fetching, plain),
+            "append": self._path(
+                ClusterPorts({}, self.ports.decode), PlacerSettings(affinity=told)
+            ),
+            **{
+                name: self._path(self.ports, PlacerSettings(priced, affinity=told))
+                for name in ROUTED
+            },
+        }
+        shape = read_config(HfConfig(plain_loop.MEASURED_MODEL, "measured")).cost_geometry(
+            "measured"
+        )
+        for name in ROUTED:
+            state = self.ways[name].placer.accounts.state
+            kind = Kind(shape, Layout(), hardware, dtype="float32")
+            for worker in (PREFILL, DECODE):
+                state.describe(worker, Description("here/here/here/here", kind))
+
+    def _path(self, ports: ClusterPorts, settings: PlacerSettings) -> RequestPath:
+        return RequestPath(
+            ports,
+            lambda request: TokenStream.of(NoText(), request),
+            self.config.limits,
+            self.clock,
+            settings,
+        )
+
+
+def cluster() -> ByWay:
+    instance = InstanceConfig(
+        layout=Layout(), slots_per_rank=4, growth_tokens=64, min_chunk_tokens=64, pages_per_rank=160
+    )
+    config = EngineConfig(
+        model=ModelConfig(context_tokens=CONTEXT),
+        prefill=instance,
+        decode=instance,
+        prefix=PrefixConfig(True, restores="always", append_tokens=APPEND),
+        warm_up=False,
+    )
+    return ByWay(config, load, NoText(), jax.devices())
+
+
+async def fitted() -> tuple[Accelerator, dict[str, object]]:
+    """This machine, as the router is told of it, and how well it is described."""
+    shape = read_config(HfConfig(plain_loop.MEASURED_MODEL, "measured")).cost_geometry("measured")
+    shape = dataclasses.replace(shape, name="measured")
+    wanted = MeasuredSettings("", Layout(), "float32", [64, 256, 512], [1, 3], 2, 8)
+
+    def deploy(config: EngineConfig) -> SimpleNamespace:
+        made = EmbeddedCluster(config, load, NoText(), jax.devices())
+        return SimpleNamespace(start=made.start, cluster=made)
+
+    steps = await measure_steps(wanted, shape, deploy)  # type: ignore[arg-type]
+    found = fit_and_judge(describe(measure_ceilings("float32"), "here", "float32"), steps, Layout())
+    return found.accelerator, notes_of(found, steps, Layout())
+
+
+class Conversations:
+    """Asks, and keeps what was measured by (way, first prompt, new tokens, busy)."""
+
+    def __init__(self, made: ByWay) -> None:
+        self.cluster = made
+        self.first: dict[Key, list[float]] = {}
+        self.second: dict[Key, list[float]] = {}
+        self.processors: dict[Key, list[float]] = {}
+        self.gaps: dict[Key, list[float]] = {}
+        self.taken: dict[Key, list[str]] = {}
+        self.said: dict[Key, str] = {}
+        self._rng = np.random.default_rng(0)
+        self._numbers = itertools.count()
+
+    def _words(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self._rng.integers(3, plain_loop.VOCABULARY, tokens).tolist())
+
+    def _request(self, prompt: tuple[int, ...], tokens: int) -> Request:
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        return Request(f"r{next(self._numbers)}", prompt, params)
+
+    async def _ask(
+        self, path: RequestPath, prompt: tuple[int, ...], tokens: int
+    ) -> tuple[list[float], list[int]]:
+        """Seconds to each token, and the tokens. Last of the seconds: those of all processors
+        until the first token."""
+        began, times, answer = time.perf_counter(), [], []
+        used, until_first = time.process_time(), 0.0
+        async for event in path.stream(self._request(prompt, tokens)):
+            if event.token_ids and not answer:
+                until_first = time.process_time() - used
+            times += [time.perf_counter() - began] * len(event.token_ids)
+            answer += event.token_ids
+        return [*times, until_first], answer
+
+    @asynccontextmanager
+    async def _streams(self, count: int) -> AsyncIterator[list[list[float]]]:
+        """So many others run on the decode mesh meanwhile; when each token came."""
+        times: list[list[float]] = [[] for _ in range(count)]
+
+        async def run(at: int, prompt: tuple[int, ...]) -> None:
+            async for event in self.cluster.ways["reuse"].stream(self._request(prompt, 1500)):
+                times[at] += [time.perf_counter()] * len(event.token_ids)
+
+        tasks = [asyncio.create_task(run(at, self._words(64))) for at in range(count)]
+        while any(len(seen) < 3 for seen in times):
+            await asyncio.sleep(0.01)
+        try:
+            yield times
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def cell(self, first_tokens: int, new_tokens: int, busy: int, order: int) -> None:
+        """One first turn, and a second one of its own each way. `order`: turns the ways around."""
+        prompt = self._words(first_tokens)
+        _, answer = await self._ask(self.cluster.ways["reuse"], prompt, ANSWER)
+        history = (*prompt, *answer)
+        # who recomputes all is last of those that find it forgotten, and leaves it to the others
+        kept = [*ROTATED[order % 2][0]]
+        forgotten = [*ROTATED[order % 2][1], "recompute"]
+        for way in kept + forgotten if order % 2 else forgotten + kept:
+            if way != "append" or ANSWER - 1 + new_tokens <= APPEND:
+                if way in forgotten:
+                    self.cluster._workers[0]._kept.clear()
+                await self._second(way, history, (way, first_tokens, new_tokens, busy))
+        for worker in self.cluster._workers:
+            worker._kept.clear()
+
+    async def _second(self, way: str, history: tuple[int, ...], key: Key) -> None:
+        _, _, new_tokens, busy = key
+        path, second = self.cluster.ways[way], (*history, *self._words(new_tokens))
+        async with self._streams(2 * busy) as others:
+            began = time.perf_counter()
+            times, _ = await self._ask(path, second, 4)
+            ended = time.perf_counter()
+            gaps = [
+                later - earlier
+                for seen in others
+                for earlier, later in itertools.pairwise(seen)
+                if began <= later <= ended
+            ]
+        said = path.placer.status().decisions[0]
+        taken = "append" if not said.prefill else "fetch" if "fetches" in said.reason else "prefill"
+        if way in ROUTED:
+            taken = ROUTED[way][0] if taken == "prefill" else taken
+            self.taken.setdefault(key, []).append(taken)
+            self.said[key] = said.reason
+            key = (taken, *key[1:])  # one more that went that way
+        assert way in ROUTED or taken == (
+            "prefill" if way in ("recompute", "reuse", "fetch") else way
+        )
+        for of, seconds in (
+            (self.first, times[0]),
+            (self.second, times[1]),
+            (self.processors, times[-1]),
+            (self.gaps, max(gaps, default=0.0)),
+        ):
+            of.setdefault(key, []).append(seconds)
+
+    def forget(self) -> None:
+        for of in (self.first, self.second, self.processors, self.gaps, self.taken):
+            of.clear()
+
+
+def figures_of(talk: Conversations) -> dict[str, object]:
+    rows: dict[str, object] = {}
+    measures = {
+        "first token": talk.first,
+        "second token": talk.second,
+        "processors until the first token": talk.processors,
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in measures}
+    for cell in CELLS:
+        ways = [way for way in WAYS if (way, *cell) in talk.first]
+        row: dict[str, object] = {}
+        for way in ways:
+            key = (way, *cell)
+            row[way] = {
+                "times": len(talk.first[key]),
+                **{
+                    f"{name}, ms": round(1e3 * statistics.median(of[key]), 1)
+                    for name, of in {**measures, "longest gap of others": talk.gaps}.items()
+                },
+            }
+        for routed, among in ROUTED.items():
+            taken, key = talk.taken[routed, *cell], (routed, *cell)
+            row[routed] = {
+                "taken": {one: taken.count(one) for one in dict.fromkeys(taken)},
+                "its reason": talk.said[key],
+            }
+            for name, of in measures.items():
+                medians = {one: statistics.median(of[one, *cell]) for one in among if one in ways}
+                ratios[name] += [medians[one] / min(medians.values()) for one in taken]
+        first, new, busy = cell
+        rows[f"{first} + {new} tokens, {'busy' if busy else 'idle'}"] = row
+    return {
+        "of the best, within 10 %": {
+            name: round(sum(one <= 1.1 for one in of) / len(of), 3) for name, of in ratios.items()
+        },
+        "of the best, worst": {name: round(max(of), 3) for name, of in ratios.items()},
+        "rows": rows,
+    }
+
+
+async def measure() -> dict[str, object]:
+    hardware, notes = await fitted()
+    print(
+        f"fitted: {notes['median_error']} of error, {notes['median_error_held_out']} held out",
+        flush=True,
+    )
+    made = cluster()
+    await made.start()
+    made.open_ways(hardware)
+    talk = Conversations(made)
+    try:
+        for number in range(1 + _ROUNDS.value):
+            if number == 1:
+                talk.forget()
+            for first, new, busy in CELLS:
+                await talk.cell(first, new, busy, number)
+            print(f"round {number} of {_ROUNDS.value}", flush=True)
+    finally:
+        await made.stop()
+    found = figures_of(talk)
+    for name, value in found.items():
+        print(f"{name}: {value}" if name != "rows" else "", flush=True)
+    for name, row in found["rows"].items():  # type: ignore[attr-defined]
+        print(f"{name}: {row}", flush=True)
+    counters: dict[str, object] = {
+        worker.name: dict(worker.counters.snapshot()) for worker in made._workers
+    }
+    return {"rounds": _ROUNDS.value, "fit": notes, **found, "counters": counters}
+
+
+def main(_: list[str]) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    use_compilation_cache("~/.cache/jdisagg/xla")
+    figures = asyncio.run(measure())
+    if _NAME.value:
+        print(save(_NAME.value, figures))
+
+
+if __name__ == "__main__":
+    app.run(main)

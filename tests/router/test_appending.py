@@ -1,0 +1,157 @@
+"""What a decode worker beside prefill workers appends itself: the decision, worked out again by
+hand, and who is protected."""
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from jdisagg.costs.speeds import Kind, Speed
+from jdisagg.errors import UnavailableError
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.router.accounts import Work
+from jdisagg.router.cluster_state import Description
+from jdisagg.router.cost_terms import STEPS_TO_JOIN
+from jdisagg.router.decision import PlacementPolicy, PlacementQuery
+from jdisagg.router.decision_record import answer_of, record_of, replay
+from jdisagg.router.pacing import paced_until
+from jdisagg.router.placement import decide
+from tests.router.fleets import H100, accounts_of, decode_status, prefill_status, state_of
+from tests.router.test_decide import decision
+
+APPEND = 256
+POLICY = PlacementPolicy(hold_seconds=1e9)
+# A turn of 200 tokens behind a history that the decode worker keeps.
+TURN = PlacementQuery(Work(4200, expected_tokens=100), cached={"d0": 4000})
+
+
+def appends(name: str, sequences: int = 0, contexts: int = 0) -> WorkerStatus:
+    status = decode_status(name, (sequences,), (contexts,), can_prefill=True)
+    return msgspec.structs.replace(status, chunk_tokens=APPEND)
+
+
+def test_what_is_missing_is_appended_where_the_history_is_kept() -> None:
+    state = state_of(prefill_status("p0"), appends("d0"), appends("d1"))
+    chosen = decision(state, TURN, POLICY)
+    assert (chosen.prefill, chosen.decode, chosen.kind) == (None, "d0", "local")
+    assert chosen.cached_tokens == 4000 and "4000 tokens known" in chosen.reason
+    seconds = Speed(H100).prefill_seconds(200, 4000, APPEND)
+    assert chosen.ttft_seconds == pytest.approx(seconds, rel=0.06)
+
+
+@pytest.mark.parametrize("missing", [APPEND, APPEND + 1])
+def test_what_is_more_than_one_chunk_goes_to_a_prefill_worker(missing: int) -> None:
+    state = state_of(prefill_status("p0"), appends("d0"))
+    query = replace(TURN, work=Work(4000 + missing, expected_tokens=100))
+    chosen = decision(state, query, POLICY)
+    if missing <= APPEND:
+        assert chosen.prefill is None
+    else:
+        assert chosen.prefill == "p0"
+        assert f"d0 lacks {missing} tokens and appends {APPEND} at the most" in chosen.reason
+
+
+@pytest.mark.parametrize("running", [1, 16, 64])
+@pytest.mark.parametrize("queued", [0, 500, 4000, 20_000])
+@pytest.mark.parametrize("known", [0, 3968])
+def test_the_way_that_is_chosen_is_the_cheaper_one(running: int, queued: int, known: int) -> None:
+    """Of a prefill worker that knows some or none of it, and has more or less to do, and of a
+    decode worker where more or fewer sequences run: seconds worked out by hand."""
+    contexts, speed = running * 600, Speed(H100)
+    state = state_of(prefill_status("p0", queued), appends("d0", running, contexts))
+    query = replace(TURN, cached={"d0": 4000, **({"p0": known} if known else {})})
+    policy = replace(POLICY, local_gain=0.0)
+    chosen = decision(state, query, policy)
+    assert chosen.terms is not None
+    step = chosen.terms.step
+    per_token, per_pair = speed.backlog_rates(2048)
+    queue = queued * per_token + queued * (queued + 1) / 2 * per_pair
+    apart = queue + speed.prefill_seconds(4200 - known, known, 2048) + STEPS_TO_JOIN * step
+    chunk = speed.prefill_seconds(200, 4000, APPEND)
+    # its own turn behind a step, its first own step, and what the others lose
+    alone = chunk + step + step + chunk
+    assert abs(apart - alone) > 0.05 * alone, "too close to tell"
+    assert (chosen.prefill is None) == (alone < apart), chosen.reason
+
+
+def test_no_stream_there_waits_for_a_token_longer_than_the_bound() -> None:
+    running = appends("d0", 50, 50_000)
+    # so that only the bound speaks for the prefill worker
+    state = state_of(prefill_status("p0", 20_000), running)
+    free = decision(state, TURN, POLICY)
+    assert free.prefill is None and free.terms is not None
+    longest = Speed(H100).prefill_seconds(200, 4000, APPEND) + free.terms.step
+    for bound, prefill in ((1.07 * longest, None), (0.93 * longest, "p0")):
+        chosen = decision(state, TURN, replace(POLICY, tpot_slo_seconds=bound))
+        assert chosen.prefill == prefill
+    assert "streams there would wait" in chosen.reason
+    idle = state_of(prefill_status("p0", 20_000), appends("d0"))
+    alone = decision(idle, TURN, replace(POLICY, tpot_slo_seconds=0.93 * longest))
+    assert alone.prefill is None, "nobody waits there"
+
+
+def test_appends_are_as_far_apart_as_the_bound_leaves_time_for_and_others_go_elsewhere() -> None:
+    """In the mean streams keep the bound: what a chunk takes of it they get back first."""
+    accounts = accounts_of(
+        {
+            prefill_status("p0", 20_000): Description("r", H100),
+            appends("d0", 50, 50_000): Description("r", H100),
+        }
+    )
+    policy = replace(POLICY, tpot_slo_seconds=0.05)
+    first = decision(accounts.state, TURN, policy, now=1.0)
+    assert first.prefill is None and first.terms is not None
+    until = paced_until(accounts.state, TURN, first, policy, 1.0)
+    assert until is not None
+    accounts.pace("d0", until)
+    chunk = Speed(H100).prefill_seconds(200, 4000, APPEND)
+    steps = (until - 1.0 - chunk) / first.terms.step
+    assert (until - 1.0) / steps <= policy.tpot_slo_seconds
+    second = decision(accounts.state, TURN, policy, now=(1.0 + until) / 2)
+    assert second.prefill == "p0" and "has just appended" in second.reason
+    assert decision(accounts.state, TURN, policy, now=until).prefill is None
+
+
+@pytest.mark.parametrize("kind", [H100, None])
+def test_a_prompt_whose_logprobs_are_wanted_is_not_appended(kind: Kind | None) -> None:
+    """The programs for it are compiled when they are first asked for."""
+    state = state_of(prefill_status("p0", 20_000), appends("d0"), kind=kind)
+    short = replace(TURN, work=Work(100, expected_tokens=100), cached={"d0": 64})
+    assert decision(state, short, POLICY).prefill is None
+    chosen = decision(state, replace(short, whole=True), POLICY)
+    assert chosen.prefill == "p0"
+    assert kind is None or "does not compute log-probabilities" in chosen.reason
+
+
+def test_without_a_prefill_worker_short_prompts_are_served_and_long_ones_are_not() -> None:
+    """A long one would hold all streams up."""
+    state = state_of(appends("d0"))
+    assert decision(state, TURN, POLICY).prefill is None
+    with pytest.raises(UnavailableError, match="no prefill worker"):
+        decide(state, replace(TURN, cached={}), 0.0, POLICY)
+    unknown = state_of(appends("d0"), kind=None)
+    assert decision(unknown, TURN, POLICY).prefill is None
+    with pytest.raises(UnavailableError, match="no prefill worker"):
+        decide(unknown, replace(TURN, cached={}), 0.0, POLICY)
+
+
+def test_where_no_seconds_are_predicted_only_who_runs_nothing_appends() -> None:
+    state = state_of(prefill_status("p0"), appends("d0"), kind=None)
+    chosen = decision(state, TURN, POLICY)
+    assert (chosen.prefill, chosen.decode, chosen.kind) == (None, "d0", "local")
+    assert "appends 200 tokens to the 4000" in chosen.reason
+    busy = state_of(prefill_status("p0"), appends("d0", 1, 500), kind=None)
+    assert decision(busy, TURN, POLICY).prefill == "p0"
+    long = replace(TURN, work=Work(4000 + APPEND + 1, expected_tokens=100))
+    assert decision(state, long, POLICY).prefill == "p0"
+    better = replace(TURN, cached={"d0": 4000, "p0": 4000})
+    assert decision(state, better, POLICY).prefill == "p0", "nothing is gained"
+
+
+def test_the_decision_is_recorded_and_falls_the_same_again() -> None:
+    state = state_of(prefill_status("p0"), appends("d0", 10, 20_000), appends("d1"))
+    policy = replace(POLICY, tpot_slo_seconds=0.05)
+    answer = decide(state, TURN, 0.0, policy)
+    record = json.loads(json.dumps(record_of(state, TURN, 0.0, policy, answer)))
+    assert replay(record) == answer == answer_of(record)
