@@ -7,7 +7,8 @@ PPD (arXiv 2603.13358): later turns computed at the decode worker that holds the
 all wait for. agentic-kvc (gahow/agentic-kvc): with agents, prefill and decode apart lose to one
 pool. Each is a list of runs of the live code on virtual time that differ in one thing; which, and
 what the papers say, is in `CASES`. `--small`: fewer requests, to see that it works. With a name the
-cases that were run take the place of those in results/."""
+cases that were run take the place of those in results/, and the page is written anew
+(`reuse_papers_page.py`)."""
 
 import json
 import time
@@ -18,6 +19,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.measure import RESULTS, machine
+from benchmarks.reuse_papers_page import page
 from jdisagg.config import Mode, PrefixConfig, RoutingConfig
 from jdisagg.costs.hardware import LINKS, Accelerator, Link, accelerator
 from jdisagg.costs.model_geometry import CostGeometry, geometry
@@ -108,7 +110,8 @@ def ppd() -> list[Run]:
         return Run(name, differs, replace(fleet, **more), talk, rates)  # type: ignore[arg-type]
 
     return [
-        run("forgetful", "nothing stays: each turn is prefilled and sent whole", prefix=PrefixConfig()),
+        run("forgetful", "nothing stays: each turn is prefilled and sent whole",
+            prefix=PrefixConfig()),
         run("through prefill", "KV stays on both sides; each turn goes through prefill"),
         run("append", "what a decode worker lacks it may compute itself, 1,024 tokens at the most",
             prefix=appends),
@@ -158,12 +161,12 @@ def dualpath() -> list[Run]:
 
 
 def agentic() -> list[Run]:
-    """Agents with tools on eight H20: prompts of some 20,000 tokens, answers of 150."""
+    """Agents with tools on eight H20: prompts of some 25,000 tokens, answers of 150."""
     model = geometry("qwen3-30b-a3b")
     turns = ConversationTurns(12.0, 8.0, 64 * GRAIN, GRAIN, 100_000)
     talk = Talk(LogNormal(1500, 0.8, 150, 0.6, longest=30_000), turns, 300)
     wordy = replace(talk, words=replace(talk.words, output_median=800))
-    rates = (0.8, 1.6)
+    rates = (1.6, 4.0)
     one = replace(INSTANCE, layout=Layout(tp=1), chunk_tokens=2048)
     pool = Fleet(
         model, decode=Pool(8, H20, one), mode=Mode.CHUNKED, fused=True, limits=PATIENT,
@@ -212,8 +215,8 @@ CASES = {
         " throughput offline and 1.96 times online within its SLO (abstract of arXiv 2602.21548).",
         "Llama-3.1-70B, 2 + 2 instances of 8 H200; agents that begin with 24,576 tokens of"
         " their own, 20 turns on average that append 400 tokens, 150 of an answer (medians), 5 s"
-        " between turns. Prefill workers have pages for 153,600 tokens, and behind them storage at 50 GB/s a node (live: the tier in"
-        " host memory, on a slower link).",
+        " between turns. Prefill workers have pages for 153,600 tokens, and behind them storage at"
+        " 50 GB/s a node (live: the tier in host memory, on a slower link).",
         dualpath,
         2.0,
     ),
@@ -337,6 +340,7 @@ def main(argv: list[str]) -> None:
         figures["cases"][name] = {"machine": machine(), **made(CASES[name])}
     if _NAME.value:
         path.write_text(json.dumps(figures, indent=1) + "\n")
+        path.with_suffix(".md").write_text(page(figures))
 
 
 if __name__ == "__main__":
