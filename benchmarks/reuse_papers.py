@@ -145,6 +145,8 @@ def dualpath() -> list[Run]:
     assert fleet.prefill is not None
     unbound = replace(card, host=replace(STORAGE, bytes_per_second=1e12))
     endless = replace(fleet.prefill, hardware=unbound)
+    bound = replace(card, host=replace(STORAGE, bytes_per_second=STORAGE.bytes_per_second / 10))
+    slow = replace(fleet.prefill, hardware=bound)
 
     def run(name: str, differs: str, **more: object) -> Run:
         return Run(name, differs, replace(fleet, **more), talk, rates)  # type: ignore[arg-type]
@@ -156,6 +158,8 @@ def dualpath() -> list[Run]:
         run("decode", "no storage: fetched from decode workers' pages alone",
             prefix=pages, routing=FETCHES),
         run("nothing loaded", "no storage and no fetching", prefix=pages),
+        run("slow storage", "a tenth of that: 5 GB/s a node", prefill=slow),
+        run("slow storage and decode", "the same, and fetching", prefill=slow, routing=FETCHES),
         run("storage without end", "loading costs nothing", prefill=endless),
     ]  # fmt: skip
 
@@ -163,7 +167,7 @@ def dualpath() -> list[Run]:
 def agentic() -> list[Run]:
     """Agents with tools on eight H20: prompts of some 25,000 tokens, answers of 150."""
     model = geometry("qwen3-30b-a3b")
-    turns = ConversationTurns(12.0, 8.0, 64 * GRAIN, GRAIN, 100_000)
+    turns = ConversationTurns(12.0, 8.0, 64 * GRAIN, GRAIN, 79_000)
     talk = Talk(LogNormal(1500, 0.8, 150, 0.6, longest=30_000), turns, 300)
     wordy = replace(talk, words=replace(talk.words, output_median=800))
     rates = (1.6, 4.0)
@@ -183,20 +187,23 @@ def agentic() -> list[Run]:
         "memory_bytes_per_second": H20.memory_bytes_per_second,
     })  # fmt: skip
     fast = Link("free", 1e15, 0.0)
+    few = replace(apart.decode.instance, pages_per_rank=5_000)
+    short = replace(apart, decode=replace(apart.decode, instance=few), context_tokens=80_000)
     return [
         run("one pool", "8 workers do both, chunked", pool),
         run("4 + 4", "4 prefill, 4 decode workers", apart),
         run("6 + 2", "6 prefill, 2 decode workers", two_pools(model, H20, 6, 2)),
         run("4 + 4, free links", "transfers cost nothing", apart, link=fast),
         run("4 + 4, memory doubled", "each card has 192 GB", two_pools(model, roomy, 4, 4)),
+        run("4 + 4, short of pages", "decode workers have pages for 80,000 tokens, kept or not",
+            short),
+        run("4 + 4, short and late", "and are asked for them after the prefill, as vLLM's are",
+            short, late_reservation=True),
         run("4 + 4, fetch", "prefill workers fetch from one another and from decode workers",
             apart, routing=FETCHES),
         run("4 + 4, append", "decode workers append up to 4,096 tokens", apart, prefix=appends),
-        run("4 + 4, both", "they append, and prefill workers fetch", apart,
-            prefix=appends, routing=FETCHES),
         run("one pool, wordy", "answers of 800 tokens", pool, wordy),
-        run("4 + 4, both, wordy", "answers of 800 tokens", apart, wordy,
-            prefix=appends, routing=FETCHES),
+        run("4 + 4, wordy", "answers of 800 tokens", apart, wordy),
     ]  # fmt: skip
 
 

@@ -17,6 +17,14 @@ HEAD = (
     "run", "rate", "TTFT p50, p90", "x", "later turns p50, p90", "x", "second token p50",
     "TPOT p50, p90 (ms)", "x", "found", "appended", "fetched", "restored", "busy P, D", "link",
 )  # fmt: skip
+EXPLAINED = """
+Written by `python -m benchmarks.reuse_papers --name=reuse_papers`; what it means is in
+[the log](../LOG.md). Seconds, where nothing else is said. `x`: the median before it against the
+case's first run at the same rate. Second token: when it comes after the request, which is the first
+token of systems whose decode worker gives it. Found: part of the prompts' tokens that no prefill
+computed. Appended: requests. Fetched, restored: tokens, in thousands. Busy: part of the time, of
+prefill and decode workers (one pool: of all). Link: the same of the prefill workers' link from
+storage."""
 
 
 def page(figures: Figures) -> str:
@@ -26,13 +34,7 @@ def page(figures: Figures) -> str:
 def _lines(figures: Figures) -> Iterator[str]:
     yield "# Three papers about KV that is found again, simulated"
     yield ""
-    yield "Written by `python -m benchmarks.reuse_papers --name=reuse_papers`; what it means is in"
-    yield "[the log](../LOG.md). Seconds, where nothing else is said. `x`: the median before it against the"
-    yield "case's first run at the same rate. Second token: when it comes after the request, which is the"
-    yield "first token of systems whose decode worker gives it. Found: part of the prompts' tokens that no"
-    yield "prefill computed. Appended: requests. Fetched, restored: tokens, in thousands. Busy: part of the"
-    yield "time, of prefill and decode workers (one pool: of all). Link: the same of the prefill workers'"
-    yield "link from storage."
+    yield from _folded(EXPLAINED)
     for name, case in figures["cases"].items():
         yield from ("", f"## {TITLES[name]}", "", *_folded(case["claim"]), "")
         yield from (*_folded("Simulated: " + case["setting"]), "")
