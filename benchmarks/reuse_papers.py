@@ -169,7 +169,6 @@ def agentic() -> list[Run]:
     model = geometry("qwen3-30b-a3b")
     turns = ConversationTurns(12.0, 8.0, 64 * GRAIN, GRAIN, 79_000)
     talk = Talk(LogNormal(1500, 0.8, 150, 0.6, longest=30_000), turns, 300)
-    wordy = replace(talk, words=replace(talk.words, output_median=800))
     rates = (1.6, 4.0)
     one = replace(INSTANCE, layout=Layout(tp=1), chunk_tokens=2048)
     pool = Fleet(
@@ -179,8 +178,8 @@ def agentic() -> list[Run]:
     apart = two_pools(model, H20, 4, 4)
     appends = replace(KEPT, append_tokens=4096)
 
-    def run(name: str, differs: str, fleet: Fleet, asked: Talk = talk, **more: object) -> Run:
-        return Run(name, differs, replace(fleet, **more), asked, rates)  # type: ignore[arg-type]
+    def run(name: str, differs: str, fleet: Fleet, **more: object) -> Run:
+        return Run(name, differs, replace(fleet, **more), talk, rates)  # type: ignore[arg-type]
 
     roomy = replace(accelerator("h100"), **{
         "name": "h20-192", "peak_flops": H20.peak_flops, "memory_bytes": 192e9,
@@ -197,13 +196,9 @@ def agentic() -> list[Run]:
         run("4 + 4, memory doubled", "each card has 192 GB", two_pools(model, roomy, 4, 4)),
         run("4 + 4, short of pages", "decode workers have pages for 80,000 tokens, kept or not",
             short),
-        run("4 + 4, short and late", "and are asked for them after the prefill, as vLLM's are",
-            short, late_reservation=True),
         run("4 + 4, fetch", "prefill workers fetch from one another and from decode workers",
             apart, routing=FETCHES),
         run("4 + 4, append", "decode workers append up to 4,096 tokens", apart, prefix=appends),
-        run("one pool, wordy", "answers of 800 tokens", pool, wordy),
-        run("4 + 4, wordy", "answers of 800 tokens", apart, wordy),
     ]  # fmt: skip
 
 
