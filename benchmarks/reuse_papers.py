@@ -54,8 +54,7 @@ class Talk:
     opening_tokens: int = 0
 
     def at(self, rate: float) -> list[Arrival]:
-        count = self.requests // 10 if _SMALL.value else self.requests
-        found = conversations(rate, count, self.words, self.turns, seed=1)
+        found = conversations(rate, self.requests, self.words, self.turns, seed=1)
         return [opened(item, self.opening_tokens, self.turns.block_tokens) for item in found]
 
 
@@ -316,6 +315,8 @@ def made(case: Case) -> dict[str, object]:
     rows: dict[str, object] = {}
     for run in case.runs():
         points: list[dict[str, object]] = []
+        if _SMALL.value:
+            run = replace(run, talk=replace(run.talk, requests=run.talk.requests // 10))
         for rate in run.rates:
             began = time.process_time()
             points.append(figures_of(run, rate))
