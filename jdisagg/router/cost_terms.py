@@ -47,13 +47,15 @@ class Holder:
 
 @plain
 class PrefillCosts:
-    """Of prefill workers `rows`: the backlog's seconds, the prompt's own. `known`: places of those
-    that know some of it, and how much. `fetches`: from which of the `holders` each fetches, -1:
-    from none; None: nobody does."""
+    """Of prefill workers `rows`: the backlog's seconds, the prompt's own, and how many it need not
+    compute, for it knows or fetches some (`spared`). `known`: places of those that know some of it,
+    and how much. `fetches`: from which of the `holders` each fetches, -1: from none; None: nobody
+    does."""
 
     rows: Indices
     queue: Array
     prefill: Array
+    spared: Array
     chunks: Array
     known: tuple[Indices, Array]
     holders: tuple[Holder, ...] = ()
@@ -65,6 +67,7 @@ class PrefillCosts:
             self.rows.take(places),
             self.queue.take(places),
             self.prefill.take(places),
+            self.spared.take(places),
             self.chunks.take(places),
             (_NOWHERE, _NOTHING),
             self.holders,
@@ -130,13 +133,15 @@ def prefills_of(
     if side.several_ranks:
         queue = queue / table["ranks"]
     at, cached = known_at(state, rows, query)
+    spared = np.zeros(len(rows))
     if len(at):
-        some = table.take(at)
+        some, cold = table.take(at), prefill[at]
         for speed, chunk, which in alike(state, side, some):
             prefill[at[which]] = speed.prefills_seconds(
                 query.work.tokens - cached[which], cached[which], chunk
             )
-    return PrefillCosts(rows, queue, prefill, chunks, (at, cached))
+        spared[at] = cold - prefill[at]
+    return PrefillCosts(rows, queue, prefill, spared, chunks, (at, cached))
 
 
 def decodes_of(

@@ -8,6 +8,8 @@ and, from either holder, moving that over what the two share, behind what either
 while its own queue passes, and computing what that holder does not know. Pure arithmetic on the
 match that exists; the holder decides what it gives when it is asked."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from jdisagg.costs.speeds import Array
@@ -50,7 +52,8 @@ def with_fetches(
         return costs
     every = state.prefill.rows
     places = slice(None) if costs.rows is every else every.searchsorted(costs.rows)
-    best, chosen = costs.prefill, np.full(len(costs.rows), -1)
+    best, chosen, spared = costs.prefill, np.full(len(costs.rows), -1), costs.spared
+    cold = costs.prefill + costs.spared
     for which, holder in enumerate(holders):
         missing = np.full(len(costs.rows), float(holder.tokens))
         missing[costs.known[0]] -= costs.known[1]
@@ -60,11 +63,13 @@ def with_fetches(
             links, among = state.peer_costs(policy.far), every
         source = among.searchsorted(np.array([holder.row]))
         moving = links.seconds(source, places, missing)[0] + holder.issued_seconds + waiting
-        fetched = np.maximum(0.0, moving - queue) + _computing(state, side, table, query, holder)
+        computing = _computing(state, side, table, query, holder)
+        fetched = np.maximum(0.0, moving - queue) + computing
         pays = (fetched < best) & (missing > 0)
         if np.count_nonzero(pays):
             best, chosen = np.where(pays, fetched, best), np.where(pays, which, chosen)
-    return PrefillCosts(costs.rows, costs.queue, best, costs.chunks, costs.known, holders, chosen)
+            spared = np.where(pays, cold - computing, spared)
+    return replace(costs, prefill=best, spared=spared, holders=holders, fetches=chosen)
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:

@@ -50,6 +50,11 @@ MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
 # seconds: more than any prediction, in this order
 DRAINING, BARRED, FAILED, LATE, FAR = 1e6, 1e7, 1e8, 1e4, 1e5
 NO_WORK = Work(1)
+# A prompt's second that a prefill worker does not compute, for it knows or fetches it, counts so
+# much more than the request's own: it is spared to those who come behind. Without, a worker that
+# knows nothing and is idle takes a prompt from one that knows it and has little to do, computes it
+# anew, and keeps it a second time in place of something else.
+WORTH_TO_OTHERS = 1.0
 # Where no seconds are predicted: a worker that knows the whole prompt is chosen before one whose
 # slots and pages are so much less in use.
 WORTH_OF_KNOWN = 0.5
@@ -90,13 +95,14 @@ class Candidates:
 
 @plain
 class Weighed:
-    """Seconds to the end for pairs [prefill workers, decode workers] and for decode workers alone
-    (inf: not possible)."""
+    """Seconds to the end for pairs [prefill workers, decode workers], less what each prefill worker
+    spares others, and for decode workers alone (inf: not possible)."""
 
     prefills: PrefillCosts
     decodes: DecodeCosts
     transfer: Array
     pairs: Array
+    spared: Array
     local: LocalCosts | None
     alone: Array
 
@@ -182,14 +188,15 @@ def weigh(
             state, prefills.side, every, prefills.table, side, trusted, query, policy
         )
     against, places = prefills.penalties, None
+    spared = WORTH_TO_OTHERS * every.spared
     if len(prefills) > MOST_PREFILLS:
-        seconds = every.queue + every.prefill
+        seconds = every.queue + every.prefill - spared
         if against is not None:
             seconds = seconds + against
         few = seconds.argsort(kind="stable")[:MOST_PREFILLS]
         few.sort()
         places = few if prefills.rows is prefills.side.rows else None
-        every = every.few(few)
+        every, spared = every.few(few), spared.take(few)
         against = None if against is None else against.take(few)
     transfer = transfers_of(state, every.rows, decodes.rows, query, policy.far, places)
     transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
@@ -200,7 +207,7 @@ def weigh(
     after = side.join + rest
     if not policy.decode_first:
         after = after + side.queue
-    pairs = ttft + transfer + after[None, :]
+    pairs = ttft + transfer + after[None, :] - spared[:, None]
     if against is not None:
         pairs = pairs + against[:, None]
     if policy.far_prefill_tokens:
@@ -213,7 +220,7 @@ def weigh(
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
-    return Weighed(every, side, transfer, pairs, local, alone)
+    return Weighed(every, side, transfer, pairs, spared, local, alone)
 
 
 def _too_far(
@@ -351,7 +358,7 @@ def _pair(
     if not weighed.pairs.size:
         return None
     which, other = divmod(int(weighed.pairs.argmin()), weighed.pairs.shape[1])
-    cost = float(weighed.pairs[which, other])
+    cost = float(weighed.pairs[which, other] + weighed.spared[which])
     if cost == np.inf:
         return None
     prefills, side = weighed.prefills, weighed.decodes

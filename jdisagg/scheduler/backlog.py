@@ -20,7 +20,9 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0) -> None:
-        """A prompt of `tokens`, of which the first `cached_tokens` need not be computed."""
+        """A prompt of `tokens`, of which the first `cached_tokens` need not be computed, in place
+        of what was said of it before."""
+        self.forget(key)
         self._prompts[key] = (cached_tokens, tokens)
         self._count(cached_tokens, tokens, 1)
 

@@ -27,6 +27,11 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: tuple[int, ...] = ()
     states: int = 0
 
+    @property
+    def known_tokens(self) -> int:
+        """What need not be computed of it on the rank that knows most."""
+        return max(self.cached_tokens, default=0)
+
     def left_tokens(self, rank: int) -> int:
         """What there is to compute of it on a rank."""
         return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)

@@ -213,8 +213,7 @@ class PrefillWorker(MeshWorker):
             self._count_reuse(task.prompt.tokens, task.brought.split(rank, cached))
             if cached:
                 self._host.disk.use(rank, task.chain[: cached // self._residency.block_tokens])
-                self._backlog.forget(key)
-                self._backlog.add(key, task.prompt.tokens, cached)
+            self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
             self._states.take(rank, key)
             self._batches.add(task.job(pages, self._states.slot(rank, key)))
@@ -269,7 +268,7 @@ class PrefillWorker(MeshWorker):
         task = self._new_task(call, self._clock.now())
         self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._backlog.add(task.prompt.key, task.prompt.tokens)
+        self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
         if not self._restore_first(task) and not self._fetch_first(task):
             self._queue(task.prompt)
         self._look()
@@ -356,7 +355,7 @@ class PrefillWorker(MeshWorker):
         if self._fetched is None:
             return False
         hinted = min(task.call.peer_tokens, task.most_known)
-        ahead = max(0, self._backlog.tokens - task.prompt.tokens)
+        ahead = max(0, self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens))
         wanted = self._fetched.worth(task.chain, task.call.peer, hinted, ahead)
         if wanted is not None:
             task.fetching = self._fetched.begin(wanted, task.brought, lambda: self._requeue(task))
@@ -367,6 +366,7 @@ class PrefillWorker(MeshWorker):
         if self._tasks.get(task.prompt.key) is task:
             cached = self._known_tokens(task.chain, task.prompt.tokens)
             task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
+            self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
             self._queue(task.prompt)
             self._look()
 

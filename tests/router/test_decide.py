@@ -12,7 +12,7 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery, Refusal
-from jdisagg.router.placement import decide
+from jdisagg.router.placement import WORTH_TO_OTHERS, decide
 from jdisagg.scheduler.backlog import causal_pairs
 from tests.router.fleets import (
     A100,
@@ -50,7 +50,8 @@ def cheapest_pair(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[float, str, str]:
-    """By the definition, worker by worker: least predicted seconds to the end over all pairs."""
+    """By the definition, worker by worker: predicted seconds to the end of the pair where they are
+    least, less what its prefill worker need not compute, which others gain, too."""
     work, found = query.work, []
     for p in (name for name in statuses if name.startswith("p")):
         ours = state.description(p)
@@ -61,6 +62,7 @@ def cheapest_pair(
         queue = said.queued_tokens * per_token + said.queued_pairs * per_pair
         cached = min(query.cached.get(p, 0), work.tokens - 1)
         prefill = speed.prefill_seconds(work.tokens - cached, cached, said.chunk_tokens)
+        spared = speed.prefill_seconds(work.tokens, 0, said.chunk_tokens) - prefill
         hardware = ours.kind.hardware
         links = (
             policy.far,
@@ -83,10 +85,9 @@ def cheapest_pair(
             moved = work.tokens - min(query.cached.get(d, 0), work.tokens - 1)
             transfer = link.seconds(moved * speed.wire_bytes_per_token / lanes)
             joins = (STEPS_TO_JOIN if there.running else STEPS_ALONE) * step
-            found.append(
-                (queue + prefill + transfer + joins + (work.expected_tokens - 1) * step, p, d)
-            )
-    return min(found)
+            seconds = queue + prefill + transfer + joins + (work.expected_tokens - 1) * step
+            found.append((seconds - WORTH_TO_OTHERS * spared, seconds, p, d))
+    return min(found)[1:]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -407,3 +408,24 @@ def test_the_seconds_that_a_worker_will_still_load_programs_are_weighed_like_any
     assert queued is not None and queued > 0.02
     assert chosen(0.001) == ("p-loads", "d-loads")
     assert chosen(30.0) == ("p-busy", "d-busy")
+
+
+def test_a_prompt_waits_for_who_knows_it_up_to_twice_what_that_saves() -> None:
+    """Of what a worker need not compute half is its own gain and half that of those behind."""
+    speed = speed_of(H100)
+    assert speed is not None
+    cached = replace(ASK, cached={"p1": 900})
+    cold = speed.prefill_seconds(ASK.work.tokens, 0, 2048)
+    saved = cold - speed.prefill_seconds(ASK.work.tokens - 900, 900, 2048)
+    per_token, per_pair = speed.backlog_rates(2048)
+
+    def chosen(tokens: int) -> tuple[str | None, float]:
+        busy = prefill_status("p1", tokens)
+        found = decision(state_of(prefill_status("p0"), busy, decode_status("d0")), cached)
+        return found.prefill, busy.queued_tokens * per_token + busy.queued_pairs * per_pair
+
+    waits = [chosen(tokens) for tokens in range(0, 4000, 100)]
+    longest = max(queue for worker, queue in waits if worker == "p1")
+    shortest = min(queue for worker, queue in waits if worker == "p0")
+    assert saved < longest <= 2.05 * saved, "longer than is saved itself, yet not for ever"
+    assert 1.8 * saved < shortest

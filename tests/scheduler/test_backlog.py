@@ -24,7 +24,7 @@ def pairs(start: int, end: int) -> int:
 def test_the_sums_are_those_of_what_is_left_whatever_happened(steps) -> None:
     backlog, left = Backlog(), {}
     for key, step, tokens, cached in steps:
-        if step == "add" and key not in left:
+        if step == "add":
             cached = min(cached, tokens - 1)
             backlog.add(key, tokens, cached)
             left[key] = (cached, tokens)

@@ -8,6 +8,7 @@ import asyncio
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from jdisagg.config import Mode
@@ -17,6 +18,7 @@ from jdisagg.scheduler.residency import BlockNames
 from tests.fakes.cluster import Cluster, Collected, toy_request
 from tests.fakes.fake_executor import Faults, toy_limits
 from tests.fakes.virtual_time import run_virtually
+from tests.worker.test_prefill_worker import prefill_call
 
 NAMES = BlockNames(b"secret", "toy", 16)
 CONTEXT = 256
@@ -342,6 +344,28 @@ def test_a_reset_empties_all_and_what_runs_leaves_nothing_either(mode: Mode) -> 
             cluster.check_against_oracle(long, await running)
             assert await cached_of(cluster, asked(3, prompt(60))) == 0
             assert await cached_of(cluster, asked(4, prompt(60))) == 48
+            await cluster.check_quiet()
+
+    run_virtually(main)
+
+
+def test_a_prefill_worker_says_of_its_queue_what_is_to_be_computed_and_not_what_it_keeps() -> None:
+    async def main() -> None:
+        async with Cluster(decode=limits(), prefill=limits(), names=NAMES) as cluster:
+            await cached_of(cluster, asked(1, prompt(64)))
+            first = msgspec.structs.replace(
+                prefill_call(2, 2), request=asked(2, prompt(64, tail=20))
+            )
+            other = msgspec.structs.replace(prefill_call(3, 3), request=asked(3, (7,) * 50))
+            calls = [asyncio.create_task(cluster.prefill.prefill(one)) for one in (first, other)]
+            await asyncio.sleep(0)
+            assert (await cluster.prefill.status()).queued_tokens == 20 + 50
+            reply = await calls[0]
+            assert reply.cached.pages == 64
+            await calls[1]
+            assert (await cluster.prefill.status()).queued_tokens == 0
+            for handoff in (2, 3):
+                await cluster.prefill.abort(handoff, "enough")
             await cluster.check_quiet()
 
     run_virtually(main)
