@@ -1,12 +1,12 @@
 """Do three papers about KV that is found again hold in the simulator, and what explains the rest?
 
-    python -m benchmarks.reuse_papers [ppd] [dualpath] [agentic] [--small] [--name=reuse_papers]
+    python -m benchmarks.reuse_papers [ppd] [dualpath] [agentic] [--tenth] [--results=reuse_papers]
 
 PPD (arXiv 2603.13358): later turns computed at the decode worker that holds the history. DualPath
 (2602.21548): KV loaded through decode workers besides, where the prefill workers' storage is what
 all wait for. agentic-kvc (gahow/agentic-kvc): with agents, prefill and decode apart lose to one
 pool. Each is a list of runs of the live code on virtual time that differ in one thing; which, and
-what the papers say, is in `CASES`. `--small`: fewer requests, to see that it works. With a name the
+what the papers say, is in `CASES`. `--tenth`: fewer requests, to see that it works. With a name the
 cases that were run take the place of those in results/, and the page is written anew
 (`reuse_papers_page.py`)."""
 
@@ -29,8 +29,8 @@ from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival, LogNormal
 
-_SMALL = flags.DEFINE_boolean("small", False, "A tenth of the requests.")
-_NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
+_SMALL = flags.DEFINE_boolean("tenth", False, "A tenth of the requests.")
+_NAME = flags.DEFINE_string("results", "", "Name of the results file; '' prints only.")
 
 GRAIN = 128
 KEPT = PrefixConfig(reuse=True, grain_tokens=GRAIN)

@@ -92,9 +92,10 @@ def _source(name: str, script: str, results: Path) -> str:
     if name == "chaos":  # its runs are of several commits; the page shows the last one
         last = figures["random, ten minutes, seed 1"][-1]
         made = {**made, "commit": last["commit"], "load_average": last["load_average"], "date": ""}
-    words = [made.get("processor", "").replace("(R)", "").replace(" Processor", "")]
     peer = figures.get("peer", {}).get("versions", {})
+    words = []
     if not peer:  # else there is no room: the file has it
+        words += [made.get("processor", "").replace("(R)", "").replace(" Processor", "")]
         words += [made["vectors"]] if "vectors" in made else []
         words += [f"{made['cores']} cores"] if "cores" in made else []
         words += [f"load {made['load_average']}"] if "load_average" in made else []

@@ -235,6 +235,22 @@ def transfers_of(
     return state.link_costs(far).seconds(places, there, missing)
 
 
+def too_far(
+    state: ClusterState,
+    prefills: PrefillCosts,
+    decodes: Table,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
+) -> Flags:
+    """Pairs [prefill workers, decode workers] that share no rack, for a prompt that is too short
+    for that."""
+    unknown = np.full(len(prefills.rows), float(query.work.tokens))
+    at, known = known_at(state, prefills.rows, query)
+    unknown[at] -= known
+    apart = state.table["rack"].take(prefills.rows)[:, None] != decodes["rack"]
+    return apart & (unknown < policy.far_prefill_tokens)[:, None]
+
+
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
     """What of a transfer remains when the prefill ends: chunks that are done travel while the next
     ones compute."""

@@ -31,6 +31,7 @@ from jdisagg.router.cost_terms import (
     local_prefills,
     most_computed,
     prefills_of,
+    too_far,
     transfers_of,
 )
 from jdisagg.router.decision import (
@@ -211,7 +212,7 @@ def weigh(
     if against is not None:
         pairs = pairs + against[:, None]
     if policy.far_prefill_tokens:
-        pairs = pairs + np.where(_too_far(state, every, decodes, query, policy), FAR, 0.0)
+        pairs = pairs + np.where(too_far(state, every, decodes.table, query, policy), FAR, 0.0)
     late = ttft + query.age_seconds > query.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
@@ -221,22 +222,6 @@ def weigh(
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
     return Weighed(every, side, transfer, pairs, spared, local, alone)
-
-
-def _too_far(
-    state: ClusterState,
-    prefills: PrefillCosts,
-    decodes: Candidates,
-    query: PlacementQuery,
-    policy: PlacementPolicy,
-) -> Flags:
-    """Pairs [prefill workers, decode workers] that share no rack, for a prompt that is too short
-    for that."""
-    unknown = np.full(len(prefills.rows), float(query.work.tokens))
-    at, known = known_at(state, prefills.rows, query)
-    unknown[at] -= known
-    apart = state.table["rack"].take(prefills.rows)[:, None] != decodes.table["rack"]
-    return apart & (unknown < policy.far_prefill_tokens)[:, None]
 
 
 def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:
@@ -290,8 +275,7 @@ def _choose(
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
-    # of what others lose the price counts one stream; and what is computed there the prefill
-    # workers do not keep
+    # the price counts the loss of one stream alone, and not that prefill workers then know less
     gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
         return replace(
@@ -413,8 +397,8 @@ def _alone(
     decode = state.name(int(decodes.rows[other]))
     kind = "mixed" if decodes.table.flag("mixed")[other] else "local"
     ttft = max(terms.prefill_queue, terms.decode_queue) + terms.prefill
-    known = known_to(decode, query)
-    return (_decision(None, decode, decodes, other, terms, ttft, terms.step, kind, known), cost)
+    found = (None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, query))
+    return _decision(*found), cost
 
 
 def _decision(

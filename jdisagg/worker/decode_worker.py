@@ -593,8 +593,7 @@ class DecodeWorker(MeshWorker):
 
 
 def _overdue_error(group: SequenceGroup) -> JdisaggError:
-    reason = _OVERDUE.get(group.handoff.state)
-    if reason is not None:
+    if reason := _OVERDUE.get(group.handoff.state):
         return HandoffError(f"reservation {group.key}: {reason}")
     return DeadlineExceededError(
         "the request's deadline passed while its tokens were being generated"
