@@ -17,7 +17,7 @@ from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # one of the parts
 from jdisagg.timeouts import Timeouts
 
-KV_CHANNELS = ("auto", "engine", "nixl")
+KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
 
 
@@ -277,9 +277,10 @@ class ServiceConfig:
         token_file: bearer tokens of clients, one a line; behind it whose it is and how much
             it may use (docs/security.md).
         cluster_token_file: the token that our processes show each other.
-        kv_channel: how KV comes from other processes. auto: on one host from GPU to GPU where both
-            lend their memory by CUDA, else by shared memory; else NIXL where both have it and RDMA,
-            else JAX's engine; engine: neither by CUDA nor by NIXL; nixl: by it always.
+        kv_channel: how KV comes from other processes. auto: on one host by shared memory; else
+            NIXL where both have it and RDMA, else JAX's engine; engine: not by NIXL; nixl: by it
+            always; cuda: as auto, but on one host from GPU to GPU where both lend their memory
+            (never run on a GPU yet).
         http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
             is none.
         http_cors_origins: of the pages whose scripts may use the HTTP door, by commas, such as

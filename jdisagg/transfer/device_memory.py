@@ -40,9 +40,12 @@ _TOO_LATE = "what was copied from another process's device came after the pull's
 
 def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | None, str]":
     """What a worker on these devices has for `ServiceConfig.kv_channel`, and why it has none where
-    one could expect it to ("" on a machine without GPUs)."""
-    if channel != "auto" or not devices or devices[0].platform != "gpu":
+    that asks for it ("" where it does not). Only by name: no GPU has run it yet, and CUDA does not
+    say what a lender's death does to who reads."""
+    if channel != "cuda":
         return None, ""
+    if not devices or devices[0].platform != "gpu":
+        return None, "its devices are no GPUs"
     try:
         memory = LentMemory(CudaDriver())
         own = jax.process_index()

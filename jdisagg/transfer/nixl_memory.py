@@ -41,7 +41,7 @@ def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
     NIXL. Raises ConfigError where NIXL is asked for by name and cannot be used."""
     if channel == "nixl":
         return NixlMemory(NixlAgent(host), first=True)
-    if channel != "auto":
+    if channel not in ("auto", "cuda"):
         return None
     try:
         # From a loopback address nobody reads; and over TCP the transfer engine is faster.

@@ -506,12 +506,13 @@ def test_without_a_cuda_driver_a_gpu_worker_says_why_and_uses_another_way(
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(ConfigError, match="cuda-bindings cannot be imported"):
         CudaDriver()
-    memory, why = device_memory.lent_memory("auto", [_Gpu()])  # type: ignore[list-item]
+    memory, why = device_memory.lent_memory("cuda", [_Gpu()])  # type: ignore[list-item]
     assert memory is None
     assert why
     assert why in caplog.text
-    assert device_memory.lent_memory("engine", [_Gpu()]) == (None, "")  # type: ignore[list-item]
-    assert device_memory.lent_memory("auto", jax.devices()) == (None, "")
+    for channel in ("auto", "engine", "nixl"):
+        assert device_memory.lent_memory(channel, [_Gpu()]) == (None, "")  # type: ignore[list-item]
+    assert device_memory.lent_memory("cuda", jax.devices()) == (None, "its devices are no GPUs")
 
 
 def test_a_withdrawn_pull_is_told_to_the_sender(pair: Pair) -> None:
