@@ -208,9 +208,9 @@ FLAGS: dict[str, Spec] = {
         KV_CHANNELS,
         None,
         "By what KV comes from other processes. Default: on one host by shared memory; else NIXL"
-        " where both sides have it and RDMA, else JAX's transfer engine; engine: without NIXL; nixl:"
-        " by NIXL from all that have it, over TCP and on one host, too; cuda: on one host from GPU"
-        " to GPU, where both sides say so.",
+        " where both sides have it and RDMA, else JAX's transfer engine; engine: without NIXL;"
+        " nixl: by NIXL from all that have it, over TCP and on one host, too; cuda: on one host"
+        " from GPU to GPU, where both sides say so.",
     ),
     # a worker
     "role": _one_of([role.value for role in WorkerRole], None, "What the worker does."),
