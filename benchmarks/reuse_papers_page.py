@@ -18,7 +18,7 @@ HEAD = (
     "TPOT p50, p90 (ms)", "x", "found", "appended", "fetched", "restored", "busy P, D", "link",
 )  # fmt: skip
 EXPLAINED = """
-Written by `python -m benchmarks.reuse_papers --results=reuse_papers`; what it means is in
+Written by `python -m benchmarks.reuse_papers --name=reuse_papers`; what it means is in
 [the log](../LOG.md). Seconds, where nothing else is said. `x`: the median before it against the
 case's first run at the same rate. Second token: when it comes after the request, which is the first
 token of systems whose decode worker gives it. Found: part of the prompts' tokens that no prefill

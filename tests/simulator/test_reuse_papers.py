@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.commits import RESULTS
-from benchmarks.reuse_papers import CASES, GRAIN, figures_of, later_turns, opened
 from benchmarks.reuse_papers_page import AGAINST, page
+from benchmarks.reuse_papers_runs import CASES, GRAIN, figures_of, later_turns, opened
 from jdisagg.simulator.workloads import Arrival
 
 FIGURES = json.loads((RESULTS / "reuse_papers.json").read_text())
