@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.engine.limits import GRANULE_TOKENS
+from jdisagg.executor.grammar_rows import rows_for_runs
 from jdisagg.layout.axes import Layout
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import (
@@ -74,9 +75,11 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
         executor = run.cluster.decode.executor
     limits = executor.limits
     assert limits.ring_pages * PAGE == WINDOW - 1 + PAGE
-    # pages, and where rows of padding write: one page of each
-    held = (limits.pages_per_rank + 1) * spec.unwindowed.bytes_per_token
-    rings = (limits.state_slots_per_rank * limits.ring_pages + 1) * spec.windowed.bytes_per_token
+    # pages, and where rows of padding write: of a batch of one, and of forced tokens beside it
+    padding = -(-(1 + rows_for_runs(1)) // PAGE)
+    held = (limits.pages_per_rank + padding) * spec.unwindowed.bytes_per_token
+    ring_pages = limits.state_slots_per_rank * limits.ring_pages + padding
+    rings = ring_pages * spec.windowed.bytes_per_token
     assert executor.pool_bytes == layout.dp * PAGE * (held + rings)
 
 

@@ -67,7 +67,8 @@ def test_sites_need_a_link_between_them() -> None:
 
 
 def test_a_decode_worker_that_prefills_takes_hand_offs_too() -> None:
-    small = replace(INSTANCE, chunk_tokens=256, min_chunk_tokens=256)
+    """It computes what fits one chunk."""
+    small = replace(INSTANCE, chunk_tokens=2048, min_chunk_tokens=256)
     fleet = Fleet(
         geometry("llama-3.1-8b"),
         Pool(2, accelerator("a100"), small, prefills=True),
@@ -79,4 +80,7 @@ def test_a_decode_worker_that_prefills_takes_hand_offs_too() -> None:
     own = [item for item in result.outcomes if item.prefill == item.decode]
     handed = [item for item in result.outcomes if item.prefill == "prefill-0"]
     assert own and handed and len(own) + len(handed) == 200
+    few = replace(fleet, decode=replace(fleet.decode, instance=replace(small, chunk_tokens=1024)))
+    handed_on = simulate(few, poisson(12.0, 200, Fixed(1500, 30))).outcomes
+    assert {item.prefill for item in handed_on} == {"prefill-0"}
     assert {item.decode for item in handed} <= {"decode-0", "decode-1"}
