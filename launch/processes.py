@@ -34,6 +34,9 @@ def on_cores(processes: int) -> Spread:
         # Leaving it in whatever way ends its processes.
         with _context().Pool(min(processes, len(tasks)), _begin, (measurer,)) as pool:
             yield from pool.imap_unordered(_measure, enumerate(tasks))
+            # each leaves by itself: one that is ended as it waits for work was seen to stay
+            pool.close()
+            pool.join()
 
     return spread
 
@@ -45,6 +48,7 @@ def _context() -> BaseContext:
 def _begin(measurer: Measurer) -> None:
     global _measurer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, whatever handler it has itself
     _measurer = measurer
 
 
