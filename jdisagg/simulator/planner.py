@@ -282,12 +282,13 @@ class _Found:
         """What is to be measured closely, after all have been roughly: of each mode those that may
         carry as much as its best has been seen to, the best itself among them."""
         tasks: list[Task] = []
+        best: dict[Mode, float] = {}
         for item in self.ranked:
-            rivals = [one for one in self.ranked if one.candidate.mode is item.candidate.mode]
+            most = best.setdefault(item.candidate.mode, item.rate)
             missed = [one.rate for one in item.trials if one.lasting_attainment < wanted]
             ceiling = min([rate for rate in missed if rate > item.rate], default=0.0)
             close = ceiling <= item.rate * (1 + TOLERANCE)
-            if item.rate and not close and ceiling > max(one.rate for one in rivals):
+            if item.rate and not close and ceiling > most:
                 room = rooms[item.candidate.decode]
                 tasks.append(Task(item.candidate, item.bounds, room, trials=item.trials))
         return tasks
