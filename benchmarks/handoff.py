@@ -13,9 +13,9 @@ round, seconds of a hand-off:
 - pulled: the channel, to global arrays on the devices;
 - inserted: that, and each block written into pages, read back and its keyed sum on the host.
 All but tcp in two orders, the same for the bare engine and for ours. "ahead": pulls are asked for
-first, as in serving, where a block is announced before it is computed; the clock runs from the
-moment when the first block is there. "late": all is offered (or posted) before, and the clock runs
-from the first pull. The goals are held against "ahead". "four ahead": as many bytes four times
+first, and all is offered (or posted) before it is computed, as in serving; the clock runs from the
+moment when the blocks are there. "late": all is computed and offered (or posted) before, and the
+clock runs from the first pull. The goals are held against "ahead". "four ahead": as many bytes four times
 over, as four hand-offs at once, each into pages of its own. Part 2: what of the transfer shows
 after a prefill that computes like an accelerator (it sleeps, the host is idle), with each block
 offered as it is done, and with all offered at the end. Insertion included. The same bytes and the

@@ -1,17 +1,20 @@
 """The sender's process of `benchmarks.handoff`: obeys its parent over a local socket, one command
 at a time.
 
-offer    its block under an id, at once or after some time of "computing" (a sleep: an accelerator's work costs the host nothing)
-bare     the same pieces, cut before, posted on a plain transfer server, the way anyone would who knows what the other side wants
+offer    its blocks under their ids while they are being computed, as a prefill's are offered, or when they are there
+bare     the same pieces, cut before and being computed, posted on a plain transfer server, the way anyone would who knows what the other side wants
 tcp      as many bytes over a plain socket
 The first two answer with two moments (one clock for all processes of a machine): before the first
-block was there, and after the last."""  # noqa: E501
+block was there, and after the last. Computing is sleep: an accelerator's work costs the host
+nothing."""  # noqa: E501
 
 import asyncio
+import functools
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client
 
@@ -25,6 +28,7 @@ from jdisagg.config import ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.model_api import Device
 from jdisagg.service.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.transfer.channel import BlockStamp, block_sharding
@@ -88,8 +92,8 @@ class Prepare:
 
 @dataclass(frozen=True)
 class OfferBlocks:
-    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last.
-    With more ids than blocks, each block is offered several times."""
+    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last,
+    else before the first. With more ids than blocks, each block is offered several times."""
 
     offer_ids: tuple[int, ...]
     compute_seconds: float = 0.0
@@ -112,6 +116,80 @@ class Bare:
 @dataclass(frozen=True)
 class Tcp:
     nbytes: int
+
+
+class Gate:
+    """Lets arrays be "computed" at a moment of one's choice, without work: what they wait for is a
+    number that this process pulls from itself."""
+
+    def __init__(self) -> None:
+        self._server = EngineOptions().start_server()
+        self._inlet = self._server.connect(self._server.address())
+
+    def computing(self, sources: Sequence[jax.Array], apart: bool) -> list["Computing"]:
+        """Copies of them that wait, each for itself where they come `apart`, else all for one
+        number: a device of a CPU takes 32 programs that wait, and no more. They run in order, so
+        the copies are made before any waits."""
+        copies = jax.block_until_ready([jnp.negative(source) for source in sources])
+        return [
+            self._waiting(some) for some in ([[copy] for copy in copies] if apart else [copies])
+        ]
+
+    def _waiting(self, copies: list[jax.Array]) -> "Computing":
+        pull_id = secrets.randbits(62)
+        wholes = [(copy.shape, copy.sharding) for copy in copies]
+        lie: dict[Device, dict[int, jax.Array]] = {}
+        for place, copy in enumerate(copies):
+            for shard in copy.addressable_shards:
+                lie.setdefault(shard.device, {})[place] = shard.data
+        avals = [
+            jax.ShapeDtypeStruct((), np.int32, sharding=jax.sharding.SingleDeviceSharding(device))
+            for device in lie
+        ]
+        numbers = self._inlet.pull(pull_id, avals)
+        behind = [
+            _behind(parts, number) for parts, number in zip(lie.values(), numbers, strict=True)
+        ]
+        arrays = [
+            jax.make_array_from_single_device_arrays(
+                *whole, [parts[place] for parts in behind if place in parts]
+            )
+            for place, whole in enumerate(wholes)
+        ]
+        given = [jax.device_put(np.int32(0), device) for device in lie]
+        return Computing(arrays, lambda: self._server.await_pull(pull_id, given))
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Arrays that are there soon after `finish`."""
+
+    arrays: Sequence[jax.Array]
+    finish: Callable[[], None]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _behind(parts: dict[int, jax.Array], number: jax.Array) -> dict[int, jax.Array]:
+    """They, where they lie, once the number is there."""
+
+    def touched(part: jax.Array) -> jax.Array:
+        first = (0,) * part.ndim
+        return part.at[first].set(part[first] + number.astype(part.dtype))
+
+    return jax.tree.map(touched, parts)
+
+
+def _finish(computing: Sequence[Computing], seconds: float = 0.0) -> tuple[float, float]:
+    """One after another, each after so many seconds. Gives when the first and the last were
+    there."""
+    began = finished = 0.0
+    for each in computing:
+        time.sleep(seconds)
+        each.finish()
+        jax.block_until_ready(each.arrays)
+        finished = time.monotonic()
+        began = began or finished
+    return began, finished
 
 
 class LinkThread:
@@ -165,13 +243,13 @@ def main(port: int, channel: str) -> None:
     hand_over_quickly()
     parent = Client(("127.0.0.1", port))
     link = LinkThread(channel)
-    bare = EngineOptions(transports=TRANSPORTS).start_server()
+    bare, gate = EngineOptions(transports=TRANSPORTS).start_server(), Gate()
     plain = socket.create_server(("127.0.0.1", 0))
     parent.send((link.end, bare.address(), plain.getsockname()[1]))
     stream, _ = plain.accept()
     payload = memoryview(bytes(64 << 20))
     blocks: list[jax.Array] = []
-    case, computed = Case("tp=1", "tp=1"), 0.0
+    case = Case("tp=1", "tp=1")
     while (command := parent.recv()) is not None:
         answer: object = None
         match command:
@@ -196,16 +274,16 @@ def main(port: int, channel: str) -> None:
                 ]
                 answer = card(sharding.mesh, link.end)  # type: ignore[arg-type]
             case OfferBlocks():
-                began = time.monotonic()
-                for number, offer_id in enumerate(command.offer_ids):
-                    time.sleep(command.compute_seconds)
-                    computed = time.monotonic()
-                    if not command.at_end:
-                        link.channel.offer(offer_id, blocks[number % len(blocks)], 0, BlockStamp())
+                seconds = command.compute_seconds
+                offered = [blocks[number % len(blocks)] for number in range(len(command.offer_ids))]
+                computing = gate.computing(offered, apart=seconds > 0)
                 if command.at_end:
-                    for number, offer_id in enumerate(command.offer_ids):
-                        link.channel.offer(offer_id, blocks[number % len(blocks)], 0, BlockStamp())
-                answer = began, computed
+                    answer = _finish(computing, seconds)
+                arrays = [array for each in computing for array in each.arrays]
+                for offer_id, array in zip(command.offer_ids, arrays, strict=True):
+                    link.channel.offer(offer_id, array, 0, BlockStamp())
+                if not command.at_end:
+                    answer = _finish(computing, seconds)
             case Release():
                 for offer_id in command.offer_ids:
                     link.channel.release(offer_id)
@@ -213,10 +291,13 @@ def main(port: int, channel: str) -> None:
                 cut = jax.block_until_ready(
                     [_bare_pieces(block, command.pieces) for block in blocks]
                 )
-                began = time.monotonic()
-                for number, pull_id in enumerate(command.pull_ids):
-                    bare.await_pull(pull_id, cut[number % len(cut)])
-                answer = began, began
+                count = len(command.pull_ids)
+                posted = [piece for number in range(count) for piece in cut[number % len(cut)]]
+                computing = gate.computing(posted, apart=False)
+                pieces = iter(computing[0].arrays)
+                for pull_id in command.pull_ids:
+                    bare.await_pull(pull_id, [next(pieces) for _ in command.pieces])
+                answer = _finish(computing)
             case Tcp():
                 left = command.nbytes
                 while left:

@@ -19,7 +19,6 @@ waiting for anything. Invariants:
 - a pull ahead, which waits in the engine already, always meets something there: the pieces, or an
   error."""
 
-import functools
 import itertools
 import logging
 import threading
@@ -306,18 +305,16 @@ class KvSender:
         """Writes the pieces to memory when they are there, and says where they lie; where in shared
         memory at once, for what lies there says itself whether it is written."""
         early = isinstance(self._doors[receiver].outlet, MemoryOutlet)
+        if early:
+            self._link.send(receiver, answer)
 
-        def write_and_say() -> None:
-            if (posting := self._write(receiver, request, leaves)) is not None:
+        def write() -> None:
+            posting = self._write(receiver, request, leaves)
+            if posting is not None and not early:
                 self._link.send(receiver, posting.answer)
 
         if self._computing is None or all(map(is_ready, leaves.sources)):
-            return write_and_say()
-        if early:
-            self._link.send(receiver, answer)
-        write = (
-            functools.partial(self._write, receiver, request, leaves) if early else write_and_say
-        )
+            return write()
         self._computing.then(number, leaves.sources, lambda: self._thread.submit(write))
 
     def _write(
