@@ -15,13 +15,13 @@ round, seconds of a hand-off:
 All but tcp in two orders, the same for the bare engine and for ours. "ahead": pulls are asked for
 first, and all is offered (or posted) before it is computed, as in serving; the clock runs from the
 moment when the blocks are there. "late": all is computed and offered (or posted) before, and the
-clock runs from the first pull. The goals are held against "ahead". "four ahead": as many bytes four times
-over, as four hand-offs at once, each into pages of its own. Part 2: what of the transfer shows
-after a prefill that computes like an accelerator (it sleeps, the host is idle), with each block
-offered as it is done, and with all offered at the end. Insertion included. The same bytes and the
-same seconds of prefill in 4, 8, 16 and 32 layer groups: the last block of n cannot be hidden, and
-is about 1/n of all. Both processes share this machine's cores and memory: rates say nothing about a
-network, ratios say what our layers cost."""
+clock runs from the first pull. The goals are held against "ahead". "four ahead": as many bytes
+four times over, as four hand-offs at once, each into pages of its own. Part 2: what of the transfer
+shows after a prefill that computes like an accelerator (it sleeps, the host is idle), with each
+block offered as it is done, and with all offered at the end. Insertion included. The same bytes and
+the same seconds of prefill in 4, 8, 16 and 32 layer groups: the last block of n cannot be hidden,
+and is about 1/n of all. Both processes share this machine's cores and memory: rates say nothing
+about a network, ratios say what our layers cost."""
 
 import secrets
 import socket
