@@ -54,8 +54,9 @@ def run(day: Day) -> None:
         day.row(f"decode attention, {stages} stages", measure, gpu=True)
     for form in ("one", "past", "packed", "packed past"):
         for window in (None, 64):
-            name = f"prefill attention, {form}, window {window}"
-            day.row(name, partial(chunk_attention, day, platform, form, window))
+            for sinks in (False, True):
+                name = f"prefill attention, {form}, window {window}" + ", sinks" * sinks
+                day.row(name, partial(chunk_attention, day, platform, form, window, sinks))
     for tokens in (8, 64) if day.small else (8, 32, 128, 2048):
         day.row(f"experts, {tokens} tokens", partial(experts, day, platform, tokens))
     day.row("sampling, as the CPU chooses", partial(sampling, day, platform))
@@ -136,7 +137,7 @@ def with_stages(day: Day, stages: int) -> Figures:
         paged_attention_pallas.STAGES = usual
 
 
-def chunk_attention(day: Day, platform: str, form: str, window: int | None) -> Figures:
+def chunk_attention(day: Day, platform: str, form: str, window: int | None, sinks: bool) -> Figures:
     """A chunk: one prompt, eight packed ones, the first of them behind as many tokens in pages."""
     tokens, heads, groups, width = (128, 2, 2, 32) if day.small else (4096, 8, 4, 128)
     page, packed, behind = 16, "packed" in form, tokens if "past" in form else 0
@@ -150,6 +151,7 @@ def chunk_attention(day: Day, platform: str, form: str, window: int | None) -> F
     table = np.zeros((rows, tokens // page), np.int32)
     table[0] = np.random.default_rng(0).permutation(tokens // page)
     length = jnp.asarray([behind] + [0] * (rows - 1), jnp.int32)
+    sinks_N = normal(5, (heads * groups,), "float32") if sinks else None
 
     def attend(platform: str, *arrays: jax.Array) -> jax.Array:
         q, k, v, k_pages, v_pages = arrays
@@ -157,7 +159,7 @@ def chunk_attention(day: Day, platform: str, form: str, window: int | None) -> F
         past = PastPages(k_pages, v_pages, jnp.asarray(table), length, count) if behind else None
         return prefill_attention(
             q, k, v, segment_T, position_T, past, scale=width**-0.5, window=window,
-            platform=platform, packed=packed,
+            platform=platform, packed=packed, sinks_N=sinks_N,
         )  # fmt: skip
 
     arrays = (q, k, v, k_pages, v_pages)

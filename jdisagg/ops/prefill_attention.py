@@ -82,8 +82,21 @@ def prefill_attention(
     by_cudnn = by_cudnn and prefill_attention_cudnn.applies(q_TNH, platform=platform)
     plain = latent is None and not cap and sinks_N is None
 
-    def by_blocks(past: PastPages | None) -> jax.Array:
-        return _blocks(
+    if by_cudnn:
+        o_TNH = prefill_attention_cudnn.attend(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            segment_T,
+            past,
+            scale=scale,
+            window=window,
+            packed=packed,
+            rows=rows,
+            sinks_N=sinks_N,
+        )
+    else:
+        o_TNH = _blocks(
             q_TNH,
             k_TKH,
             v_TKH,
@@ -99,23 +112,6 @@ def prefill_attention(
             packed=packed,
             at_once=not plain and platform == "gpu",
         )
-
-    if by_cudnn:
-        o_TNH = prefill_attention_cudnn.attend(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            segment_T,
-            past,
-            scale=scale,
-            window=window,
-            packed=packed,
-            rows=rows,
-            sinks_N=sinks_N,
-            alone_TNH=by_blocks(None) if packed and not plain else None,
-        )
-    else:
-        o_TNH = by_blocks(past)
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
 

@@ -13,9 +13,7 @@ call does.
 Packed prompts are one call by segment offsets (Hopper and later). The first of them alone may have
 a past (`scheduler/prefill_batches.py`); then it is computed as one sequence is.
 
-A sink takes its part of the softmax at the end, by the log-sum-exp of all that was seen. Packed
-segments have none that we know of, so of families with sinks their attention comes from elsewhere
-(`alone_TNH`).
+A sink takes its part of the softmax at the end, by the log-sum-exp of all that was seen.
 
 Float32 and heads of more than 128 take the XLA form: `applies` says no. The same recipes run on any
 platform with `implementation="xla"`, which is how they are tested without a GPU."""
@@ -50,21 +48,19 @@ def attend(
     packed: bool,
     rows: int,
     sinks_N: jax.Array | None = None,
-    alone_TNH: jax.Array | None = None,
     implementation: Implementation = "cudnn",
 ) -> jax.Array:
     """Attention of a chunk as `ops.prefill_attention.prefill_attention`, undefined for padding.
-    `rows`: the most segments. Segment 0, which alone may have a past, comes first. `alone_TNH`:
-    what a packed chunk with sinks gives without its past."""
+    `rows`: the most segments. Segment 0, which alone may have a past, comes first."""
     how = {"scale": scale, "window": window, "implementation": implementation}
     first = jnp.sum(segment_T == 0, dtype=jnp.int32)
     if not packed:
         return one_sequence(q_TNH, k_TKH, v_TKH, first, past, sinks_N, **how)
-    if sinks_N is None:
-        o_TNH = _segments(q_TNH, k_TKH, v_TKH, segment_T, rows, **how)
-    else:
-        assert alone_TNH is not None, "a packed chunk with sinks"
-        o_TNH = alone_TNH
+    o_TNH, seen_TN1 = _segments(
+        q_TNH, k_TKH, v_TKH, segment_T, rows, sums=sinks_N is not None, **how
+    )
+    if sinks_N is not None:
+        o_TNH = _beside_sinks(o_TNH, seen_TN1, sinks_N)
     if past is None:
         return o_TNH
     begun = past.count > 0
@@ -88,13 +84,11 @@ def one_sequence(
     """Attention of the first `tokens` rows of the chunk; the other rows are undefined. Without
     a window the whole page table of the past is gathered: give it no wider than need be."""
     partial = _cudnn if implementation == "cudnn" else _xla
-    sinks_1N1 = None if sinks_N is None else sinks_N.astype(jnp.float32)[None, :, None]
-    if past is None and sinks_1N1 is not None:
+    if past is None and sinks_N is not None:
         o_TNH, seen_TN1 = partial(
             q_TNH, k_TKH, v_TKH, tokens, tokens, scale=scale, causal=True, window=window
         )
-        left_TN1 = jax.nn.sigmoid(seen_TN1 - sinks_1N1)  # of the softmax, but for the sink
-        return (left_TN1 * o_TNH.astype(jnp.float32)).astype(q_TNH.dtype)
+        return _beside_sinks(o_TNH, seen_TN1, sinks_N)
     if past is None:
         return jax.nn.dot_product_attention(
             q_TNH[None],
@@ -126,6 +120,7 @@ def one_sequence(
     new_TNH, new_TN1 = partial(q_TNH, k_TKH, v_TKH, tokens, tokens, scale=scale, causal=True)
     old_TN1 = jnp.where(length > 0, old_TN1, -jnp.inf)
     top_TN1 = jnp.maximum(old_TN1, new_TN1)
+    sinks_1N1 = None if sinks_N is None else sinks_N.astype(jnp.float32)[None, :, None]
     if sinks_1N1 is not None:
         top_TN1 = jnp.maximum(top_TN1, sinks_1N1)
     old_weight, new_weight = jnp.exp(old_TN1 - top_TN1), jnp.exp(new_TN1 - top_TN1)
@@ -181,6 +176,12 @@ def _within_window(
     return lax.dynamic_slice_in_dim(o_UNH, kept, q_TNH.shape[0])
 
 
+def _beside_sinks(o_TNH: jax.Array, seen_TN1: jax.Array, sinks_N: jax.Array) -> jax.Array:
+    """What is left of an attention beside sinks: `seen_TN1` is its log-sum-exp."""
+    left_TN1 = jax.nn.sigmoid(seen_TN1 - sinks_N.astype(jnp.float32)[None, :, None])
+    return (left_TN1 * o_TNH.astype(jnp.float32)).astype(o_TNH.dtype)
+
+
 def _segments(
     q_TNH: jax.Array,
     k_TKH: jax.Array,
@@ -190,18 +191,22 @@ def _segments(
     *,
     scale: float,
     window: int | None,
+    sums: bool,
     implementation: Implementation,
-) -> jax.Array:
-    """Packed sequences without a past."""
+) -> tuple[jax.Array, jax.Array]:
+    """Packed sequences without a past; and, where `sums` are asked for, their log-sum-exp in
+    float32, [T, N, 1], undefined for padding."""
+    no_sums = jnp.zeros((q_TNH.shape[0], q_TNH.shape[1], 1), jnp.float32)
     if implementation == "xla":
         at_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
         seen_TS = (segment_T[:, None] == segment_T[None, :]) & (at_T[None, :] <= at_T[:, None])
         if window is not None:
             seen_TS &= at_T[None, :] > at_T[:, None] - window
-        return jax.nn.dot_product_attention(
+        o_1TNH, lse_1TN = jax.nn.dot_product_attention(
             q_TNH[None], k_TKH[None], v_TKH[None], scale=scale, mask=seen_TS[None, None],
-            implementation="xla",
-        )[0]  # fmt: skip
+            implementation="xla", return_residual=True,
+        )  # fmt: skip
+        return o_1TNH[0], lse_1TN[0].astype(jnp.float32)[:, :, None] if sums else no_sums
     # private: the public one has no segments
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
@@ -222,8 +227,20 @@ def _segments(
         scale=scale,
         mask_type=MaskType.PADDING_CAUSAL,
         sliding_window_length=window,
+        return_residual=sums,
     )
-    return outputs[0]  # pyright: ignore[reportIndexIssue]  # the private function is typed `object`
+    if not sums:
+        return outputs[0], no_sums  # pyright: ignore[reportIndexIssue]  # it is typed `object`
+    o_1TNH, lse_RNT = outputs[0], outputs[1]  # pyright: ignore[reportIndexIssue]
+    return o_1TNH[0], of_packed(lse_RNT, segment_T, offset_R)
+
+
+def of_packed(sums_RNT: jax.Array, segment_T: jax.Array, first_R: jax.Array) -> jax.Array:
+    """[T, N, 1] of what cuDNN gives of packed segments, each from 0 on in a row of its own.
+    `first_R`: where each begins in the chunk; padding gets anything."""
+    row_T = jnp.clip(segment_T, 0, sums_RNT.shape[0] - 1)
+    place_T = jnp.maximum(jnp.arange(segment_T.shape[0], dtype=jnp.int32) - first_R[row_T], 0)
+    return sums_RNT[row_T, :, place_T].astype(jnp.float32)[:, :, None]
 
 
 def _cudnn(

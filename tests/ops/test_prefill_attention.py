@@ -214,14 +214,26 @@ def test_the_cudnn_recipes_give_sinks_their_part(
     sinks_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)
     arrays = [jnp.asarray(part) for part in (chunk.q, chunk.k, chunk.v, chunk.segment)]
     how = {"scale": chunk.scale, "window": window, "sinks_N": jnp.asarray(sinks_N)}
-    alone = prefill_attention(*arrays, jnp.asarray(chunk.positions), **how)
     attend = functools.partial(
         prefill_attention_cudnn.attend, packed=len(rows) > 1, rows=16, implementation="xla", **how
     )
     past = None if rows == [(0, 17)] else chunk.past
-    got = np.asarray(jax.jit(attend)(*arrays, past, alone_TNH=alone))
+    got = np.asarray(jax.jit(attend)(*arrays, past))
     real = chunk.segment >= 0
     np.testing.assert_allclose(got[real], chunk.expected(window, sinks_N=sinks_N)[real], atol=1e-5)
+
+
+def test_sums_of_packed_segments_are_found_in_the_rows_that_hold_them() -> None:
+    """cuDNN's sums of segments of 3, 1 and 2 tokens of a chunk of 8 that ends in padding."""
+    segment_T, first_R = np.array([0, 0, 0, 1, 2, 2, -1, -1]), np.array([0, 3, 4, -1])
+    sums_RNT = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8)
+    got = prefill_attention_cudnn.of_packed(
+        jnp.asarray(sums_RNT), jnp.asarray(segment_T), jnp.asarray(first_R)
+    )
+    want = [
+        sums_RNT[row, :, place] for row, place in ((0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1))
+    ]
+    np.testing.assert_array_equal(np.asarray(got)[:6, :, 0], want)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 30, 400])
