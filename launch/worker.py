@@ -51,6 +51,7 @@ flags = define(
     *("kv_channel", "devices", "gpus", "place", "num_processes", "process_id", "coordinator"),
     *("record", "config_file", *OBSERVE),
     port=0,
+    gpus=(None, "GPUs to use, such as 0-3,6. Default: all that it sees."),
 )
 
 
@@ -61,7 +62,8 @@ def main() -> None:
         config = read_config(file, WorkerProcessConfig) if file else _of_flags()
         check_address(config.worker.service)
         if flags.gpus is not None:
-            os.environ[VISIBLE] = ",".join(map(str, parse_gpus("gpus", flags.gpus)))
+            own = parse_gpus("gpus", flags.gpus, several=False)
+            os.environ[VISIBLE] = ",".join(map(str, own))
         fraction = config.worker.instance.memory_fraction
         prepare_runtime(config.devices, config.worker.compilation_cache, fraction)
         hand_over_quickly()
