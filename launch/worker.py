@@ -20,8 +20,6 @@ import socket
 import sys
 from dataclasses import replace
 
-import jax
-
 from jdisagg.engine.host_settings import hand_over_quickly
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup
@@ -86,7 +84,8 @@ async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
         process = WorkerProcess(worker_spec(config, source), config.worker, observer)
-        return await process.run(group, source.load, jax.devices(), source.relayout)
+        devices = group.devices(config.worker.instance.layout.devices)
+        return await process.run(group, source.load, devices, source.relayout)
 
 
 def _of_flags() -> WorkerProcessConfig:
