@@ -115,7 +115,7 @@ def join_instance(
             heartbeat_timeout_seconds=round(timeouts.jax_heartbeat_seconds),
             shutdown_timeout_seconds=round(timeouts.jax_shutdown_seconds),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, KeyError) as error:  # of half an environment, too
         where = (
             f"coordinator={coordinator} is process 0's address and free"
             if coordinator

@@ -126,7 +126,8 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
     if tasks is None or rank is None or not gpus:
         return None
     _, on_node = _number(environment, (_GPUS_ON_NODE,))
-    if gpus < (on_node or 0) or (VISIBLE in environment and gpus < tasks):
+    bound = VISIBLE in environment and gpus < tasks if on_node is None else gpus < on_node
+    if bound:
         return list(range(gpus))
     if not tasks or gpus % tasks:
         raise ConfigError(
