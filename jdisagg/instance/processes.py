@@ -87,8 +87,9 @@ def join_instance(
     None: as the cluster's scheduler says. `local_device_ids`: which of the devices that it sees are
     its own; None: all, but under Slurm and Open MPI one.
 
-    Raises `ConfigError` where the processes do not find each other within
-    `timeouts.start_seconds`."""
+    Raises `ConfigError` for flags that cannot be, and for what JAX refuses at once. Where the
+    processes do not find each other within `timeouts.start_seconds`, JAX ends this one by SIGABRT,
+    with its own words on stderr: the supervisor starts it again."""
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
         raise ConfigError(
