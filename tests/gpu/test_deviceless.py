@@ -1,11 +1,13 @@
 """What `benchmarks.deviceless` reads out of what XLA wrote down: texts as XLA of two JAX versions
 writes them. Needs no plugin."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.deviceless import count_thunks, largest_copy
+from benchmarks.gpu_programs import main
 
 THUNKS = """\
 000: kCommandBuffer
@@ -38,6 +40,23 @@ def test_a_dump_of_another_form_is_no_program_without_loops(tmp_path: Path) -> N
     (tmp_path / "module_0001.thunks_in_some_new_form.txt").write_text(THUNKS)
     with pytest.raises(RuntimeError, match="thunks_in_some_new_form"):
         count_thunks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--what=decode,encode"], "encode is none of decode, greedy, updates, prefill, blocks"),
+        (["--batch=129"], "--batch=129 must be in [1, 128]"),
+        (["--batch=0"], "--batch=0 must be in [1, 128]"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_programs", *words])
+    with pytest.raises(SystemExit):
+        main()
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gemm_fusion_dot.1", "fused_computation.gemm_fusion_dot.1"])
