@@ -20,6 +20,7 @@ from benchmarks.gpu_devices import GPU_DEVICES
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import mesh_limits
+from jdisagg.errors import JdisaggError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.axes import Layout
@@ -251,6 +252,10 @@ def main() -> None:
         if field.name not in ("device", "model"):
             parser.add_argument(f"--{field.name}", default=field.default, type=type(field.default))
     case = Case(**vars(parser.parse_args()))
+    if unknown := sorted(set(case.what.split(",")) - set(_STEPS)):
+        parser.error(f"--what: {', '.join(unknown)} is none of {', '.join(_STEPS)}")
+    if not 0 < case.batch <= case.slots:
+        parser.error(f"--batch={case.batch} must be in [1, {case.slots}], the --slots")
     if why := missing():
         sys.exit(why)
     without_a_gpu()
@@ -258,7 +263,12 @@ def main() -> None:
     which |= {
         key: getattr(case, key) for key in ("window", "weights", "kv_dtype") if getattr(case, key)
     }
-    compile_all(case, lambda counted: print(json.dumps({**asdict(counted), **which}), flush=True))
+    try:
+        compile_all(
+            case, lambda counted: print(json.dumps({**asdict(counted), **which}), flush=True)
+        )
+    except JdisaggError as error:
+        sys.exit(f"error: {error.message}")
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ class InstanceTimeouts:
         join_seconds: for a follower's first message.
         hang_up_seconds: for a follower to end its stream when the instance stops.
         exit_seconds: for a last message, before the process of a failed instance is ended hard.
-        start_seconds: for all processes to find each other through JAX.
+        start_seconds: for all processes to find each other through JAX, which then ends them.
         jax_heartbeat_seconds: JAX's own watch over its processes, which ends what the beats above
             did not.
         jax_shutdown_seconds: for JAX's barrier at the end.

@@ -20,8 +20,6 @@ import socket
 import sys
 from dataclasses import replace
 
-import jax
-
 from jdisagg.engine.host_settings import hand_over_quickly
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup
@@ -51,6 +49,7 @@ flags = define(
     *("kv_channel", "devices", "gpus", "place", "num_processes", "process_id", "coordinator"),
     *("record", "config_file", *OBSERVE),
     port=0,
+    gpus=(None, "GPUs to use, such as 0-3,6. Default: all that it sees."),
 )
 
 
@@ -61,7 +60,8 @@ def main() -> None:
         config = read_config(file, WorkerProcessConfig) if file else _of_flags()
         check_address(config.worker.service)
         if flags.gpus is not None:
-            os.environ[VISIBLE] = ",".join(map(str, parse_gpus("gpus", flags.gpus)))
+            own = parse_gpus("gpus", flags.gpus, several=False)
+            os.environ[VISIBLE] = ",".join(map(str, own))
         fraction = config.worker.instance.memory_fraction
         prepare_runtime(config.devices, config.worker.compilation_cache, fraction)
         hand_over_quickly()
@@ -84,7 +84,8 @@ async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
         process = WorkerProcess(worker_spec(config, source), config.worker, observer)
-        return await process.run(group, source.load, jax.devices(), source.relayout)
+        devices = group.devices(config.worker.instance.layout.devices)
+        return await process.run(group, source.load, devices, source.relayout)
 
 
 def _of_flags() -> WorkerProcessConfig:

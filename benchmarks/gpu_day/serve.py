@@ -2,7 +2,6 @@
 a cluster of one prefill and one decode worker, whose greedy tokens are those of the one mesh."""
 
 import asyncio
-import os
 import statistics
 import time
 
@@ -65,9 +64,7 @@ async def answers(client: AsyncClient) -> list[str]:
 
 
 def split(day: Day, texts: dict[str, list[str]]) -> Figures:
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".4"
-    layouts = ("--prefill=tp=1", "--decode=tp=1")
-    with cluster("--prefill_workers=1", "--decode_workers=1", *layouts) as target:
+    with cluster(*split_flags(day.small)) as target:
 
         async def ask() -> list[str]:
             async with ready(target) as client:
@@ -77,3 +74,10 @@ def split(day: Day, texts: dict[str, list[str]]) -> Figures:
     if found != texts.get("unified"):
         raise AssertionError(f"split: {found}, and on one mesh {texts.get('unified')}")
     return {"greedy texts equal": len(found)}
+
+
+def split_flags(small: bool) -> tuple[str, ...]:
+    """Of `launch.cluster`: two workers, which share the one GPU where there is one."""
+    layouts = ("--prefill=tp=1", "--decode=tp=1")
+    shared = () if small else ("--gpus=0,0",)
+    return ("--prefill_workers=1", "--decode_workers=1", *layouts, *shared)

@@ -5,6 +5,7 @@ The only file of this room that knows JAX. On CPU collectives go over gloo. Slur
 Open MPI are detected by JAX when no flags are given. Must run before the first use of a device."""
 
 import os
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jdisagg.errors import ConfigError
+from jdisagg.model_api import Device
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 SHARED_BYTES = 256
@@ -47,6 +49,27 @@ class ProcessGroup:
             bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).rstrip(b"\0").decode()
         )
 
+    def devices(self, count: int) -> list[Device]:
+        """The job's devices; where it has several processes, `count` of them, as many of each: no
+        process is left without a part of the mesh.
+
+        Raises:
+            ConfigError: they cannot be had so; the message has the numbers.
+        """
+        found = jax.devices()
+        if self.processes == 1:
+            return found
+        own = [[d for d in found if d.process_index == i] for i in range(self.processes)]
+        each, rest = divmod(count, self.processes)
+        fewest = min(map(len, own))
+        if rest or not 0 < each <= fewest:
+            raise ConfigError(
+                f"instance: a layout of {count} devices over {self.processes} processes, of which"
+                f" the one with the fewest has {fewest}: each must have the same part of it; choose"
+                " another --layout, or other processes"
+            )
+        return [device for devices in own for device in devices[:each]]
+
     def leave(self) -> None:
         """The clean end of the job: waits, bounded, for the other processes."""
         if self.processes > 1:
@@ -64,8 +87,9 @@ def join_instance(
     None: as the cluster's scheduler says. `local_device_ids`: which of the devices that it sees are
     its own; None: all, but under Slurm and Open MPI one.
 
-    Raises `ConfigError` where the processes do not find each other within
-    `timeouts.start_seconds`."""
+    Raises `ConfigError` for flags that cannot be, and for what JAX refuses at once. Where the
+    processes do not find each other within `timeouts.start_seconds`, JAX ends this one by SIGABRT,
+    with its own words on stderr: the supervisor starts it again."""
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
         raise ConfigError(
@@ -76,6 +100,11 @@ def join_instance(
         raise ConfigError(f"instance: process_id={process_id} must be in [0, {num_processes})")
     if num_processes == 1:
         return ProcessGroup(0, 1)
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ConfigError(
+            f"instance: coordinator={coordinator} must be host:port, process 0's address and a free"
+            " port there"
+        )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -87,10 +116,16 @@ def join_instance(
             heartbeat_timeout_seconds=round(timeouts.jax_heartbeat_seconds),
             shutdown_timeout_seconds=round(timeouts.jax_shutdown_seconds),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, KeyError) as error:  # of half an environment, too
+        where = (
+            f"coordinator={coordinator} is process 0's address and free"
+            if coordinator
+            else "Slurm, Kubernetes or Open MPI started them; else say num_processes, process_id"
+            " and coordinator"
+        )
         raise ConfigError(
             f"instance: the processes did not become one job: {error}; check that all are started,"
-            f" and that coordinator={coordinator} is process 0's address and free"
+            f" and that {where}"
         ) from error
     return ProcessGroup(jax.process_index(), jax.process_count())
 

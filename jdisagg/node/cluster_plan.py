@@ -54,7 +54,7 @@ class ClusterConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     record_to: str = ""
     decision_log: str = ""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[int | str, ...] = ()
     gpus_per_process: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class ClusterPlan:
     ports: tuple[int, ...]
     instances: tuple[InstancePlan, ...]
     folder: Path
-    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    gpus: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     http_ports: tuple[int, ...] = ()
 
     @property
@@ -220,8 +220,10 @@ class ClusterPlan:
         fraction = (
             config.worker.instance.memory_fraction if isinstance(config, WorkerProcessConfig) else 0
         )
-        told = gpu_environment(self.gpus[name], fraction or DEVICE_FRACTION, self.config.gpus)
-        return Command(name, arguments, {**os.environ, **told})
+        environment = gpu_environment(
+            os.environ, self.gpus[name], fraction or DEVICE_FRACTION, self.config.gpus
+        )
+        return Command(name, arguments, environment)
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
@@ -241,7 +243,7 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
         for role, (count, layout) in layouts.items()
         for instance in plan_instances(role, count, layout, config.processes, service.host)
     ]
-    gpus: dict[str, tuple[int, ...]] = {}
+    gpus: dict[str, tuple[int | str, ...]] = {}
     if config.gpus or config.gpus_per_process:
         names = [name for instance in instances for name in instance.process_names]
         needs = [

@@ -1,7 +1,7 @@
 """Which of a host's GPUs a process may use: decided before it is started, told in its environment.
 
-GPUs are named by index, as in CUDA_VISIBLE_DEVICES. Several workers may share one: each then gets
-its part of the memory. Knows neither JAX nor CUDA."""
+GPUs are named as in CUDA_VISIBLE_DEVICES, by index or by UUID. Several workers may share one: each
+then gets its part of the memory. Knows neither JAX nor CUDA."""
 
 import os
 from collections import Counter
@@ -14,12 +14,16 @@ from jdisagg.errors import ConfigError
 DEVICE_FRACTION = 0.9
 VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION"
 _MEMORY_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_LOCAL_SIZES = ("SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# the step's first: a job's own number stays in the environment of a step that has another
+_LOCAL_SIZES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
+_UUIDS = ("GPU-", "MIG-")
 
 
-def parse_gpus(flag: str, text: str) -> tuple[int, ...]:
-    """ "0-3,6" -> 0, 1, 2, 3, 6; an index may come twice. Raises ConfigError naming the flag."""
+def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
+    """ "0-3,6" -> 0, 1, 2, 3, 6; an index may come twice where they are for `several` workers.
+    Raises ConfigError naming the flag."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -29,30 +33,39 @@ def parse_gpus(flag: str, text: str) -> tuple[int, ...]:
         if not indices:
             raise ConfigError(f"--{flag}={text}: {part!r} goes backwards; put the smaller first")
         found += indices
+    if not several and len(set(found)) < len(found):
+        raise ConfigError(
+            f"--{flag}={text} has one GPU twice, and a worker's mesh has different ones; to share"
+            " one, give it to each worker, with a --memory_fraction of its own"
+        )
     return tuple(found)
 
 
-def gpus_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, ...]:
+def gpus_of_host(
+    environment: Mapping[str, str], devices: Path = Path("/dev")
+) -> tuple[int | str, ...]:
     """Those that this process may use, by NVIDIA's device files and CUDA_VISIBLE_DEVICES; none
     where JAX was told to keep to other platforms."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()
-    there = sorted(
-        int(path.name.removeprefix("nvidia"))
-        for path in devices.glob("nvidia[0-9]*")
-        if path.name.removeprefix("nvidia").isdigit()
-    )
     visible = environment.get(VISIBLE)
     if visible is None:
-        return tuple(there)
-    named = [part for part in visible.split(",") if part.strip().isdigit()]
-    return tuple(int(part) for part in named)
+        # CUDA counts those that are there from 0 on, whatever their files are called: a container
+        # may have /dev/nvidia4 alone
+        names = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+        return tuple(range(sum(name.isdigit() for name in names)))
+    found: list[int | str] = []
+    for part in map(str.strip, visible.split(",")):
+        if not part.isdigit() and not part.startswith(_UUIDS):
+            break  # what comes behind it CUDA does not see
+        found.append(int(part) if part.isdigit() else part)
+    return tuple(found)
 
 
 def assign_gpus(
-    names: Sequence[str], needs: Sequence[int], gpus: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
+    names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
+) -> dict[str, tuple[int | str, ...]]:
     """Each process gets the next ones of `gpus`, as many as it needs. Raises ConfigError with the
     sum where there are too few."""
     if sum(needs) > len(gpus):
@@ -62,7 +75,7 @@ def assign_gpus(
             f" ({','.join(map(str, gpus)) or 'none'}); start fewer workers, choose smaller layouts,"
             " or let several share one: --gpus=0,0"
         )
-    assigned: dict[str, tuple[int, ...]] = {}
+    assigned: dict[str, tuple[int | str, ...]] = {}
     at = 0
     for name, need in zip(names, needs, strict=True):
         assigned[name] = tuple(gpus[at : at + need])
@@ -76,12 +89,18 @@ def assign_gpus(
 
 
 def gpu_environment(
-    gpus: Sequence[int], fraction: float, all_gpus: Sequence[int]
+    environment: Mapping[str, str],
+    gpus: Sequence[int | str],
+    fraction: float,
+    all_gpus: Sequence[int | str],
 ) -> dict[str, str]:
-    """The variables of a process with `gpus`: which it sees, and what part of their memory XLA may
-    take, `fraction` over all processes that share one of them."""
+    """`environment` with the variables of a process with `gpus`: which it sees, and what part of
+    their memory XLA may take, `fraction` over all processes that share one of them."""
     shared = max((Counter(all_gpus)[gpu] for gpu in gpus), default=1)
-    return {VISIBLE: ",".join(map(str, gpus)), MEMORY: f"{fraction / max(1, shared):.4f}"}
+    told = {VISIBLE: ",".join(map(str, gpus)), MEMORY: f"{fraction / max(1, shared):.4f}"}
+    # JAX refuses to have both names of the fraction
+    kept = {name: value for name, value in environment.items() if name != _MEMORY_BEFORE}
+    return {**kept, **told}
 
 
 def set_memory_fraction(fraction: float) -> None:
@@ -92,19 +111,41 @@ def set_memory_fraction(fraction: float) -> None:
 
 
 def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None:
-    """Which of a node's `gpus` a task of Slurm or Open MPI takes: its even share, so that one task
-    a node has all and one task a GPU has its own. None where no scheduler says (JAX takes all).
+    """Which of the `gpus` that it sees a task of Slurm or Open MPI takes: its even share of its
+    node's, so that one task a node has all and one task a GPU has its own; all, where each task was
+    bound to its own already. None where no scheduler says (JAX takes all).
 
-    JAX itself gives each task one device whatever their number (jax.distributed.initialize)."""
-    size = next((environment[name] for name in _LOCAL_SIZES if name in environment), None)
-    rank = next((environment[name] for name in _LOCAL_RANKS if name in environment), None)
-    if size is None or rank is None or not gpus:
+    JAX itself gives each task one device whatever their number (jax.distributed.initialize).
+
+    Raises:
+        ConfigError: the tasks of the node cannot share them out evenly, or the scheduler's
+            variables are no numbers.
+    """
+    size, tasks = _number(environment, _LOCAL_SIZES)
+    _, rank = _number(environment, _LOCAL_RANKS)
+    if tasks is None or rank is None or not gpus:
         return None
-    tasks = int(size.split("(")[0].split(",")[0])
-    if gpus % tasks:
+    _, on_node = _number(environment, (_GPUS_ON_NODE,))
+    bound = VISIBLE in environment and gpus < tasks if on_node is None else gpus < on_node
+    if bound:
+        return list(range(gpus))
+    if not tasks or gpus % tasks:
         raise ConfigError(
-            f"{tasks} tasks on a node of {gpus} GPUs: they cannot be shared out evenly; start one"
-            " task a node, or one a GPU"
+            f"{size}={environment[size]} tasks on a node of {gpus} GPUs: they cannot be shared out"
+            " evenly; start one task a node, or one a GPU"
         )
     each = gpus // tasks
-    return list(range(int(rank) * each, (int(rank) + 1) * each))
+    return list(range(rank * each, (rank + 1) * each))
+
+
+def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
+    """The first of these variables that is there, and its number: "4(x2)" and "4,2" are 4."""
+    name = next((name for name in names if name in environment), "")
+    if not name:
+        return "", None
+    number = environment[name].split("(")[0].split(",")[0]
+    if not number.isdigit():
+        raise ConfigError(
+            f"{name}={environment[name]} is no number; start the task by srun or mpirun"
+        )
+    return name, int(number)

@@ -38,10 +38,13 @@ def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
     """Makes this process one of its instance's; before the first use of a device."""
     if place.count == 1:
         return ProcessGroup(0, 1)
+    gpus = len(gpus_of_host(os.environ))
     if not place.count:
-        gpus = len(gpus_of_host(os.environ))
         return join_instance(local_device_ids=local_devices(os.environ, gpus), timeouts=timeouts)
-    return join_instance(place.coordinator, place.count, place.index, timeouts=timeouts)
+    # said even here: under Slurm JAX would take one of them, whatever else it is told
+    return join_instance(
+        place.coordinator, place.count, place.index, list(range(gpus)) or None, timeouts
+    )
 
 
 class WorkerProcess:

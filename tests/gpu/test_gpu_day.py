@@ -11,6 +11,9 @@ import pytest
 
 from benchmarks.gpu_day.__main__ import PARTS
 from benchmarks.gpu_day.day import Day, Figures, table
+from benchmarks.gpu_day.serve import split_flags
+from launch import cluster
+from launch.flags import Given
 from tests.programs import PROGRAMS
 
 
@@ -59,6 +62,18 @@ def test_a_row_that_is_interrupted_is_written_and_ends_the_part(tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         day(tmp_path).row("first", interrupted)
     assert "KeyboardInterrupt" in str(rows(tmp_path)[0]["error"])
+
+
+def test_the_two_workers_on_one_gpu_are_given_it_both_with_half_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = Given(cluster.flags.names, ())
+    flags.values(["cluster", *split_flags(small=False)])
+    monkeypatch.setattr(cluster, "flags", flags)
+    plan = cluster.plan(cluster.cluster_config(), tmp_path)
+    told = [command.environment or {} for group in plan.workers() for command in group.commands()]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["0", "0"]
+    assert [one["XLA_CLIENT_MEM_FRACTION"] for one in told] == ["0.4500", "0.4500"]
 
 
 LONG = ("handoff", "serve")  # processes of their own, minutes each

@@ -4,7 +4,9 @@ cluster's mutual TLS."""
 import asyncio
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jdisagg.clock import MonotonicClock
@@ -34,6 +36,56 @@ def test_half_of_the_flags_are_refused(given: tuple[str | None, int | None, int 
 def test_a_process_id_beyond_the_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"process_id=2 must be in \[0, 2\)"):
         join_instance("127.0.0.1:1", 2, 2)
+
+
+@pytest.mark.parametrize("coordinator", ["foo", "localhost:", ":1", "localhost:x"])
+def test_a_coordinator_that_is_no_address_is_refused(coordinator: str) -> None:
+    with pytest.raises(ConfigError, match=f"coordinator={coordinator} must be host:port"):
+        join_instance(coordinator, 2, 0)
+
+
+def test_without_flags_and_without_a_scheduler_both_ways_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def undetected(*_: object, **__: object) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", undetected)
+    with pytest.raises(ConfigError, match="Slurm, Kubernetes or Open MPI started them; else say"):
+        join_instance()
+
+
+def _of_processes(*devices: int) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(process_index=process, id=100 * process + number)
+        for process, count in enumerate(devices)
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "count", "ids"),
+    [
+        ((2, 2), 4, [0, 1, 100, 101]),
+        ((8, 8), 4, [0, 1, 100, 101]),  # a layout smaller than the job: not all of process 0's
+        ((2, 1, 2), 3, [0, 100, 200]),
+        ((3,), 2, [0, 1, 2]),  # one process keeps all: its next role may want them
+    ],
+)
+def test_every_process_has_the_same_part_of_the_mesh(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], count: int, ids: list[int]
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: _of_processes(*devices))
+    assert [one.id for one in ProcessGroup(0, len(devices)).devices(count)] == ids
+
+
+@pytest.mark.parametrize(("devices", "count"), [((4, 4), 1), ((4, 4), 3), ((4, 1), 4), ((4, 0), 2)])
+def test_a_layout_that_leaves_a_process_without_its_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], count: int
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: _of_processes(*devices))
+    with pytest.raises(ConfigError, match=f"layout of {count} devices over 2 processes"):
+        ProcessGroup(1, 2).devices(count)
 
 
 def test_an_instance_of_one_process_needs_no_job() -> None:

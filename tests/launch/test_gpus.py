@@ -8,9 +8,12 @@ import pytest
 from jdisagg.config import EngineConfig, InstanceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.node import worker_process
 from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.gpus import gpus_of_host, local_devices, parse_gpus
 from jdisagg.node.recipes import ClusterShape
+from jdisagg.node.run_files import ProcessPlace
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 TWO = InstanceConfig(layout=Layout(tp=2))
 
@@ -77,35 +80,125 @@ def test_too_few_gpus_are_refused_with_the_sum(tmp_path: Path) -> None:
         environments(tmp_path, gpus=(0, 0, 1, 1, 2, 2, 3, 3))
 
 
+def test_jax_is_told_the_part_of_the_memory_under_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses to start where both are there."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".4")
+    plan = plan_cluster(
+        ClusterConfig(EngineConfig(), ClusterShape(prefill=1, decode=1), "/model", gpus=(0, 0)),
+        tmp_path,
+    )
+    commands = [command for group in plan.workers() for command in group.commands()]
+    for command in commands:
+        told = command.environment or {}
+        assert [name for name in told if "MEM_FRACTION" in name] == ["XLA_CLIENT_MEM_FRACTION"]
+        assert told["XLA_CLIENT_MEM_FRACTION"] == "0.4500"
+
+
 def test_ranges_of_indices_are_read_and_others_refused_by_name() -> None:
     assert parse_gpus("gpus", "0-3,6") == (0, 1, 2, 3, 6)
+    assert parse_gpus("gpus", "0,0") == (0, 0)
+    with pytest.raises(ConfigError, match="--gpus=0,1,0 has one GPU twice"):
+        parse_gpus("gpus", "0,1,0", several=False)
     for text in ("", "a", "3-1", "0,,1", "-1", "0-"):
         with pytest.raises(ConfigError, match=f"--gpus={text}"):
             parse_gpus("gpus", text)
 
 
 def test_a_hosts_gpus_are_those_it_has_and_was_left(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert gpus_of_host({}, tmp_path) == (0, 1, 10)
-    assert gpus_of_host({"CUDA_VISIBLE_DEVICES": "1,10"}, tmp_path) == (1, 10)
+    assert gpus_of_host({}, tmp_path) == (0, 1, 2)
+    assert gpus_of_host({"CUDA_VISIBLE_DEVICES": "1, 10"}, tmp_path) == (1, 10)
+    assert gpus_of_host({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
     assert gpus_of_host({"JAX_PLATFORMS": "cpu"}, tmp_path) == ()
-    assert gpus_of_host({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == (0, 1, 10)
+    assert gpus_of_host({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == (0, 1, 2)
+
+
+def test_gpus_of_a_container_are_counted_as_cuda_does(tmp_path: Path) -> None:
+    """Whatever the host calls them: the files of a container that was given the last two."""
+    for name in ("nvidia6", "nvidia7", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert gpus_of_host({}, tmp_path) == (0, 1)
+
+
+def test_gpus_that_are_named_by_uuid_are_handed_on_by_uuid(tmp_path: Path) -> None:
+    visible = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-3a1c,-1,5"
+    gpus = gpus_of_host({"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
+    assert gpus == ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-3a1c")  # CUDA stops at the -1
+    engine = EngineConfig()
+    config = ClusterConfig(engine, ClusterShape(prefill=1, decode=1), "/model", gpus=gpus)
+    plan = plan_cluster(config, tmp_path)
+    told = [command.environment or {} for group in plan.workers() for command in group.commands()]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == list(gpus)
 
 
 @pytest.mark.parametrize(
-    ("environment", "devices"),
+    ("environment", "gpus", "devices"),
     [
-        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"}, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "5"}, [5]),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, [4, 5, 6, 7]),
-        ({}, None),
+        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"}, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "5"}, 8, [5]),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 8, [4, 5, 6, 7]),
+        ({}, 8, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "0"}, 0, None),
     ],
 )
-def test_a_task_of_a_scheduler_takes_its_share_of_the_nodes_gpus(environment, devices) -> None:
-    assert local_devices(environment, 8) == devices
+def test_a_task_of_a_scheduler_takes_its_share_of_the_nodes_gpus(
+    environment, gpus, devices
+) -> None:
+    assert local_devices(environment, gpus) == devices
+
+
+def test_a_step_of_one_task_a_node_takes_all_in_a_job_of_eight() -> None:
+    """sbatch --ntasks-per-node=8 leaves its number in the environment of every srun."""
+    environment = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert local_devices(environment | {"SLURM_LOCALID": "0"}, 4) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        # srun --ntasks-per-node=4 --gpus-per-task=2, and =1
+        ({"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "8"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "8"}, 1),
+        # mpirun with a wrapper that sets it
+        (
+            {
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "7",
+                "CUDA_VISIBLE_DEVICES": "7",
+            },
+            1,
+        ),
+    ],
+)
+def test_a_task_that_sees_its_own_gpus_alone_takes_all_of_them(environment, gpus) -> None:
+    assert local_devices(environment, gpus) == list(range(gpus))
 
 
 def test_gpus_that_tasks_cannot_share_evenly_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 tasks on a node of 8 GPUs"):
+    with pytest.raises(ConfigError, match="SLURM_NTASKS_PER_NODE=3 tasks on a node of 8 GPUs"):
         local_devices({"SLURM_NTASKS_PER_NODE": "3", "SLURM_LOCALID": "0"}, 8)
+    with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE=0 tasks"):
+        local_devices({"SLURM_STEP_TASKS_PER_NODE": "0", "SLURM_LOCALID": "0"}, 8)
+    # all tasks see both
+    job = {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_GPUS_ON_NODE": "2", "SLURM_LOCALID": "0"}
+    with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE=3 tasks on a node of 2 GPUs"):
+        local_devices(job | {"CUDA_VISIBLE_DEVICES": "0,1"}, 2)
+    with pytest.raises(ConfigError, match="SLURM_LOCALID=x is no number"):
+        local_devices({"SLURM_NTASKS_PER_NODE": "2", "SLURM_LOCALID": "x"}, 8)
+
+
+@pytest.mark.parametrize(("gpus", "said"), [("0,1", [0, 1]), ("", None)])
+def test_a_process_that_is_told_its_place_takes_all_it_sees_even_under_slurm(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, said: list[int] | None
+) -> None:
+    """JAX gives a task of Slurm one device unless it is told which."""
+    asked: list[object] = []
+    monkeypatch.setattr(worker_process, "join_instance", lambda *given: asked.append(given[3]))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    worker_process.join(ProcessPlace(0, 2, "localhost:1"), DEFAULT_TIMEOUTS.instance)
+    assert asked == [said]
