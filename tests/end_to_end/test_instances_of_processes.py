@@ -6,6 +6,7 @@ A folder of compiled programs is shared by all; every cluster must end cleanly.
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,14 +63,11 @@ def generated(folder: Path, model: Path, prefill: str, decode: str) -> str:
 async def check_role_stays(running: RunningCluster) -> None:
     """The leader refuses, and says what helps. (Through the router the last worker of a role stays
     anyway.)"""
-    leader = running.worker("prefill-0.0")
-    assert leader is not None
-    (address,) = (
-        f"127.0.0.1:{flag.partition('=')[2]}"
-        for flag in leader.cmdline()
-        if flag.startswith("--port=")
+    said = re.search(
+        r"prefill worker prefill-0 .*serves on (127\.0\.0\.1:\d+)", running.log.read_text()
     )
-    async with worker_roles(address) as port:
+    assert said
+    async with worker_roles(said[1]) as port:
         with pytest.raises(
             ConfigError, match="its instance has 2 processes.*start it as what it is to be"
         ):
