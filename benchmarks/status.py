@@ -330,6 +330,7 @@ SCRIPTS = {
     "codecs": "benchmarks.codecs",
     "chaos": "tests.chaos",
     "messages": "benchmarks.messages",
+    "followers": "benchmarks.followers",
     "placement": "benchmarks.placement",
     "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",
