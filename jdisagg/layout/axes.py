@@ -84,8 +84,10 @@ class Layout:
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             match = re.fullmatch(r"(dp|tp|ep)=(\d+)", part)
             if not match or match[1] in sizes:
+                how_many = "; how many workers: --prefill_workers, --decode_workers"
                 raise LayoutError(
                     f"layout {text!r}: {part!r} is not one of dp=N, tp=N, ep=N, each at most once"
+                    + how_many * part.isdigit()
                 )
             sizes[match[1]] = int(match[2])
         return cls(**sizes)

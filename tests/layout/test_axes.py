@@ -36,6 +36,11 @@ def test_text_that_is_no_layout_is_refused_with_the_part_that_is_wrong(text: str
         Layout.parse(text)
 
 
+def test_a_number_alone_is_refused_with_the_flags_that_count_workers() -> None:
+    with pytest.raises(LayoutError, match="how many workers: --prefill_workers"):
+        Layout.parse("2")
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
