@@ -16,6 +16,7 @@ from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import (
     KvMessage,
+    Leave,
     LentAllocation,
     OnDevice,
     Opened,
@@ -341,12 +342,14 @@ def with_handle(lies: OnDevice, handle: bytes) -> OnDevice:
 def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_another_way(
     pair: Pair, loopback: Loopback, spoil: Callable[[OnDevice], OnDevice]
 ) -> None:
-    block, spoiled = case("tp=2", "tp=2"), []
+    block, spoiled, left = case("tp=2", "tp=2"), [], []
 
     def tamper(message: KvMessage) -> list[KvMessage]:
         if isinstance(message, Posted) and isinstance(message.memory, OnDevice) and not spoiled:
             spoiled.append(message)
             return [msgspec.structs.replace(message, memory=spoil(message.memory))]
+        if isinstance(message, Leave):
+            left.append(pair.receiver.channel.under_way())
         return [message]
 
     loopback.tamper = tamper
@@ -355,9 +358,39 @@ def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_an
         finished(pair.ends.pull(1, block)).arrays()
     assert spoiled
     settled(lambda: pair.receiver.channel.under_way() == 0)
+    assert left == [1], "a pull is under way until its connection is dropped"
     arrives(pair.ends.pull(1, block), block)
     (said,) = pair.receiver.channel.channels()
     assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
+
+
+def test_an_answer_that_comes_after_its_connection_was_dropped_fails_the_pull_and_opens_nothing(
+    pair: Pair, loopback: Loopback
+) -> None:
+    block, held, spoiled = case("tp=2", "tp=2"), [], []
+
+    def tamper(message: KvMessage) -> list[KvMessage]:
+        if not (isinstance(message, Posted) and isinstance(message.memory, OnDevice)):
+            return [message]
+        if not held:
+            held.append(message)
+            return []
+        spoiled.append(message)
+        return [msgspec.structs.replace(message, memory=with_handle(message.memory, b""))]
+
+    loopback.tamper = tamper
+    pair.sender.channel.offer(1, block.block, 0)
+    waiting = pair.ends.pull(1, block)
+    settled(lambda: bool(held))
+    with pytest.raises(HandoffError, match="no handle"):
+        finished(pair.ends.pull(1, block)).arrays()
+    assert len(spoiled) == 1
+    settled(lambda: not pair.receiver.channel.channels())  # it is dropped
+    pair.receiver.channel.handle(pair.sender.end, held[0])
+    with pytest.raises(HandoffError, match="was dropped before the pieces came; pull again"):
+        finished(waiting).arrays()
+    assert not pair.receiver.driver.openings
+    arrives(pair.ends.pull(1, block), block)
 
 
 def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: Loopback) -> None:
