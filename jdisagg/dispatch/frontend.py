@@ -200,22 +200,7 @@ class Frontend:
             raise InvalidRequestError(
                 f"deadline_seconds must be positive and finite, got {deadline_seconds}"
             )
-        self._check_ids(
-            "stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1]
-        )
-        self._check_ids(
-            "allowed_token_ids", (options.get("allowed_token_ids") or ())[: MAX_ALLOWED_TOKENS + 1]
-        )
-        self._check_ids(
-            "logit_bias",
-            [
-                token
-                for token, _ in bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]
-            ],
-        )
-        # The options are judged before the work of tokenizing; the default of max_tokens is known
-        # only after it.
-        sampling_params(options, self.model.sampling, self.model.context_tokens)
+        self._check_options(options)
         chat = chat_of(prompt)
         if chat is not None:
             check_chat(chat)
@@ -237,16 +222,12 @@ class Frontend:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
-        stop_ids = (
-            sampling.stop_token_ids
-            if sampling.ignore_eos and sampling.grammar is None
-            else (*self._codec.eos_ids, *sampling.stop_token_ids)
-        )
+        ends = () if sampling.ignore_eos and sampling.grammar is None else self._codec.eos_ids
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
             sampling=sampling,
-            stop_ids=tuple(dict.fromkeys(stop_ids)),
+            stop_ids=tuple(dict.fromkeys((*ends, *sampling.stop_token_ids))),
             deadline_seconds=deadline_seconds,
             tenant=who.tenant_of(tenant),
             priority=priority,
@@ -254,6 +235,20 @@ class Frontend:
             life=life,
             cache_scope=who.cache_scope(tenant, cache_salt),
         )
+
+    def _check_options(self, options: SamplingOptions) -> None:
+        """Before the work of tokenizing; the default of max_tokens is known only after it."""
+        biased = bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]
+        for name, ids in (
+            ("stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1]),
+            (
+                "allowed_token_ids",
+                (options.get("allowed_token_ids") or ())[: MAX_ALLOWED_TOKENS + 1],
+            ),
+            ("logit_bias", [token for token, _ in biased]),
+        ):
+            self._check_ids(name, ids)
+        sampling_params(options, self.model.sampling, self.model.context_tokens)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt, as `build_request` would use them, but as many as they are.

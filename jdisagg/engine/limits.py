@@ -46,17 +46,13 @@ def mesh_limits(
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
     largest = largest_chunk(instance, mode, context_tokens)
-    if largest % GRANULE_TOKENS:
-        raise ConfigError(
-            f"chunk_tokens={largest} must be a multiple of {GRANULE_TOKENS}, the smallest block"
-            " that a hand-off sends"
-        )
     smallest = min(instance.min_chunk_tokens, largest)
-    if smallest % GRANULE_TOKENS:
-        raise ConfigError(
-            f"min_chunk_tokens={smallest} must be a multiple of {GRANULE_TOKENS}, the smallest"
-            " block that a hand-off sends"
-        )
+    for name, tokens in (("chunk_tokens", largest), ("min_chunk_tokens", smallest)):
+        if tokens % GRANULE_TOKENS:
+            raise ConfigError(
+                f"{name}={tokens} must be a multiple of {GRANULE_TOKENS}, the smallest block that a"
+                " hand-off sends"
+            )
     ring = min(ring_pages(spec.widest_window, instance.page_size), pages_per_sequence)
     sent = spec.unwindowed if windows_apart else spec
     return MeshLimits(

@@ -4,10 +4,10 @@ reason why none can begin now. Pure.
 `decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with
 the earliest first token against all decode workers. What is minimised is time to first token +
 hand-off gap + the remaining tokens at the predicted step; a first token beyond the limit and a step
-beyond the bound weigh more than any seconds. Workers that failed the attempt, whose breaker is
-open, that drain or are silent come last or not at all; one that loads programs while it serves is
-charged the seconds that this will take. Where hardware or model of any candidate is unknown, the
-least loaded are chosen, those before that know much of the prompt.
+beyond the bound weigh more than any seconds. Who may be chosen, and what speaks against each, say
+`candidates`; one that loads programs while it serves is charged the seconds that this will take.
+Where hardware or model of any candidate is unknown, the least loaded are chosen, those before that
+know much of the prompt.
 
 Raises UnavailableError when no worker of a needed kind takes requests."""
 
@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from jdisagg.costs.speeds import Array
-from jdisagg.errors import UnavailableError
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
-from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
+from jdisagg.router.candidates import BARRED, FAILED, Candidates, candidates, nobody, usable
+from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.cost_terms import (
     DecodeCosts,
     LocalCosts,
@@ -43,13 +43,12 @@ from jdisagg.router.decision import (
     PlacementQuery,
     Refusal,
 )
-from jdisagg.router.link_costs import Indices
 from jdisagg.router.peer_terms import Trusted, with_fetches
 from jdisagg.token_bucket import retry_after
 
 MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
-# seconds: more than any prediction, in this order
-DRAINING, BARRED, FAILED, LATE, FAR = 1e6, 1e7, 1e8, 1e4, 1e5
+# of pairs, in seconds: more than any prediction, and less than what is against a worker
+LATE, FAR = 1e4, 1e5
 NO_WORK = Work(1)
 # A prompt's second that a prefill worker does not compute, for it knows or fetches it, counts so
 # much more than the request's own: it is spared to those who come behind. Without, a worker that
@@ -59,39 +58,6 @@ WORTH_TO_OTHERS = 1.0
 # Where no seconds are predicted: a worker that knows the whole prompt is chosen before one whose
 # slots and pages are so much less in use.
 WORTH_OF_KNOWN = 0.5
-
-
-@plain
-class Candidates:
-    """Workers of one `side` that may be chosen: their rows in the snapshot, these themselves, and
-    what speaks against each, in seconds."""
-
-    side: Side
-    rows: Indices
-    table: Table
-    against: Array
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def where(self, which: Flags | Indices) -> "Candidates":
-        places = np.arange(len(self))[which]
-        return Candidates(
-            self.side, self.rows[places], self.table.take(places), self.against[places]
-        )
-
-    @property
-    def penalties(self) -> Array | None:
-        """What speaks against each, in seconds, those among it until its programs are loaded; None:
-        nothing does against any."""
-        if self.against is self.side.zeros and not self.side.loading:
-            return None
-        return self.against + self.table["loading_seconds"]
-
-    @property
-    def unknown(self) -> bool:
-        """Whether one's speed is not known."""
-        return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
 
 @plain
@@ -112,7 +78,7 @@ def decide(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> PlacementOutcome:
     """The workers of an attempt, or that it must wait here, or that it would come too late."""
-    prefills, decodes = _candidates(state, query, now, policy)
+    prefills, decodes = candidates(state, query, now, policy)
     if prefills.unknown or decodes.unknown:
         return _by_load(state, prefills, decodes, query, policy)
     weighed = weigh(state, prefills, decodes, query, now, policy)
@@ -125,23 +91,23 @@ def another_prefill(
 ) -> str:
     """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no
     other."""
-    some = _usable(
+    some = usable(
         state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, policy
     )
     if not len(some):
-        raise _nobody(state, state.prefill, "prefill")
-    return state.name(int(some.rows[np.argmin(some.against + _load(some.table))]))
+        raise nobody(state, state.prefill, "prefill")
+    return state.name(int(some.rows[np.argmin(some.against + some.load)]))
 
 
 def another_decode(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
     """Who takes a running sequence over: never one of `avoid`, nor one that is draining."""
-    some = _usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
+    some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
     some = some.where(some.against < FAILED)
     if not len(some):
-        raise _nobody(state, state.decode, "other decode")
-    return state.name(int(some.rows[np.argmin(some.against + _load(some.table))]))
+        raise nobody(state, state.decode, "other decode")
+    return state.name(int(some.rows[np.argmin(some.against + some.load)]))
 
 
 def witnesses(
@@ -149,7 +115,7 @@ def witnesses(
 ) -> frozenset[str]:
     """Workers that a decision among them alone falls as it does among all: the best `most` of each
     kind."""
-    prefills, decodes = _candidates(state, query, now, policy)
+    prefills, decodes = candidates(state, query, now, policy)
     if len(prefills) + len(decodes) <= 2 * most:
         rows = [*prefills.rows, *decodes.rows]
     elif prefills.unknown or decodes.unknown:
@@ -184,7 +150,7 @@ def weigh(
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
     side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
     if policy.peer_fetch and query.cached:
-        trusted = Trusted(_trusted(prefills), _trusted(decodes))
+        trusted = Trusted(prefills.trusted, decodes.trusted)
         every = with_fetches(
             state, prefills.side, every, prefills.table, side, trusted, query, policy
         )
@@ -268,7 +234,7 @@ def _choose(
     )
     if alone is None:
         if paired is None:
-            raise _nobody(state, state.prefill, "prefill")
+            raise nobody(state, state.prefill, "prefill")
         return _said(state, paired[0], weighed, decodes, query, policy)
     if paired is None:
         return alone[0]
@@ -453,14 +419,14 @@ def _by_load(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    loads = _load(decodes.table)
+    loads = decodes.load
     lacking = np.full(len(decodes), float(query.work.tokens))
     places, known = known_at(state, decodes.rows, query)
     lacking[places] -= known
     able = lacking <= most_computed(decodes.table, query.whole)
     unable = np.zeros(len(decodes), bool) if len(prefills) else ~able
     if unable.all():
-        raise _nobody(state, state.prefill, "prefill")
+        raise nobody(state, state.prefill, "prefill")
     at = int(np.argmin(_reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)))
     decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
     if decodes.table.flag("mixed")[at] or not len(prefills):
@@ -469,7 +435,7 @@ def _by_load(
         return Decision(
             None, decode, context, reason, "prefix" if held else "load", cached_tokens=held
         )
-    others = _load(prefills.table)
+    others = prefills.load
     best = int(np.argmin(_reluctance(state, prefills, query)))
     prefill = state.name(int(prefills.rows[best]))
     cached, held = known_to(prefill, query), known_to(decode, query)
@@ -512,65 +478,9 @@ def _source(
     return found
 
 
-def _trusted(some: Candidates) -> Flags | None:
-    """Who may be asked for what it knows; None: all."""
-    return None if some.against is some.side.zeros else some.against < BARRED
-
-
-def _candidates(
-    state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
-) -> tuple[Candidates, Candidates]:
-    prefills = _usable(state, state.prefill, query, now, policy)
-    decodes = _usable(state, state.decode, query, now, policy)
-    if not len(decodes):
-        raise _nobody(state, state.decode, "decode")
-    if not len(prefills) and not decodes.table.flag("can_prefill").any():
-        raise _nobody(state, state.prefill, "prefill")
-    return prefills, decodes
-
-
-def _usable(
-    state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
-) -> Candidates:
-    """Those that are heard of, and what speaks against each."""
-    rows, table = side.rows, side.table or state.table.take(side.span)
-    all_well = not (side.draining or query.avoid) and now >= state.barred_until
-    if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
-        return Candidates(side, rows, table, side.zeros)
-    silent = now - table["heard_at"]
-    leaving = table.flag("draining") | (silent > policy.suspect_seconds)
-    out = silent > policy.gone_seconds
-    if not query.resuming:
-        out |= leaving
-    if np.count_nonzero(out):
-        left = np.flatnonzero(~out)
-        rows, table, leaving = rows[left], table.take(left), leaving[left]
-    against = np.zeros(len(rows))
-    for which, seconds in ((leaving, DRAINING), (table["barred_until"] > now, BARRED)):
-        if np.count_nonzero(which):
-            against += np.where(which, seconds, 0.0)
-    for name in query.avoid:
-        row = state.row(name)
-        if row is not None:
-            against[rows == row] += FAILED
-    return Candidates(side, rows, table, against)
-
-
-def _load(table: Table) -> Array:
-    """Requests per slot, and the fraction of pages in use. Who still loads programs counts as if
-    all its slots were taken."""
-    requests = np.maximum(table["running"] + table["waiting"], table["open"])
-    pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
-    return (
-        requests / np.maximum(1.0, table["slots"])
-        + pages
-        + np.minimum(1.0, table["loading_seconds"])
-    )
-
-
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
     """What decides where no seconds are predicted: load, less what is known of the prompt."""
-    score = some.against + _load(some.table)
+    score = some.against + some.load
     at, tokens = known_at(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
     return score
@@ -578,22 +488,6 @@ def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) ->
 
 def _known(tokens: int) -> str:
     return f", {tokens} tokens known" if tokens else ""
-
-
-def _nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
-    rows = side.rows
-
-    def said(row: int) -> str:
-        return (
-            f"{state.name(row)}"
-            f" ({'draining' if state.table.flag('draining')[row] else 'silent or avoided'})"
-        )
-
-    known = ", ".join(said(int(row)) for row in rows[:8]) or "none"
-    more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-    return UnavailableError(
-        f"no {kind} worker takes requests; known: {known}{more}", retry_after_seconds=1.0
-    )
 
 
 def _ms(seconds: float) -> str:

@@ -16,7 +16,7 @@ long ago goes whether or not there is room, also while it is read. Pure. Invaria
 - what_was_written_too_long_ago_is_not_known_any_more"""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jdisagg.plain import plain
@@ -79,19 +79,17 @@ class DiskBlocks:
         return len(self._wanted)
 
     def found(
-        self, names: Sequence[bytes], written_at: Sequence[float] = ()
+        self, written_at: Mapping[bytes, float]
     ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Blocks that lay there at the start, used longest ago first, and when each was written.
-        Gives those that stay, and those that there is no room for: the oldest."""
-        instants = dict(zip(names, written_at, strict=False))
-        new = [name for name in names if name not in self._blocks]
+        """When the blocks were written that lay there at the start, used longest ago first. Gives
+        those that stay, and those that there is no room for: the oldest."""
+        new = [name for name in written_at if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
-            block = DiskBlock(name, written=True, written_at=instants.get(name, 0.0))
-            self._blocks[name] = block
+            self._blocks[name] = DiskBlock(name, written=True, written_at=written_at[name])
             self._blocks.move_to_end(name, last=False)
-        by_age = sorted(new[over:], key=lambda name: self._blocks[name].written_at, reverse=True)
-        for name in by_age:  # before all that was written since
+        for name in sorted(new[over:], key=written_at.__getitem__, reverse=True):
+            # before all that was written since
             self._by_age[name] = self._blocks[name]
             self._by_age.move_to_end(name, last=False)
         return tuple(new[over:]), tuple(new[:over])
@@ -129,7 +127,7 @@ class DiskBlocks:
             return block, tuple(gone)
         return None, tuple(gone)
 
-    def written(self, block: DiskBlock, now: float = 0.0) -> bool:
+    def written(self, block: DiskBlock, now: float) -> bool:
         """It lies there from `now` on. False: it was given up meanwhile."""
         if not self.knows(block):
             return False

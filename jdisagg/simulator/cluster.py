@@ -116,7 +116,11 @@ class SimulatedCluster:
         self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap, fleet.site_link)
         self._random = random.Random(seed)
         self._mortal = mortal
-        self._computed = ComputedPrompts()
+        self._computed = ComputedPrompts(
+            self._computes,
+            lambda source: self._peer(source, None),
+            fleet.limits.timeouts.handoff.heartbeat_seconds,
+        )
         self._costs = [fleet.costs_of(pool) for pool in fleet.pools]
         self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
         self._model = _model_card(fleet)
@@ -283,7 +287,7 @@ class SimulatedCluster:
         if crash:
             decode = through(DecodePort, decode, Crashable(crash))
         if late:
-            deferred = DeferredReservation(self._computed, card.name, self.new_id, self._computes)
+            deferred = DeferredReservation(self._computed, card.name, self.new_id)
             decode = through(DecodePort, decode, deferred)
         return WorkerPorts(decode=decode)
 

@@ -3,21 +3,24 @@ the decode side then (DistServe).
 
 Middleware of the ports of any workers, to compare the live order with. Here a reservation is a
 promise; when the prompt has been computed, and its KV lies with the prefill worker, pages are
-reserved and the pull begins. A full decode side then shows as a longer gap after the first token,
+reserved and the pull begins. Who waits for pages sends the heartbeats of a receiver meanwhile: its
+KV waits as long as it must. A full decode side then shows as a longer gap after the first token,
 not as a later first token; the prefill side holds back when too much of its KV waits
 (worker/prefill_worker.py).
 
 Knows calls, not pages. Invariant: of what a promise became, a cancel finds all."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 
-from jdisagg.errors import HandoffError
+from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.messages.ports import (
     GenerateCall,
     HandoffSource,
+    PeerPort,
     PrefillCall,
     PrefillReply,
     Reservation,
@@ -30,9 +33,24 @@ from jdisagg.messages.ports import (
 
 class ComputedPrompts:
     """Which hand-offs' prompts have been computed. Middleware of prefill ports: of a prompt that
-    never will be the router learns, and names another source or gives up."""
+    never will be the router learns, and names another source or gives up.
 
-    def __init__(self) -> None:
+    Args:
+      computes: Whether a worker computes prompts; the KV of one that hands a running sequence on
+        is there already.
+      peer: The port of a source.
+      heartbeat_seconds: Between heartbeats to a source whose KV waits.
+    """
+
+    def __init__(
+        self,
+        computes: Callable[[str], bool],
+        peer: Callable[[HandoffSource], PeerPort],
+        heartbeat_seconds: float,
+    ) -> None:
+        self.computes = computes
+        self._peer = peer
+        self._heartbeat_seconds = heartbeat_seconds
         self._events: dict[int, asyncio.Event] = {}
 
     def event(self, handoff_id: int) -> asyncio.Event:
@@ -48,6 +66,15 @@ class ComputedPrompts:
         self.event(call.handoff_id).set()
         return reply
 
+    async def keep(self, source_now: Callable[[], HandoffSource | None]) -> None:
+        """Until cancelled: the source's KV stays. One that is gone is noticed when it is pulled."""
+        while True:
+            await asyncio.sleep(self._heartbeat_seconds)
+            source = source_now()
+            if source is not None and self.computes(source.worker):
+                with contextlib.suppress(JdisaggError):
+                    await self._peer(source).acknowledge(source.handoff_id, ())
+
 
 class DeferredReservation:
     """Middleware of one decode port: promises at once, reserves when the prompt has been computed.
@@ -56,21 +83,12 @@ class DeferredReservation:
       computed: The prompts of the whole cluster.
       worker: The decode worker's name.
       new_id: Draws ids of promises.
-      computes: Whether a worker computes prompts; the KV of one that hands a running sequence on
-        is there already.
     """
 
-    def __init__(
-        self,
-        computed: ComputedPrompts,
-        worker: str,
-        new_id: Callable[[], int],
-        computes: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, computed: ComputedPrompts, worker: str, new_id: Callable[[], int]) -> None:
         self._computed = computed
         self._worker = worker
         self._new_id = new_id
-        self._computes = computes
         self._promised: dict[int, Callable[[], Awaitable[Reservation]]] = {}
         # of those that generate and have no pages yet
         self._sources: dict[int, HandoffSource | None] = {}
@@ -93,7 +111,11 @@ class DeferredReservation:
         self._sources[key] = call.source
         try:
             await self._prompt_computed(key)
-            reservation = await reserve()
+            keeping = asyncio.create_task(self._computed.keep(lambda: self._sources[key]))
+            try:
+                reservation = await reserve()
+            finally:
+                keeping.cancel()
         finally:
             source = self._sources.pop(key)
         self._reserved[key] = reservation.reservation_id
@@ -108,7 +130,7 @@ class DeferredReservation:
 
     async def _prompt_computed(self, key: int) -> None:
         """By the source of the moment: another may take over meanwhile."""
-        while (source := self._sources[key]) is not None and self._computes(source.worker):
+        while (source := self._sources[key]) is not None and self._computed.computes(source.worker):
             await self._computed.event(source.handoff_id).wait()
             self._computed.forget(source.handoff_id)
             if self._sources[key] is source:

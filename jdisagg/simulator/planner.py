@@ -131,16 +131,14 @@ class Planner:
     def plan(self, workload: Sequence[Arrival]) -> Plan:
         """Raises NothingFits, with the reason, where there is no candidate or none that attains the
         goal at any rate."""
-        demand, search = Demand.of(workload), self._search
-        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, search.dtype)
+        fitting, estimator = self._estimated(workload)
         cached = any(item.block_hashes for item in workload)
-        if reason := never(fitting, demand, self._goal, cached):
+        if reason := never(fitting, estimator.demand, self._goal, cached):
             raise NothingFits(reason)
-        estimator = Estimator(self._site, demand, self._goal, fitting, search.codec, search.fused)
         priced = self._priced(fitting, estimator)
         chosen, left_out = self._chosen(fitting, priced)
         self._told.answer(first_answer([item for mode in chosen for item in mode], self._site))
-        measurer, found = self._measurer(workload, demand), _Found(self._site, self._told)
+        measurer, found = self._measurer(workload), _Found(self._site, self._told)
         # Round by round through the modes: their best are known first.
         ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
         rooms = estimator.rooms
@@ -167,21 +165,25 @@ class Planner:
 
         Returns those that carry `TOLERANCE` more than `rate` requests a second in all, best first,
         and how many were tried."""
-        demand, search = Demand.of(workload), self._search
-        fitting = fitting_layouts(self._geometry, self._site, demand.longest_tokens, search.dtype)
-        estimator = Estimator(self._site, demand, self._goal, fitting, search.codec, search.fused)
+        fitting, estimator = self._estimated(workload)
         tasks = [
             Task(candidate, limits, estimator.rooms[candidate.decode], rate)
             for candidate, limits in self._priced(fitting, estimator)
         ]
         found = _Found(self._site, self._told)
-        self._measure(self._measurer(workload, demand), tasks, found)
+        self._measure(self._measurer(workload), tasks, found)
         return found.ranked, len(tasks)
 
     def _measure(self, measurer: Measurer, tasks: Sequence[Task], found: "_Found") -> None:
         for done, (index, finding) in enumerate(self._spread(measurer, tasks) if tasks else (), 1):
             found.came(tasks[index], finding)
             self._told.progress(found.text, found.count, found.count + len(tasks) - done)
+
+    def _estimated(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Estimator]:
+        """The layouts in which such requests fit, and what prices candidates of them."""
+        demand, site, search = Demand.of(workload), self._site, self._search
+        fitting = fitting_layouts(self._geometry, site, demand.longest_tokens, search.dtype)
+        return fitting, Estimator(site, demand, self._goal, fitting, search.codec, search.fused)
 
     def _priced(
         self, fitting: list[Fitting], estimator: Estimator
@@ -222,14 +224,12 @@ class Planner:
             chosen.append(best[: self._search.finalists])
         return chosen, tuple(left_out)
 
-    def _measurer(
-        self, workload: Sequence[Arrival], demand: Demand, runner: Runner | None = None
-    ) -> Measurer:
+    def _measurer(self, workload: Sequence[Arrival], runner: Runner | None = None) -> Measurer:
         search = self._search
         return Measurer(
             self._goal,
             workload,
-            demand,
+            Demand.of(workload),
             self._site.accelerators,
             runner or self._runner,
             search.most_requests,
@@ -243,15 +243,13 @@ class Planner:
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
-        measurer = self._measurer(workload, Demand.of(workload), runner)
+        measurer = self._measurer(workload, runner)
         again = measurer.trial(finding.candidate, shown.rate)
         return again.lasting_attainment >= self._goal.attainment
 
-    def trial(
-        self, candidate: Candidate, workload: Sequence[Arrival], demand: Demand, rate: float
-    ) -> Trial:
+    def trial(self, candidate: Candidate, workload: Sequence[Arrival], rate: float) -> Trial:
         """One rate, in requests a second, judged as `plan_trials` says."""
-        return self._measurer(workload, demand).trial(candidate, rate)
+        return self._measurer(workload).trial(candidate, rate)
 
 
 class _Found:

@@ -289,9 +289,8 @@ class KvPuller:
         """Lets the pieces come. Raises where the connection is not the one that was asked on, or
         has no room."""
         connection, assembly = sent.connection, sent.transfer.assembly
-        with self._lock:
-            current = self._connections.get(connection.end) is connection
-        if not current or (sent.ahead and address != connection.address):
+        self._check_current(connection)
+        if sent.ahead and address != connection.address:
             raise _dropped(connection)
         avals = assembly.expect(heads, pieces)
         arrays: list[jax.Array] = []
@@ -306,8 +305,9 @@ class KvPuller:
     ) -> None:
         """Takes what lies in the sender's shared memory, or is still to be written there; begins to
         read what lies in its registered memory or on its devices. Raises where that was taken
-        back."""
+        back, or the connection is not the one that was asked on."""
         connection, assembly = sent.connection, sent.transfer.assembly
+        self._check_current(connection)
         avals = assembly.expect(message.heads, message.pieces)
         deadline = sent.transfer.pull.deadline
         leaves: Sequence[Leaf]
@@ -333,6 +333,12 @@ class KvPuller:
                 )
         assembly.coming(message.pieces, leaves)
         sent.arrays = leaves
+
+    def _check_current(self, connection: SenderConnection) -> None:
+        """Raises where it was dropped: what it had open is closed, and its sender kept nothing."""
+        with self._lock:
+            if self._connections.get(connection.end) is not connection:
+                raise _dropped(connection)
 
     def _tell_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
         """Within so many seconds, together with others."""
@@ -439,8 +445,6 @@ class KvPuller:
     def _settle(self, transfer: Transfer) -> None:
         arrived = transfer.pull.failed() is None or transfer.assembly.assembled
         for sent in transfer.requests:
-            with self._lock:
-                self._requests.pop(sent.pull_id, None)
             end = sent.connection.end
             if sent.arrays is not None and all(map(is_ready, sent.arrays)):
                 error = _error_of(sent.arrays)
@@ -475,6 +479,9 @@ class KvPuller:
                         self._clock.now() + self._timeouts.flush_seconds if sent.ahead else 0.0
                     )
                     self._stuck.append((sent, max(transfer.pull.deadline, flushed)))
+            # last: who sees that nothing is under way pulls past what failed, not over it again
+            with self._lock:
+                self._requests.pop(sent.pull_id, None)
         transfer.requests.clear()
 
     def _is_unproven(self, sent: SentRequest, memory: ReadMemory) -> bool:

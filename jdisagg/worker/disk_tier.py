@@ -109,7 +109,8 @@ class DiskTier:
         self._open = True
         if epoch == self._epoch:
             now = self._now()
-            stay, gone = self.blocks.found(found.names, [now - age for age in found.ages])
+            written_at = [now - age for age in found.ages]
+            stay, gone = self.blocks.found(dict(zip(found.names, written_at, strict=True)))
             for name in stay:
                 self._kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))

@@ -10,7 +10,7 @@ A client that is given no --python is installed with pip into an environment of 
 model's weights behind a chat template that shows tools. Ends with 1 where anything failed."""
 
 import argparse
-import contextlib
+import asyncio
 import json
 import os
 import re
@@ -19,12 +19,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.http_clients.catalogue import CLIENTS, ROOT, TOKENIZER, Client
+from launch.notebook_server import start_server
+from tests.http_clients.catalogue import CLIENTS, TOKENIZER, Client
 
-SERVING = re.compile(r"jdisagg serves .* and (http://\S+)")
 CLIENT_SECONDS = 600
 LAST_CHARACTERS = 3000
 TEMPLATE = (
@@ -49,9 +49,9 @@ def main() -> int:
     if unknown := set(options.names) - set(CLIENTS):
         parser.error(f"{min(unknown)!r} is none of the clients: {', '.join(CLIENTS)}")
     pythons = dict(one.split("=", 1) for one in options.python)
-    failed: list[str] = []
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        url = options.target or stack.enter_context(serving(Path(scratch)))
+
+    def failing(url: str) -> list[str]:
+        failed: list[str] = []
         for name in options.names or CLIENTS:
             client = CLIENTS[name]
             folder = options.environments.expanduser() / name
@@ -59,30 +59,33 @@ def main() -> int:
             print(f"== {name} {version(client, python)}", flush=True)
             if not all([ran(client, command, python, url) for command in client.commands]):
                 failed.append(name)
+        return failed
+
+    failed = (
+        failing(options.target) if options.target else asyncio.run(on_a_server_of_its_own(failing))
+    )
     print(f"failed: {', '.join(failed)}" if failed else "all clients ran without a fault")
     return 1 if failed else 0
 
 
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The URL of a server of its own, which ends afterwards."""
-    model = Path(shutil.copytree(TOKENIZER, folder / TOKENIZER.name))
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    command = [sys.executable, "-m", "launch.serve", f"--model={model}", "--port=0"]
-    command += ["--http_port=0", "--prefill=tp=1", "--decode=tp=1", "--slots_per_rank=8"]
-    command.append("--set=warm_up=false")  # nothing is timed here
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if found := SERVING.search(line):
-                yield found[1]
-                return
-        raise SystemExit(f"the server ended with {server.wait()} before it served; see above")
-    finally:
-        server.terminate()
-        server.wait(60)
+async def on_a_server_of_its_own(work: Callable[[str], list[str]]) -> list[str]:
+    """What `work` gives for the URL of a server, which ends afterwards."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(shutil.copytree(TOKENIZER, Path(scratch) / TOKENIZER.name))
+        file = model / "tokenizer_config.json"
+        settings = json.loads(file.read_text()) | {"chat_template": TEMPLATE}
+        file.write_text(json.dumps(settings))
+        server = await start_server(
+            f"--model={model}",
+            "--prefill=tp=1",
+            "--decode=tp=1",
+            "--slots_per_rank=8",
+            "--set=warm_up=false",  # nothing is timed here
+        )
+        try:
+            return await asyncio.to_thread(work, server.url)
+        finally:
+            await server.stop()
 
 
 def installed(client: Client, folder: Path) -> str:

@@ -25,15 +25,20 @@ def chain(*numbers: int) -> tuple[bytes, ...]:
     return tuple(map(name, numbers))
 
 
+def written(*numbers: int) -> dict[bytes, float]:
+    """Blocks that lie there, all since instant 0."""
+    return dict.fromkeys(chain(*numbers), 0.0)
+
+
 def write_all(blocks: DiskBlocks) -> list[bytes]:
-    """Everything that is wanted is written; what had to go for it."""
+    """Everything that is wanted is written, at instant 0; what had to go for it."""
     gone: list[bytes] = []
     while True:
         block, went = blocks.take()
         gone += went
         if block is None:
             return gone
-        assert blocks.written(block)
+        assert blocks.written(block, now=0.0)
 
 
 def lie_there(blocks: DiskBlocks) -> list[bytes]:
@@ -62,7 +67,7 @@ def test_no_more_lie_there_than_there_is_room_for(seed: int) -> None:
             if rng.random() < 0.2:
                 assert blocks.not_written(block, failed=rng.random() < 0.5)
             else:
-                assert blocks.written(block)
+                assert blocks.written(block, now=0.0)
                 model.add(block.name)
         elif deed == 3 and model:
             one = rng.choice(sorted(model))
@@ -105,7 +110,7 @@ def test_a_block_is_written_once() -> None:
     first, _ = blocks.take()
     blocks.use(0, chain(1, 2))
     assert first is not None and blocks.wanted == 1
-    assert blocks.written(first)
+    assert blocks.written(first, now=0.0)
     blocks.use(1, chain(1, 2))
     write_all(blocks)
     assert blocks.wanted == 0 and len(blocks) == 2
@@ -117,7 +122,7 @@ def test_what_was_cleared_is_not_known_again() -> None:
     under_way, _ = blocks.take()
     assert under_way is not None
     assert under_way in blocks.clear()
-    assert not blocks.written(under_way) and not blocks.not_written(under_way, failed=True)
+    assert not blocks.written(under_way, now=0.0) and not blocks.not_written(under_way, failed=True)
     assert len(blocks) == blocks.writing == blocks.wanted == 0
     blocks.use(0, chain(1))
     again, _ = blocks.take()
@@ -127,7 +132,7 @@ def test_what_was_cleared_is_not_known_again() -> None:
 def test_what_lay_there_is_known_and_of_too_much_the_oldest_goes() -> None:
     blocks = DiskBlocks(3)
     blocks.use(0, chain(5))  # wanted before anybody had looked
-    assert blocks.found(chain(1, 2, 3, 4)) == (chain(2, 3, 4), chain(1))
+    assert blocks.found(written(1, 2, 3, 4)) == (chain(2, 3, 4), chain(1))
     assert write_all(blocks) == [name(2)]
     assert lie_there(blocks) == list(chain(3, 4, 5))
 
@@ -150,7 +155,7 @@ def test_after_a_write_that_failed_one_block_in_so_many_is_tried_until_one_is_wr
     assert blocks.not_written(second, failed=True)
     third, _ = blocks.take()
     assert third is not None and third.name == name(2 * PROBE)
-    assert blocks.written(third)
+    assert blocks.written(third, now=0.0)
     assert write_all(blocks) == [] and blocks.readable(name(2 * PROBE + 5))
 
 
@@ -165,7 +170,7 @@ def host_with(*numbers: int) -> HostBlocks:
 
 def test_a_chain_comes_back_from_wherever_its_blocks_lie_up_to_the_first_gap() -> None:
     host, disk = host_with(1, 4), DiskBlocks(100)
-    disk.found(chain(1, 2, 3, 6))
+    disk.found(written(1, 2, 3, 6))
     assert sources(chain(1, 2, 3, 4, 5, 6), host, disk) == (False, True, True, False)
     host.hold(chain(4))  # another prompt's
     assert sources(chain(1, 2, 3, 4), host, disk) == (False, True, True)
@@ -209,7 +214,7 @@ def test_a_disk_that_seemed_too_dear_is_tried_now_and_then() -> None:
 def test_what_was_written_too_long_ago_is_not_known_any_more() -> None:
     """Used lately or not, being read or not; what is only on its way is not old."""
     blocks = DiskBlocks(100)
-    assert blocks.found(chain(1, 2, 3), (5.0, 3.0, 4.0)) == (chain(1, 2, 3), ())
+    assert blocks.found({name(1): 5.0, name(2): 3.0, name(3): 4.0}) == (chain(1, 2, 3), ())
     blocks.use(0, chain(4, 5))
     late, under_way = blocks.take()[0], blocks.take()[0]
     assert late is not None and under_way is not None
@@ -229,7 +234,7 @@ def test_what_was_written_too_long_ago_is_not_known_any_more() -> None:
 
 def test_what_has_gone_for_another_reason_does_not_expire_too() -> None:
     blocks = DiskBlocks(2)
-    blocks.found(chain(1, 2), (1.0, 2.0))
+    blocks.found({name(1): 1.0, name(2): 2.0})
     blocks.use(0, chain(3))
     assert write_all(blocks) == [name(1)]  # for want of room
     assert blocks.forget(blocks.hold(name(2)))

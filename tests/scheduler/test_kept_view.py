@@ -61,7 +61,7 @@ def test_what_lies_in_host_memory_and_on_disk_is_listed_by_last_use_and_looking_
         if index < 2:
             host.written(block, pieces)
     host.let_go(host.hold(chain[:1]))  # used just now
-    disk.found([chain[2], chain[1]])  # used longest ago first
+    disk.found({chain[2]: 0.0, chain[1]: 0.0})  # used longest ago first
     reading = disk.hold(chain[1])
     for _ in range(2):
         listed = list(kept_blocks("w", kept, host, disk))

@@ -86,9 +86,7 @@ def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_l
         .mean()
     )
     planner = Planner(MODEL, site, goal, FleetMaker(MODEL, site).run, Search(most_requests=400))
-    over, under = (
-        planner.trial(candidate, workload, demand, factor * computed) for factor in (1.5, 0.85)
-    )
+    over, under = (planner.trial(candidate, workload, factor * computed) for factor in (1.5, 0.85))
     assert over.attainment == 1 and over.overload
     assert under.lasting_attainment == 1
 
@@ -159,7 +157,7 @@ def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
         MODEL, site, goal, maker.run, Search(modes=(Mode.UNIFIED,), finalists=1, most_requests=60)
     )
     candidate, rate = Candidate(Mode.UNIFIED, Layout(), 1), 5.0
-    trial = planner.trial(candidate, workload, Demand.of(workload), rate)
+    trial = planner.trial(candidate, workload, rate)
     best = Finding(
         candidate,
         Bounds((("TPOT", rate),)),

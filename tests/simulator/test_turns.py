@@ -146,7 +146,8 @@ def test_a_newcomer_founds_a_batch_where_one_is_empty_and_who_is_gone_counts_no_
 
 
 def full_decode_side(late: bool) -> Result:
-    """Room for four sequences on the decode side; sixteen come at once."""
+    """Room for four sequences on the decode side; sixty come at once, and the last waits for longer
+    than KV that nobody asks after."""
     instance = replace(INSTANCE, page_size=16)
     fleet = Fleet(
         geometry("llama-3-8b"),
@@ -156,12 +157,11 @@ def full_decode_side(late: bool) -> Result:
             replace(instance, pages_per_rank=4 * (512 + 64) // 16, growth_tokens=64),
         ),
         Pool(1, accelerator("a100"), instance),
-        limits=replace(LIMITS, handoff_lease_seconds=600.0),
         link=Link("test", 100e9, 1e-6),
         late_reservation=late,
     )
     return simulate(
-        fleet, [replace(item, at_seconds=0.0) for item in poisson(1.0, 16, Fixed(512, 64))]
+        fleet, [replace(item, at_seconds=0.0) for item in poisson(1.0, 60, Fixed(512, 64))]
     )
 
 
@@ -170,7 +170,7 @@ def test_reserved_late_a_full_decode_side_delays_second_tokens_not_first_ones() 
     for result in (early, late):
         assert [item.end for item in result.outcomes] == [
             "finished"
-        ] * 16 and result.pages_lost == 0
+        ] * 60 and result.pages_lost == 0
     slowest_first = {
         kind: max(item.ttft or 0.0 for item in result.outcomes)
         for kind, result in (("early", early), ("late", late))
@@ -181,6 +181,8 @@ def test_reserved_late_a_full_decode_side_delays_second_tokens_not_first_ones() 
     }
     assert slowest_first["late"] < slowest_first["early"] / 2
     assert slowest_gap["late"] > 2 * slowest_gap["early"]
+    assert slowest_gap["late"] > LIMITS.handoff_lease_seconds
+    assert "leases_expired" not in late.counters, "KV that is waited for stays"
     assert late.seconds == pytest.approx(early.seconds, rel=0.2)
 
 

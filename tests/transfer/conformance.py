@@ -62,6 +62,9 @@ class Ends:
     receiver: Channel
     clock: ManualClock
 
+    def pull(self, offer_id: int, block: "Case", seconds: float = LONG_SECONDS) -> Pull:
+        return self.receiver.pull(offer_id, block.target(0), seconds)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -160,6 +163,15 @@ def expected_shards(case: Case, source_rank: int, rank: int) -> dict[int, np.nda
         for shard in range(kv)
         for replica in range(replicas)
     }
+
+
+def arrives(pull: Pull, case: Case, rank: int = 0) -> None:
+    """The pull comes to its end, and each device of the receiving rank has its heads of the
+    sender's first rank, and no other device has any."""
+    received, expected = received_shards(finished(pull), case, rank), expected_shards(case, 0, rank)
+    assert received.keys() == expected.keys()
+    for device, shard in expected.items():
+        np.testing.assert_array_equal(received[device], shard)
 
 
 def behind_work(block: jax.Array) -> jax.Array:
@@ -271,8 +283,7 @@ class ChannelConformance:
         ends.sender.offer(7, block.block, 0)
         for rank in (0, 1, 0):
             pull = finished(ends.receiver.pull(7, block.target(rank), LONG_SECONDS))
-            for device, shard in expected_shards(block, 0, rank).items():
-                np.testing.assert_array_equal(received_shards(pull, block, rank)[device], shard)
+            arrives(pull, block, rank)
 
     def test_a_pull_may_come_before_its_offer(self, ends: Ends) -> None:
         block = case("tp=2", "tp=4")
@@ -280,9 +291,7 @@ class ChannelConformance:
         assert not pull.is_ready()
         assert pull.failed() is None
         ends.sender.offer(7, block.block, 0)
-        assert (
-            received_shards(finished(pull), block, 0).keys() == expected_shards(block, 0, 0).keys()
-        )
+        arrives(pull, block)
 
     def test_a_pull_whose_offer_never_comes_fails_at_its_deadline(self, ends: Ends) -> None:
         pull = ends.receiver.pull(0xABC, case("tp=1", "tp=1").target(0), 5.0)
@@ -350,7 +359,7 @@ class ChannelConformance:
             pull = finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS))
             end(number)
             assert pull.failed() is None
-            assert received_shards(pull, block, 0).keys() == expected_shards(block, 0, 0).keys()
+            arrives(pull, block)
 
     def test_a_cancelled_pull_gives_nothing(self, ends: Ends) -> None:
         block = case("tp=2", "tp=2")

@@ -18,6 +18,12 @@ class Loopback:
         self.channels: dict[KvEnd, JaxTransferChannel] = {}
         self.tamper: Callable[[KvMessage], list[KvMessage]] = lambda message: [message]
 
+    def heard(self) -> list[KvMessage]:
+        """All that is sent from now on, as it is sent."""
+        messages: list[KvMessage] = []
+        self.tamper = lambda message: [messages.append(message) or message]
+        return messages
+
     def of(self, sender: KvEnd) -> "LoopbackEnd":
         return LoopbackEnd(self, sender)
 

@@ -16,6 +16,7 @@ from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import (
     KvMessage,
+    Leave,
     LentAllocation,
     OnDevice,
     Opened,
@@ -35,15 +36,13 @@ from jdisagg.transfer.pieces import _blank, leaf_zeros, warm_blanks
 from jdisagg.transfer.shared_memory import SharedMemory
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    Case,
     ChannelConformance,
     Ends,
     ManualClock,
+    arrives,
     behind_work,
     case,
-    expected_shards,
     finished,
-    received_shards,
     settled,
 )
 from tests.transfer.cuda_stand_in import StandIn
@@ -93,8 +92,7 @@ def side(
 @pytest.fixture
 def pair(loopback: Loopback) -> Iterator[Pair]:
     """Both have shared memory, too, which must then not be used."""
-    clock, sides, messages = ManualClock(), [], []
-    loopback.tamper = lambda message: [messages.append(message) or message]
+    clock, sides, messages = ManualClock(), [], loopback.heard()
     for each in (SENDER, RECEIVER):
         driver = StandIn()
         memories = Memories(SharedMemory(), None, LentMemory(driver))
@@ -119,18 +117,6 @@ class TestDeviceMemoryChannel(ChannelConformance):
     pass
 
 
-def arrives(pull, block: Case) -> None:
-    received = received_shards(finished(pull), block, 0)
-    expected = expected_shards(block, 0, 0)
-    assert received.keys() == expected.keys()
-    for device, shard in expected.items():
-        np.testing.assert_array_equal(received[device], shard)
-
-
-def pull_of(pair: Pair, offer_id: int, block: Case):
-    return pair.receiver.channel.pull(offer_id, block.target(0), LONG_SECONDS)
-
-
 def test_every_byte_is_copied_once_from_device_to_device_and_by_nothing_else(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +124,7 @@ def test_every_byte_is_copied_once_from_device_to_device_and_by_nothing_else(
     for name in ("kv_sender.Outlet", "kv_puller.Inlet", "kv_sender.host_leaves"):
         monkeypatch.setattr(f"jdisagg.transfer.{name}", None)
     pair.sender.channel.offer(7, block.block, 0)
-    arrives(pull_of(pair, 7, block), block)
+    arrives(pair.ends.pull(7, block), block)
     assert pair.receiver.driver.copied_bytes == block.values.nbytes
     assert pair.sender.driver.copied_bytes == 0
     assert pair.receiver.channel.channels() == (f"{SENDER.control} CUDA memory",)
@@ -152,7 +138,7 @@ def test_an_allocation_is_exported_once_and_opened_once_for_each_device(pair: Pa
     block = case("tp=2", "tp=4")
     for number in range(5):
         pair.sender.channel.offer(number, block.block, 0)
-        arrives(pull_of(pair, number, block), block)
+        arrives(pair.ends.pull(number, block), block)
     allocations = {
         allocation
         for answer in pair.of(Posted)
@@ -182,7 +168,7 @@ def test_the_sender_keeps_what_it_offered_until_its_receiver_has_copied_it(pair:
     block = case("tp=1", "tp=1")
     pair.receiver.driver.gate.clear()
     pair.sender.channel.offer(1, block.block, 0)
-    pull = pull_of(pair, 1, block)
+    pull = pair.ends.pull(1, block)
     settled(lambda: pair.receiver.memory.kept()[2] == 1)
     assert not pull.is_ready()
     pair.sender.channel.release(1)
@@ -198,7 +184,7 @@ def test_what_is_revoked_while_it_is_copied_stays_as_it_is_until_its_receiver_is
     block = case("tp=1", "tp=1")
     pair.receiver.driver.gate.clear()
     pair.sender.channel.offer(1, block.block, 0)
-    pull = pull_of(pair, 1, block)
+    pull = pair.ends.pull(1, block)
     settled(lambda: pair.receiver.memory.kept()[2] == 1 and pair.sender.channel.postings() == 1)
     pair.messages.clear()
     pair.sender.memory.forget = (forgotten := []).append  # type: ignore[method-assign]
@@ -260,9 +246,9 @@ def test_a_block_that_is_still_computed_is_told_when_it_is_there_and_keeps_no_ot
 ) -> None:
     block, there = case("tp=2", "tp=2"), case("tp=1", "tp=2")
     pair.sender.channel.offer(1, behind_work(block.block), 0)
-    slow = pull_of(pair, 1, block)
+    slow = pair.ends.pull(1, block)
     pair.sender.channel.offer(2, jax.block_until_ready(there.block), 0)
-    arrives(pull_of(pair, 2, there), there)
+    arrives(pair.ends.pull(2, there), there)
     arrives(slow, block)
 
 
@@ -275,7 +261,7 @@ def test_nothing_is_said_of_a_block_before_it_is_computed(
     monkeypatch.setattr(ComputeWait, "then", lambda self, number, arrays, job: computed.append(job))
     block = case("tp=2", "tp=2")
     pair.sender.channel.offer(1, block.block, 0)
-    pull = pull_of(pair, 1, block)
+    pull = pair.ends.pull(1, block)
     settled(lambda: bool(computed))
     assert not pair.of(Posted)
     for job in computed:
@@ -295,7 +281,7 @@ def test_a_lost_answer_is_given_again(pair: Pair, loopback: Loopback) -> None:
     loopback.tamper = lose
     block = case("tp=2", "tp=2")
     pair.sender.channel.offer(1, block.block, 0)
-    pull = pull_of(pair, 1, block)
+    pull = pair.ends.pull(1, block)
     settled(lambda: bool(lost))
     pair.clock.seconds += 10.0  # then it is asked again
     arrives(pull, block)
@@ -306,7 +292,7 @@ def test_a_storm_of_pulls_cancelled_and_revoked_leaves_nothing(pair: Pair) -> No
     for number in range(30):
         pair.receiver.driver.gate.clear()
         pair.sender.channel.offer(number, block.block, 0)
-        pull = pull_of(pair, number, block)
+        pull = pair.ends.pull(number, block)
         if number % 3 == 0:
             pull.cancel()
         pair.receiver.driver.gate.set()
@@ -356,23 +342,55 @@ def with_handle(lies: OnDevice, handle: bytes) -> OnDevice:
 def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_another_way(
     pair: Pair, loopback: Loopback, spoil: Callable[[OnDevice], OnDevice]
 ) -> None:
-    block, spoiled = case("tp=2", "tp=2"), []
+    block, spoiled, left = case("tp=2", "tp=2"), [], []
 
     def tamper(message: KvMessage) -> list[KvMessage]:
         if isinstance(message, Posted) and isinstance(message.memory, OnDevice) and not spoiled:
             spoiled.append(message)
             return [msgspec.structs.replace(message, memory=spoil(message.memory))]
+        if isinstance(message, Leave):
+            left.append(pair.receiver.channel.under_way())
         return [message]
 
     loopback.tamper = tamper
     pair.sender.channel.offer(1, block.block, 0)
     with pytest.raises(HandoffError):
-        finished(pull_of(pair, 1, block)).arrays()
+        finished(pair.ends.pull(1, block)).arrays()
     assert spoiled
     settled(lambda: pair.receiver.channel.under_way() == 0)
-    arrives(pull_of(pair, 1, block), block)
+    assert left == [1], "a pull is under way until its connection is dropped"
+    arrives(pair.ends.pull(1, block), block)
     (said,) = pair.receiver.channel.channels()
     assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
+
+
+def test_an_answer_that_comes_after_its_connection_was_dropped_fails_the_pull_and_opens_nothing(
+    pair: Pair, loopback: Loopback
+) -> None:
+    block, held, spoiled = case("tp=2", "tp=2"), [], []
+
+    def tamper(message: KvMessage) -> list[KvMessage]:
+        if not (isinstance(message, Posted) and isinstance(message.memory, OnDevice)):
+            return [message]
+        if not held:
+            held.append(message)
+            return []
+        spoiled.append(message)
+        return [msgspec.structs.replace(message, memory=with_handle(message.memory, b""))]
+
+    loopback.tamper = tamper
+    pair.sender.channel.offer(1, block.block, 0)
+    waiting = pair.ends.pull(1, block)
+    settled(lambda: bool(held))
+    with pytest.raises(HandoffError, match="no handle"):
+        finished(pair.ends.pull(1, block)).arrays()
+    assert len(spoiled) == 1
+    settled(lambda: not pair.receiver.channel.channels())  # it is dropped
+    pair.receiver.channel.handle(pair.sender.end, held[0])
+    with pytest.raises(HandoffError, match="was dropped before the pieces came; pull again"):
+        finished(waiting).arrays()
+    assert not pair.receiver.driver.openings
+    arrives(pair.ends.pull(1, block), block)
 
 
 def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: Loopback) -> None:
@@ -388,7 +406,7 @@ def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: L
     block = case("tp=2", "tp=2")
     pair.sender.channel.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match="memory that was not asked for"):
-        finished(pull_of(pair, 1, block)).arrays()
+        finished(pair.ends.pull(1, block)).arrays()
     assert asked
 
 
@@ -401,9 +419,9 @@ def test_where_the_driver_refuses_to_read_the_next_pull_comes_another_way_and_it
     block = case("tp=2", "tp=2")
     pair.sender.channel.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match=f"{call} says: refused"):
-        finished(pull_of(pair, 1, block)).arrays()
+        finished(pair.ends.pull(1, block)).arrays()
     settled(lambda: pair.receiver.channel.under_way() == 0)
-    arrives(pull_of(pair, 1, block), block)
+    arrives(pair.ends.pull(1, block), block)
     (said,) = pair.receiver.channel.channels()
     assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
     assert f"{call} says: refused" in said
@@ -414,14 +432,14 @@ def test_where_the_driver_refuses_to_read_the_next_pull_comes_another_way_and_it
 def test_a_copy_that_fails_later_is_tried_again_the_same_way(pair: Pair) -> None:
     block = case("tp=2", "tp=2")
     pair.sender.channel.offer(1, block.block, 0)
-    arrives(pull_of(pair, 1, block), block)
+    arrives(pair.ends.pull(1, block), block)
     settled(lambda: pair.receiver.channel.under_way() == 0)
     pair.receiver.driver.refuses.add("read")
     with pytest.raises(HandoffError, match="read says: refused"):
-        finished(pull_of(pair, 1, block)).arrays()
+        finished(pair.ends.pull(1, block)).arrays()
     pair.receiver.driver.refuses.clear()
     settled(lambda: pair.receiver.channel.under_way() == 0)
-    arrives(pull_of(pair, 1, block), block)
+    arrives(pair.ends.pull(1, block), block)
     assert pair.receiver.channel.channels() == (f"{SENDER.control} CUDA memory",)
 
 
@@ -430,7 +448,7 @@ def test_a_sender_that_can_lend_no_more_refuses_the_pull(pair: Pair) -> None:
     block = case("tp=2", "tp=2")
     pair.sender.channel.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match="allocation says: refused"):
-        finished(pull_of(pair, 1, block)).arrays()
+        finished(pair.ends.pull(1, block)).arrays()
     assert pair.sender.channel.postings() == 0
 
 
@@ -519,7 +537,7 @@ def test_a_withdrawn_pull_is_told_to_the_sender(pair: Pair) -> None:
     block = case("tp=1", "tp=1")
     pair.receiver.driver.gate.clear()
     pair.sender.channel.offer(1, block.block, 0)
-    pull = pull_of(pair, 1, block)
+    pull = pair.ends.pull(1, block)
     settled(lambda: pair.receiver.memory.kept()[2] == 1)
     pull.cancel()
     settled(lambda: bool(pair.of(Withdraw)) and pair.sender.channel.postings() == 0)

@@ -7,65 +7,25 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jdisagg.clock import MonotonicClock
 from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvMessage, OnDevice, Posted
-from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.device_memory import LentMemory
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories
 from tests.transfer.conformance import case, finished, settled
 from tests.transfer.cuda_stand_in import StandIn
-from tests.transfer.kv_processes import (
-    TRANSPORTS,
-    Block,
-    Introduce,
-    MakeOffer,
-    MakePull,
-    Post,
-    Process,
-)
-from tests.transfer.test_device_memory import NOTHING, arrives
-from tests.transfer.test_kv_processes import PATIENCE_SECONDS
-from tests.transfer.test_kv_processes import card as process_card
+from tests.transfer.kv_processes import Block, MakePull
+from tests.transfer.test_device_memory import NOTHING
+from tests.transfer.world import PATIENCE_SECONDS, World
 
 
-class LendingWorld:
-    """This process's channel and processes that lend, too."""
+class LendingWorld(World):
+    """Its processes lend, and this one does."""
 
     def __init__(self) -> None:
-        self.post, self.driver = Post(), StandIn()
+        self.driver = StandIn()
         self.memory = LentMemory(self.driver)
-        memories = Memories(device=self.memory)
-        self.here = memories.end("the test", 0x7E5A)
-        self.channel = JaxTransferChannel(
-            MonotonicClock(),
-            self.here,
-            self.post.of(self.here),
-            transports=TRANSPORTS,
-            memories=memories,
-        )
-        self.post.join(self.here, self.channel.handle)
-
-    def start(self, name: str) -> Process:
-        """A process of four devices with offer 1, connected under the name."""
-        (process,) = self.post.start(devices=4, lends=True)
-        self.channel.connect(name, process_card(process.end))
-        process.do(MakeOffer(1, Block("tp=4"), 0))
-        assert process.answer().error == ""
-        return process
-
-    def pull(self, name: str, seconds: float = PATIENCE_SECONDS):
-        block = case("tp=4", "tp=2")
-        return self.channel.pull(1, PullTarget(block.zeros, 0, name), seconds)
-
-    def is_pulled_from(self, name: str) -> None:
-        arrives(self.pull(name), case("tp=4", "tp=2"))
-
-    def close(self) -> None:
-        self.post.close()
-        self.channel.close()
+        super().__init__(Memories(device=self.memory))
 
 
 @pytest.fixture
@@ -82,8 +42,7 @@ def test_processes_copy_from_each_other_in_both_directions(world: LendingWorld) 
     world.is_pulled_from("job")
     assert world.driver.copied_bytes == case("tp=4", "tp=2").values.nbytes
     assert world.channel.channels() == (f"{process.end.control} CUDA memory",)
-    process.do(Introduce("here", process_card(world.here)))
-    process.answer()
+    world.introduce(process)
     block = case("tp=4", "tp=2")
     world.channel.offer(2, block.block, 0)
     process.do(MakePull(2, "here", Block("dp=2,tp=2"), 1, 1, PATIENCE_SECONDS))
@@ -121,8 +80,7 @@ def test_what_a_killed_receiver_was_copying_is_kept_until_its_deadline_and_then_
 ) -> None:
     process, seconds = world.start("job"), 3.0
     block = case("tp=4", "tp=2")
-    process.do(Introduce("here", process_card(world.here)))
-    process.answer()
+    world.introduce(process)
     killed: list[KvMessage] = []
     deliver = world.post.deliver
 

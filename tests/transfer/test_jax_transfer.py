@@ -7,7 +7,6 @@ import threading
 
 import jax
 import msgspec
-import numpy as np
 import pytest
 from jax.experimental import transfer
 
@@ -25,14 +24,12 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer.transfer_engine import EngineOptions, Inlet, Outlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    Case,
     ChannelConformance,
     Ends,
+    arrives,
     behind_work,
     case,
-    expected_shards,
     finished,
-    received_shards,
     settled,
 )
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
@@ -42,20 +39,12 @@ class TestJaxTransferChannel(ChannelConformance):
     pass
 
 
-def pulled(
-    ends: Ends, offer_id: int, block: Case, deadline_seconds: float = LONG_SECONDS
-) -> dict[int, np.ndarray]:
-    return received_shards(
-        finished(ends.receiver.pull(offer_id, block.target(0), deadline_seconds)), block, 0
-    )
-
-
 def test_nothing_is_kept_of_pulls_that_are_over(ends: Ends, loopback: Loopback) -> None:
     block = case("tp=2", "tp=4")
     sender, receiver = loopback.channels[SENDER], loopback.channels[RECEIVER]
     for number in range(2):  # connections and programs
         ends.sender.offer(number, block.block + 0, 0)
-        pulled(ends, number, block)
+        arrives(ends.pull(number, block), block)
         ends.sender.release(number)
     settled(lambda: sender.postings() == 0 and receiver.under_way() == 0)
     gc.collect()
@@ -96,8 +85,7 @@ def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(
     block = case("tp=2", "dp=2,tp=2")
     ends.sender.offer(7, block.block, 0)
     for _ in range(5):
-        for device, shard in expected_shards(block, 0, 0).items():
-            np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
+        arrives(ends.pull(7, block), block)
     assert {type(message) for message in doubled} >= {PullRequest, Posted}
     settled(lambda: loopback.channels[SENDER].postings() == 0)
 
@@ -126,8 +114,7 @@ def test_what_is_lost_is_asked_for_again(
         with pytest.raises(HandoffError, match="released"):
             finished(pull).arrays()
     else:
-        for device, shard in expected_shards(block, 0, 0).items():
-            np.testing.assert_array_equal(received_shards(finished(pull), block, 0)[device], shard)
+        arrives(pull, block)
     settled(lambda: loopback.channels[SENDER].postings() == 0)
 
 
@@ -149,8 +136,7 @@ def test_a_pull_of_which_nobody_hears_ends_at_its_deadline_and_the_next_one_arri
     with pytest.raises(HandoffError, match=r"within the deadline of 5\.0 s"):
         pull.arrays()
     loopback.tamper = lambda message: [message]
-    for device, shard in expected_shards(block, 0, 0).items():
-        np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
+    arrives(ends.pull(7, block), block)
     settled(lambda: loopback.channels[SENDER].postings() == 0)
 
 
@@ -201,12 +187,12 @@ def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after
     monkeypatch.setattr(Outlet, "tick", fail)
     loopback.tamper = lambda message: [] if isinstance(message, Pulled) else [message]
     ends.sender.offer(7, block.block, 0)
-    pulled(ends, 7, block, 5.0)
+    arrives(ends.pull(7, block, 5.0), block)
     assert sender.postings() == 1
     ends.clock.seconds = 6.0
     settled(lambda: sender.postings() == 0 and broken not in doors)
     loopback.tamper = lambda message: [message]
-    pulled(ends, 7, block)
+    arrives(ends.pull(7, block), block)
 
 
 def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_connection_is_made_anew(
@@ -226,7 +212,7 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
     other = Outlet(EngineOptions(transports=2))  # where nothing is posted
     loopback.tamper = misdirect
     ends.sender.offer(7, block.block, 0)
-    pulled(ends, 7, block)
+    arrives(ends.pull(7, block), block)
     pull = ends.receiver.pull(7, block.target(0), 5.0)
     settled(lambda: loopback.channels[SENDER].postings() == 0)
     assert not pull.is_ready()
@@ -234,8 +220,7 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
     with pytest.raises(HandoffError, match=r"has not arrived within the deadline of 5\.0 s"):
         pull.arrays()
     settled(lambda: loopback.channels[RECEIVER].under_way() == 0)
-    for device, shard in expected_shards(block, 0, 0).items():
-        np.testing.assert_array_equal(pulled(ends, 7, block)[device], shard)
+    arrives(ends.pull(7, block), block)
     assert numbers[0] == numbers[1] < numbers[2]
     other.close(in_flight=False)
 
@@ -251,7 +236,7 @@ def test_connections_that_are_made_anew_leave_no_threads_behind(
 
     loopback.tamper = note
     ends.sender.offer(7, block.block, 0)
-    pulled(ends, 7, block)
+    arrives(ends.pull(7, block), block)
     before = len(os.listdir("/proc/self/task"))
     for _ in range(5):
         waiting = ends.receiver.pull(8, block.target(0), LONG_SECONDS)
@@ -259,7 +244,7 @@ def test_connections_that_are_made_anew_leave_no_threads_behind(
         assert finished(waiting).failed() is not None
         ends.receiver.connect("", card(SENDER))
         settled(lambda: loopback.channels[RECEIVER].under_way() == 0)
-        pulled(ends, 7, block)
+        arrives(ends.pull(7, block), block)
     assert len(numbers) == 6
     settled(lambda: len(os.listdir("/proc/self/task")) <= before)
 
@@ -373,7 +358,7 @@ def test_pulls_of_a_peer_that_is_disconnected_fail_and_the_other_peers_go_on(end
 def test_a_closed_channel_ends_its_pulls_and_its_threads(ends: Ends, loopback: Loopback) -> None:
     block = case("tp=2", "tp=2")
     ends.sender.offer(7, block.block, 0)
-    pulled(ends, 7, block)
+    arrives(ends.pull(7, block), block)
     pull = ends.receiver.pull(8, block.target(0), LONG_SECONDS)
     loopback.channels[RECEIVER].close()
     with pytest.raises(HandoffError, match="closed"):

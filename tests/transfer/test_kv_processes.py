@@ -10,42 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.clock import MonotonicClock
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.transfer.channel import PullTarget, resident_zeros
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from tests import time_scale
 from tests.transfer.conformance import case, expected_shards, finished, received_shards, settled
-from tests.transfer.kv_processes import (
-    TRANSPORTS,
-    Arrived,
-    Block,
-    Introduce,
-    MakeOffer,
-    MakePull,
-    Post,
-    Process,
-)
+from tests.transfer.kv_processes import Arrived, Block, MakeOffer, MakePull, Process
+from tests.transfer.world import PATIENCE_SECONDS, World, card
 
-HERE = KvEnd("the test", 0x7E57)
-PATIENCE_SECONDS = time_scale.seconds(60.0)
 BIG_TOKENS = 1 << 21  # 128 MB
-
-
-class World:
-    """This process's channel, and others."""
-
-    def __init__(self) -> None:
-        self.post = Post()
-        self.channel = JaxTransferChannel(
-            MonotonicClock(), HERE, self.post.of(HERE), transports=TRANSPORTS
-        )
-        self.post.join(HERE, self.channel.handle)
-
-    def close(self) -> None:
-        self.post.close()
-        self.channel.close()
 
 
 @pytest.fixture
@@ -53,10 +24,6 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.close()
-
-
-def card(*ends: KvEnd) -> MeshCard:
-    return MeshCard((1, 1, 1), (0,), (0,), ends, TRANSPORTS)
 
 
 def offer_everywhere(processes: list[Process], offer: MakeOffer) -> None:
@@ -83,7 +50,7 @@ def pull_here(
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_process_sends_and_receives_its_own_shards(world: World, processes: int) -> None:
     """tp=4 and dp=2,tp=2 of a job of one or two processes, in both directions."""
-    job = world.post.start(devices=4 // processes, count=processes)
+    job = world.job(devices=4 // processes, count=processes)
     world.channel.connect("job", card(*(process.end for process in job)))
     number = 0
     for source in ("tp=4", "dp=2,tp=2"):
@@ -97,8 +64,7 @@ def test_each_process_sends_and_receives_its_own_shards(world: World, processes:
                     np.testing.assert_array_equal(received[device], shard)
             number += 1
     for process in job:
-        process.do(Introduce("here", card(HERE)))
-        process.answer()
+        world.introduce(process)
     for source in ("tp=1", "tp=4"):
         here = case(source, "tp=4")
         world.channel.offer(number, here.block, 0)
@@ -138,7 +104,7 @@ def merged(answers: list[Arrived]) -> dict[int, np.ndarray]:
 def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_name(
     world: World,
 ) -> None:
-    (first,) = world.post.start(devices=4)
+    (first,) = world.job(devices=4)
     world.channel.connect("first", card(first.end))
     offer_everywhere([first], MakeOffer(1, Block("tp=4"), 0))
     pull_here(world, 1, "first", "tp=2")
@@ -149,7 +115,7 @@ def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_na
     for pull in (waiting, after):
         assert "HandoffError" in type(finished(pull).failed()).__name__
     world.channel.disconnect("first")
-    (second,) = world.post.start(devices=4)
+    (second,) = world.job(devices=4)
     world.channel.connect("second", card(second.end))
     offer_everywhere([second], MakeOffer(1, Block("tp=4"), 0))
     pull_here(world, 1, "second", "tp=2")
@@ -159,7 +125,7 @@ def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_na
 def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_when_it_goes_on(
     world: World,
 ) -> None:
-    (sender,) = world.post.start(devices=4)
+    (sender,) = world.job(devices=4)
     world.channel.connect("peer", card(sender.end))
     here = case("tp=4", "tp=2")
     big = Block("tp=1", tokens=BIG_TOKENS)
@@ -184,9 +150,8 @@ def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_w
 def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another(
     world: World,
 ) -> None:
-    (stalled,) = world.post.start(devices=1)
-    stalled.do(Introduce("here", card(HERE)))
-    stalled.answer()
+    (stalled,) = world.job(devices=1)
+    world.introduce(stalled)
     block = Block("tp=1", tokens=BIG_TOKENS)
     values = jax.numpy.zeros(block.shape(1), jax.numpy.float32)
     world.channel.offer(1, jax.device_put(values, jax.devices()[0]), 0)
@@ -196,7 +161,7 @@ def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another
         time.sleep(0.001)
     time.sleep(0.03)  # into the middle of its bytes
     stalled.signal(signal.SIGSTOP)
-    world.channel.connect("", card(HERE))
+    world.channel.connect("", card(world.here))
     for _ in range(3):
         pull_here(world, 2, "", "tp=2")
     assert world.channel.postings() >= 1

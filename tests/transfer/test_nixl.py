@@ -16,13 +16,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from jdisagg.clock import MonotonicClock
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import InRegistered, KvMessage, Opened, Posted
 from jdisagg.transfer import nixl_agent
 from jdisagg.transfer import nixl_memory as nixl_memory_module
-from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories
 from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
@@ -30,28 +28,18 @@ from jdisagg.transfer.nixl_memory import NixlMemory, NixlOutlet, NixlSender, nix
 from tests import time_scale
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    Case,
     ChannelConformance,
     Ends,
     ManualClock,
+    arrives,
     case,
-    expected_shards,
     finished,
-    received_shards,
     settled,
 )
-from tests.transfer.kv_processes import (
-    TRANSPORTS,
-    Block,
-    Introduce,
-    MakeOffer,
-    MakePull,
-    Post,
-    Process,
-)
+from tests.transfer.kv_processes import Block, Introduce, MakePull, Process
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
-from tests.transfer.test_kv_processes import PATIENCE_SECONDS
-from tests.transfer.test_kv_processes import card as process_card
+from tests.transfer.world import PATIENCE_SECONDS, World
+from tests.transfer.world import card as process_card
 
 
 def installed() -> bool:
@@ -104,38 +92,14 @@ class TestNixlChannel(ChannelConformance):
 OVER_NIXL = dataclasses.replace(RECEIVER, nixl=True)
 
 
-def heard(loopback: Loopback) -> list[KvMessage]:
-    messages: list[KvMessage] = []
-
-    def note(message: KvMessage) -> list[KvMessage]:
-        messages.append(message)
-        return [message]
-
-    loopback.tamper = note
-    return messages
-
-
-def pull_of(ends: Ends, offer_id: int, block: Case) -> dict[int, np.ndarray]:
-    return received_shards(
-        finished(ends.receiver.pull(offer_id, block.target(0), LONG_SECONDS)), block, 0
-    )
-
-
-def is_whole(received: dict[int, np.ndarray], block: Case) -> None:
-    expected = expected_shards(block, 0, 0)
-    assert received.keys() == expected.keys()
-    for device, shard in expected.items():
-        np.testing.assert_array_equal(received[device], shard)
-
-
 @needs_nixl
 def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
     ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    messages, block = heard(loopback), case("tp=2", "tp=4")
+    messages, block = loopback.heard(), case("tp=2", "tp=4")
     monkeypatch.setattr("jdisagg.transfer.kv_puller.Inlet", None)
     ends.sender.offer(7, block.block, 0)
-    is_whole(pull_of(ends, 7, block), block)
+    arrives(ends.pull(7, block), block)
     assert loopback.channels[OVER_NIXL].channels() == (f"{SENDER.control} NIXL",)
     answers = [message for message in messages if isinstance(message, Posted)]
     assert answers
@@ -147,7 +111,7 @@ def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
 def test_who_has_no_nixl_is_served_through_the_engine(
     loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]
 ) -> None:
-    clock, messages = ManualClock(), heard(loopback)
+    clock, messages = ManualClock(), loopback.heard()
     has = dataclasses.replace(SENDER, nixl=True)
     sender = JaxTransferChannel(
         clock, has, loopback.of(has), transports=2, memories=Memories(nixl=memories[0])
@@ -157,7 +121,7 @@ def test_who_has_no_nixl_is_served_through_the_engine(
     receiver.connect("", card(has))
     block = case("tp=2", "tp=2")
     sender.offer(7, block.block, 0)
-    is_whole(pull_of(Ends(sender, receiver, clock), 7, block), block)
+    arrives(Ends(sender, receiver, clock).pull(7, block), block)
     assert all(each.memory is None for each in messages if isinstance(each, Posted))
     assert receiver.channels() == (f"{SENDER.control} transfer engine",)
     receiver.close()
@@ -181,7 +145,7 @@ def test_who_has_no_nixl_is_served_through_the_engine(
 def test_an_answer_that_cannot_be_read_fails_its_pull_and_the_next_one_comes_through_the_engine(
     ends: Ends, loopback: Loopback, spoil: Callable[[InRegistered], InRegistered]
 ) -> None:
-    block, seen = case("tp=1", "tp=1"), heard(loopback)
+    block, seen = case("tp=1", "tp=1"), loopback.heard()
 
     def tamper(message: KvMessage) -> list[KvMessage]:
         seen.append(message)
@@ -192,9 +156,9 @@ def test_an_answer_that_cannot_be_read_fails_its_pull_and_the_next_one_comes_thr
     loopback.tamper = tamper
     ends.sender.offer(1, block.block, 0)
     with pytest.raises(HandoffError):
-        pull_of(ends, 1, block)
+        arrives(ends.pull(1, block), block)
     settled(lambda: loopback.channels[OVER_NIXL].under_way() == 0)
-    is_whole(pull_of(ends, 1, block), block)
+    arrives(ends.pull(1, block), block)
     answers = [message for message in seen if isinstance(message, Posted)]
     assert isinstance(answers[0].memory, InRegistered)
     assert answers[-1].memory is None
@@ -210,8 +174,8 @@ def test_regions_are_used_again_once_nobody_needs_them_and_not_before(
     ends.sender.offer(2, other.block, 0)
     kept = finished(ends.receiver.pull(1, block.target(0), LONG_SECONDS))
     for _ in range(4):
-        is_whole(pull_of(ends, 2, other), other)
-    is_whole(received_shards(kept, block, 0), block)
+        arrives(ends.pull(2, other), other)
+    arrives(kept, block)
     del kept
     for memory in memories:
         settled(lambda memory=memory: gc.collect() >= 0 and memory.regions()[1] == 0)
@@ -256,37 +220,12 @@ def test_what_is_read_after_the_deadline_counts_for_nothing(
                 leaf.array()
 
 
-class NixlWorld:
-    """This process's channel and processes that have NIXL, too."""
+class NixlWorld(World):
+    """Its processes have NIXL, and this one has."""
 
     def __init__(self) -> None:
-        self.post = Post()
-        self.here = KvEnd("the test", 0x7E59, nixl=True)
         self.memory = NixlMemory(NixlAgent("127.0.0.1"))
-        self.channel = JaxTransferChannel(
-            MonotonicClock(),
-            self.here,
-            self.post.of(self.here),
-            transports=TRANSPORTS,
-            memories=Memories(nixl=self.memory),
-        )
-        self.post.join(self.here, self.channel.handle)
-
-    def start(self, name: str) -> Process:
-        """A process of four devices with offer 1, connected under the name."""
-        (process,) = self.post.start(devices=4, nixl=True)
-        self.channel.connect(name, process_card(process.end))
-        process.do(MakeOffer(1, Block("tp=4"), 0))
-        assert process.answer().error == ""
-        return process
-
-    def pull(self, name: str, seconds: float = PATIENCE_SECONDS):
-        block = case("tp=4", "tp=2")
-        return self.channel.pull(1, PullTarget(block.zeros, 0, name), seconds)
-
-    def is_pulled_from(self, name: str) -> None:
-        block = case("tp=4", "tp=2")
-        is_whole(received_shards(finished(self.pull(name)), block, 0), block)
+        super().__init__(Memories(nixl=self.memory))
 
     def stopped_at_its_answer(
         self, process: Process, receiver: KvEnd | None = None
@@ -305,10 +244,6 @@ class NixlWorld:
 
         self.post.deliver = stop
         return answers
-
-    def close(self) -> None:
-        self.channel.close()
-        self.post.close()
 
 
 @pytest.fixture
@@ -362,7 +297,7 @@ def test_a_receiver_that_is_killed_while_it_reads_harms_neither_its_sender_nor_o
     nixl_world: NixlWorld,
 ) -> None:
     sender = nixl_world.start("sender")
-    (receiver,) = nixl_world.post.start(devices=4, nixl=True)
+    (receiver,) = nixl_world.job()
     receiver.do(Introduce("sender", process_card(sender.end)))
     assert receiver.answer().error == ""
     answers = nixl_world.stopped_at_its_answer(sender, receiver.end)

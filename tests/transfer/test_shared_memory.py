@@ -12,9 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.clock import MonotonicClock
 from jdisagg.errors import HandoffError
-from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import (
     InMemory,
     KvMessage,
@@ -25,7 +23,6 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer import shared_memory
-from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ComputeWait
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories
@@ -38,21 +35,18 @@ from jdisagg.transfer.shared_memory import (
 )
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    Case,
     ChannelConformance,
     Ends,
     ManualClock,
+    arrives,
     behind_work,
     case,
-    expected_shards,
     finished,
-    received_shards,
     settled,
 )
-from tests.transfer.kv_processes import TRANSPORTS, Block, Introduce, MakeOffer, MakePull, Post
+from tests.transfer.kv_processes import Block, MakePull
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
-from tests.transfer.test_kv_processes import PATIENCE_SECONDS
-from tests.transfer.test_kv_processes import card as process_card
+from tests.transfer.world import PATIENCE_SECONDS, World
 
 
 @pytest.fixture
@@ -97,32 +91,14 @@ class TestSharedMemoryChannel(ChannelConformance):
     pass
 
 
-def heard(loopback: Loopback) -> list[KvMessage]:
-    messages: list[KvMessage] = []
-
-    def note(message: KvMessage) -> list[KvMessage]:
-        messages.append(message)
-        return [message]
-
-    loopback.tamper = note
-    return messages
-
-
-def pull_of(ends: Ends, offer_id: int, block: Case) -> dict[int, np.ndarray]:
-    return received_shards(
-        finished(ends.receiver.pull(offer_id, block.target(0), LONG_SECONDS)), block, 0
-    )
-
-
 def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
     ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    messages, block = heard(loopback), case("tp=2", "tp=4")
+    messages, block = loopback.heard(), case("tp=2", "tp=4")
     monkeypatch.setattr("jdisagg.transfer.kv_sender.Outlet", None)
     monkeypatch.setattr("jdisagg.transfer.kv_puller.Inlet", None)
     ends.sender.offer(7, block.block, 0)
-    for device, shard in expected_shards(block, 0, 0).items():
-        np.testing.assert_array_equal(pull_of(ends, 7, block)[device], shard)
+    arrives(ends.pull(7, block), block)
     assert list(loopback.channels.values())[1].channels() == (f"{SENDER.control} shared memory",)
     answers = [message for message in messages if isinstance(message, Posted)]
     assert answers
@@ -133,21 +109,20 @@ def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
 def test_a_region_is_used_again_once_nothing_of_it_is_needed_and_not_before(
     ends: Ends, loopback: Loopback
 ) -> None:
-    messages, block = heard(loopback), case("tp=1", "tp=1")
+    messages, block = loopback.heard(), case("tp=1", "tp=1")
     ends.sender.offer(1, block.block, 0)
     kept = finished(ends.receiver.pull(1, block.target(0), LONG_SECONDS))
     other = dataclasses.replace(block, block=block.block + 1, values=block.values + 1)
     ends.sender.offer(2, other.block, 0)
     second = finished(ends.receiver.pull(2, block.target(0), LONG_SECONDS))
     for pull, whose in ((kept, block), (second, other)):
-        for device, shard in expected_shards(whose, 0, 0).items():
-            np.testing.assert_array_equal(received_shards(pull, whose, 0)[device], shard)
+        arrives(pull, whose)
     assert not any(isinstance(message, Pulled) for message in messages)
     del kept, pull, second
     settled(lambda: collected() and sum(isinstance(each, Pulled) for each in messages) == 2)
     sender = next(iter(loopback.channels.values()))
     settled(lambda: sender.postings() == 0)
-    pull_of(ends, 1, block)
+    arrives(ends.pull(1, block), block)
     places = [each.memory for each in messages if isinstance(each, Posted)]
     assert places[0] is not None and places[1] is not None and places[2] is not None
     assert places[0].inode != places[1].inode
@@ -166,22 +141,20 @@ def test_what_was_taken_back_while_its_receiver_maps_it_stays_as_it_was(
     for number in range(2, 6):  # none of them may take its region
         ends.sender.offer(number, block.block + number, 0)
         finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS)).arrays()
-    for device, shard in expected_shards(block, 0, 0).items():
-        np.testing.assert_array_equal(received_shards(pull, block, 0)[device], shard)
+    arrives(pull, block)
 
 
 def test_a_block_that_is_still_computed_is_written_when_it_is_there_and_keeps_no_other_waiting(
     ends: Ends, loopback: Loopback
 ) -> None:
-    messages, block = heard(loopback), case("tp=2", "tp=2")
+    messages, block = loopback.heard(), case("tp=2", "tp=2")
     late = behind_work(block.block)
     ends.sender.offer(1, late, 0)
     slow = ends.receiver.pull(1, block.target(0), LONG_SECONDS)
     there = case("tp=1", "tp=2")
     ends.sender.offer(2, jax.block_until_ready(there.block), 0)
-    pull_of(ends, 2, there)
-    for device, shard in expected_shards(block, 0, 0).items():
-        np.testing.assert_array_equal(received_shards(finished(slow), block, 0)[device], shard)
+    arrives(ends.pull(2, there), there)
+    arrives(slow, block)
     answered = [each.pull_id for each in messages if isinstance(each, Posted)]
     asked = [each.pull_id for each in messages if isinstance(each, PullRequest)]
     assert sorted(set(answered)) == sorted(set(asked))
@@ -194,7 +167,7 @@ def test_where_a_block_will_lie_is_said_before_it_is_computed_and_no_message_aft
     computed: list[Callable[[], object]] = []
     monkeypatch.setattr("jdisagg.transfer.kv_sender.is_ready", lambda array: False)
     monkeypatch.setattr(ComputeWait, "then", lambda self, number, arrays, job: computed.append(job))
-    messages, block = heard(loopback), case("tp=2", "tp=2")
+    messages, block = loopback.heard(), case("tp=2", "tp=2")
     ends.sender.offer(1, block.block, 0)
     pull = ends.receiver.pull(1, block.target(0), LONG_SECONDS)
     settled(lambda: any(isinstance(message, Posted) for message in messages) and bool(computed))
@@ -202,8 +175,7 @@ def test_where_a_block_will_lie_is_said_before_it_is_computed_and_no_message_aft
     before = list(messages)
     for job in computed:
         job()
-    for device, shard in expected_shards(block, 0, 0).items():
-        np.testing.assert_array_equal(received_shards(finished(pull), block, 0)[device], shard)
+    arrives(pull, block)
     assert messages == before
 
 
@@ -230,7 +202,7 @@ def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None
 def test_a_withdrawn_pull_of_a_block_that_is_still_computed_keeps_no_memory(
     ends: Ends, loopback: Loopback
 ) -> None:
-    messages, block = heard(loopback), case("tp=2", "tp=2")
+    messages, block = loopback.heard(), case("tp=2", "tp=2")
     before = regions()
     ends.sender.offer(1, behind_work(block.block), 0)
     ends.receiver.pull(1, block.target(0), LONG_SECONDS).cancel()
@@ -279,9 +251,9 @@ def test_an_answer_that_names_memory_which_is_not_there_fails_the_pull_and_the_n
     loopback.tamper = spoil
     ends.sender.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match="taken back"):
-        pull_of(ends, 1, block)
+        arrives(ends.pull(1, block), block)
     assert spoiled
-    pull_of(ends, 1, block)
+    arrives(ends.pull(1, block), block)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +286,7 @@ def test_who_cannot_map_the_sender_pulls_through_the_engine(loopback: Loopback) 
     clock, memory, own = ManualClock(), SharedMemory(), SharedMemory()
     pid, descriptor, _ = memory.name.split(":")
     elsewhere = dataclasses.replace(SENDER, memory=f"{pid}:{descriptor}:{'00' * 16}")
-    messages = heard(loopback)
+    messages = loopback.heard()
     sender = JaxTransferChannel(
         clock, elsewhere, loopback.of(elsewhere), transports=2, memories=Memories(memory)
     )
@@ -325,7 +297,7 @@ def test_who_cannot_map_the_sender_pulls_through_the_engine(loopback: Loopback) 
     receiver.connect("", card(elsewhere))
     block = case("tp=2", "tp=2")
     sender.offer(7, block.block, 0)
-    pull_of(Ends(sender, receiver, clock), 7, block)
+    arrives(Ends(sender, receiver, clock).pull(7, block), block)
     assert any(isinstance(message, Opened) for message in messages)
     assert all(each.memory is None for each in messages if isinstance(each, Posted))
     assert receiver.channels() == (f"{elsewhere.control} transfer engine",)
@@ -349,35 +321,23 @@ def test_spare_regions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_that_are_killed_leave_no_memory_and_their_receivers_keep_what_they_have(
     death: signal.Signals,
 ) -> None:
-    post, memory = Post(), SharedMemory()
-    here = KvEnd("the test", 0x7E58, memory.name)
-    channel = JaxTransferChannel(
-        MonotonicClock(), here, post.of(here), transports=TRANSPORTS, memories=Memories(memory)
-    )
-    post.join(here, channel.handle)
+    world = World(Memories(SharedMemory()))
     try:
-        (job,) = post.start(devices=4, shares=True)
+        job = world.start("job")
         assert job.end.memory
-        channel.connect("job", process_card(job.end))
-        job.do(MakeOffer(1, Block("tp=4"), 0))
-        assert job.answer().error == ""
-        block = case("tp=4", "tp=2")
-        pull = finished(channel.pull(1, PullTarget(block.zeros, 0, "job"), PATIENCE_SECONDS))
+        block, pull = case("tp=4", "tp=2"), finished(world.pull("job"))
         # and in the other direction: it holds what it pulled here when it dies
-        job.do(Introduce("here", process_card(here)))
-        job.answer()
-        channel.offer(2, block.block, 0)
+        world.introduce(job)
+        world.channel.offer(2, block.block, 0)
         job.do(MakePull(2, "here", Block("tp=4"), 0, 1, PATIENCE_SECONDS))
         assert job.answer().error == ""
         job.signal(death)
         job.end_it()
-        for device, shard in expected_shards(block, 0, 0).items():
-            np.testing.assert_array_equal(received_shards(pull, block, 0)[device], shard)
+        arrives(pull, block)
         with pytest.raises(HandoffError):
-            finished(channel.pull(1, PullTarget(block.zeros, 0, "job"), 1.0)).arrays()
+            finished(world.pull("job", 1.0)).arrays()
         del pull
-        channel.close()
+        world.channel.close()
         settled(lambda: collected() and regions() == 0)
     finally:
-        channel.close()
-        post.close()
+        world.close()

@@ -1,0 +1,127 @@
+"""Who may be chosen for an attempt, and what speaks against each, in seconds. Pure.
+
+Of a side of the snapshot, as columns: workers that are gone are no candidates, nor those that drain
+or have fallen silent, but for an attempt that has tokens already. For it these come late; later
+those whose breaker is open, and last those that failed it. Knows no costs of the request's own
+(`cost_terms`), and chooses nobody (`placement`)."""
+
+import numpy as np
+
+from jdisagg.costs.speeds import Array
+from jdisagg.errors import UnavailableError
+from jdisagg.plain import plain
+from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
+from jdisagg.router.decision import PlacementPolicy, PlacementQuery
+from jdisagg.router.link_costs import Indices
+
+# seconds: more than any prediction, in this order
+DRAINING, BARRED, FAILED = 1e6, 1e7, 1e8
+
+
+@plain
+class Candidates:
+    """Workers of one `side` that may be chosen: their rows in the snapshot, these themselves, and
+    what speaks against each, in seconds."""
+
+    side: Side
+    rows: Indices
+    table: Table
+    against: Array
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, which: Flags | Indices) -> "Candidates":
+        places = np.arange(len(self))[which]
+        return Candidates(
+            self.side, self.rows[places], self.table.take(places), self.against[places]
+        )
+
+    @property
+    def penalties(self) -> Array | None:
+        """What speaks against each, in seconds, those among it until its programs are loaded; None:
+        nothing does against any."""
+        if self.against is self.side.zeros and not self.side.loading:
+            return None
+        return self.against + self.table["loading_seconds"]
+
+    @property
+    def unknown(self) -> bool:
+        """Whether one's speed is not known."""
+        return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
+
+    @property
+    def trusted(self) -> Flags | None:
+        """Who may be asked for what it knows; None: all."""
+        return None if self.against is self.side.zeros else self.against < BARRED
+
+    @property
+    def load(self) -> Array:
+        """Requests per slot, and the fraction of pages in use. Who still loads programs counts as
+        if all its slots were taken."""
+        table = self.table
+        requests = np.maximum(table["running"] + table["waiting"], table["open"])
+        pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
+        return (
+            requests / np.maximum(1.0, table["slots"])
+            + pages
+            + np.minimum(1.0, table["loading_seconds"])
+        )
+
+
+def candidates(
+    state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
+) -> tuple[Candidates, Candidates]:
+    """Prefill and decode workers that may be chosen. Raises UnavailableError where a kind that is
+    needed has none."""
+    prefills = usable(state, state.prefill, query, now, policy)
+    decodes = usable(state, state.decode, query, now, policy)
+    if not len(decodes):
+        raise nobody(state, state.decode, "decode")
+    if not len(prefills) and not decodes.table.flag("can_prefill").any():
+        raise nobody(state, state.prefill, "prefill")
+    return prefills, decodes
+
+
+def usable(
+    state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
+) -> Candidates:
+    """Those that are heard of, and what speaks against each."""
+    rows, table = side.rows, side.table or state.table.take(side.span)
+    all_well = not (side.draining or query.avoid) and now >= state.barred_until
+    if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
+        return Candidates(side, rows, table, side.zeros)
+    silent = now - table["heard_at"]
+    leaving = table.flag("draining") | (silent > policy.suspect_seconds)
+    out = silent > policy.gone_seconds
+    if not query.resuming:
+        out |= leaving
+    if np.count_nonzero(out):
+        left = np.flatnonzero(~out)
+        rows, table, leaving = rows[left], table.take(left), leaving[left]
+    against = np.zeros(len(rows))
+    for which, seconds in ((leaving, DRAINING), (table["barred_until"] > now, BARRED)):
+        if np.count_nonzero(which):
+            against += np.where(which, seconds, 0.0)
+    for name in query.avoid:
+        row = state.row(name)
+        if row is not None:
+            against[rows == row] += FAILED
+    return Candidates(side, rows, table, against)
+
+
+def nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
+    """Who is there all the same, and why it does not count."""
+    rows = side.rows
+
+    def said(row: int) -> str:
+        return (
+            f"{state.name(row)}"
+            f" ({'draining' if state.table.flag('draining')[row] else 'silent or avoided'})"
+        )
+
+    known = ", ".join(said(int(row)) for row in rows[:8]) or "none"
+    more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
+    return UnavailableError(
+        f"no {kind} worker takes requests; known: {known}{more}", retry_after_seconds=1.0
+    )
