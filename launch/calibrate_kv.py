@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jdisagg.errors import ConfigError
+from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
 from jdisagg.node.deployment import prepare_runtime
@@ -40,12 +41,14 @@ flags = define(
     model=(None, "Checkpoint directory, Hugging Face or Orbax form."),
     layout="dp=1,tp=1,ep=1",
     dtype=("auto", "Type of the weights; auto: the checkpoint's own."),
+    weights=(None, "Quantize the matrices of layers to it as they are read, to save memory."),
     output=("", f"File to write; default: {KV_SCALES_FILE} in the model's directory."),
 )
 
 DEFAULT_TEXT = Path(__file__).with_name("calibration_text.txt")
 # Attention is dense: its scores take tokens x tokens x 4 bytes a head.
 SEQUENCE_TOKENS = 512
+_ELSEWHERE = f"name another file, and put it into the model's directory as {KV_SCALES_FILE}"
 
 
 def sequences(tokenizer: Tokenizer, text: str, tokens: int) -> list[list[int]]:
@@ -65,6 +68,8 @@ def main() -> int:
     directory = Path(flags.model).expanduser()
     tokenizer = Tokenizer.from_directory(directory)
     inputs = sequences(tokenizer, _text(), flags.tokens)
+    output = Path(flags.output).expanduser() if flags.output else directory / KV_SCALES_FILE
+    made_folder("--output", output.parent, _ELSEWHERE)
     prepare_runtime(layout.devices, "")
     loaded = load_model(
         directory,
@@ -76,7 +81,6 @@ def main() -> int:
     largest = largest_kept(loaded, inputs)
     scales = [{name: chosen_scales(values) for name, values in layer.items()} for layer in largest]
     tokens = sum(map(len, inputs))
-    output = Path(flags.output).expanduser() if flags.output else directory / KV_SCALES_FILE
     of = f"{tokens} tokens of {Path(flags.text).name if flags.text else 'the default text'}"
     write_kv_scales(output, loaded.model.config, scales, of, largest)
     print("\n".join(table(largest, scales)))

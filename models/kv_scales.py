@@ -113,8 +113,7 @@ def write_kv_scales(
         fresh.replace(path)  # whoever loads the model meanwhile reads the old one or the new one
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name another file with --output, and put"
-            f" it into the model's directory as {KV_SCALES_FILE}"
+            f"{path} cannot be written: {error.strerror}; name another file"
         ) from error
 
 
