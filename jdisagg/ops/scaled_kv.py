@@ -1,8 +1,9 @@
 """Attention over keys and values that are kept divided by a scale of each kv head.
 
 A narrow type has few magnitudes: e4m3 none beyond 448, and below 2^-6 fewer and fewer bits. So what
-is kept are keys / s and values / t, and attention is given queries * s and gives outputs / t:
-q * s . k / s = q . k, so that scale, cap, window and sinks of the scores are what they were.
+is kept are keys / s and values / t; attention is given queries * s, and what it mixes of values is
+multiplied with t. q * s . k / s = q . k, so that scale, cap, window and sinks of the scores are
+what they were.
 
 Scales are powers of two (`models/kv_scales.py`). Multiplying with one is exact in bfloat16 and
 float32, and passes through products and sums unchanged: nothing but what is rounded to e4m3
