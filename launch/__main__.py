@@ -29,6 +29,7 @@ COMMANDS = {
     "trace": "merge timelines into one trace for Perfetto",
     "check_config": "what is wrong with a configuration, before anything is started",
     "inspect": "what a checkpoint is, and whether it can be served",
+    "calibrate_kv": "what keys and values are divided by where KV is kept in fp8",
     "convert": "a Hugging Face checkpoint to Orbax form",
 }
 

@@ -6,7 +6,8 @@
 Weights are loaded over `--devices` local devices (tensor parallel; on CPU that many are made), so
 that a model larger than one device can be converted; the result does not depend on it.
 `--dtype=auto` writes bfloat16 where all tensors are bfloat16 (but for those that are kept in
-float32 in either type), and float32 otherwise, so that nothing is lost."""
+float32 in either type), and float32 otherwise, so that nothing is lost. Scales of KV that the
+checkpoint has go into kv_scales.json."""
 
 from pathlib import Path
 
@@ -14,12 +15,14 @@ import jax
 
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KV_SCALES_FILE
 from jdisagg.node.deployment import prepare_runtime
 from launch.console import run
 from launch.flags import define
 from models import orbax_checkpoint
-from models.checkpoint import load_config, load_model
+from models.checkpoint import load_config, load_kv_scales, load_model
 from models.hf_weights import IN_FLOAT32
+from models.kv_scales import write_kv_scales
 from models.safetensors_files import SafetensorsFiles
 
 flags = define(
@@ -38,7 +41,8 @@ def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
     written before anything is loaded."""
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")
-    load_config(source)
+    config = load_config(source)
+    scales, origin = load_kv_scales(source)
     orbax_checkpoint.check_destination(destination)
     if dtype == "auto":
         kinds = SafetensorsFiles.from_directory(source).kinds(but=IN_FLOAT32)
@@ -46,6 +50,8 @@ def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
     layout = Layout(tp=devices)
     loaded = load_model(source, layout, jax.local_devices()[:devices], dtype=dtype)
     orbax_checkpoint.save(loaded.model, loaded.mesh, layout, source, destination)
+    if origin and not (destination / KV_SCALES_FILE).is_file():
+        write_kv_scales(destination / KV_SCALES_FILE, config, scales, origin)
 
 
 def main() -> None:

@@ -347,6 +347,8 @@ FLAGS: dict[str, Spec] = {
     "prompts": _list(["64", "128", "256", "512"], "Prompt lengths, multiples of 16."),
     "batches": _list(["1", "2", "4", "8"], "Sequences that decode at once, per dp rank."),
     "steps": _count(None, "How many steps.", least=1),
+    "text": _text("", "A file of text, UTF-8; default: one that comes with launch/."),
+    "tokens": _count(2048, "Tokens of it that are looked at.", least=1),
     "memory_gigabytes": _real(None, "Memory of a device; default: what it reports."),
     # recordings, logs and files
     "recording": _list(None, "Files, by commas: every mesh that handed KV to another."),

@@ -9,12 +9,13 @@ and 1 where it does not: then each thing that is missing is named."""
 from dataclasses import replace
 from pathlib import Path
 
-from jdisagg.errors import LayoutError
+from jdisagg.errors import CheckpointError, LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES
 from jdisagg.ops.quantized_weights import checked_weights
 from launch.console import run
 from launch.flags import define
+from models.checkpoint import load_kv_scales
 from models.inspection import Inspection, bytes_per_device, inspect, kv_by_kind, layers_by_kind
 
 flags = define(
@@ -32,9 +33,12 @@ flags = define(
 
 def main() -> int:
     layout = Layout.parse(flags.layout)
-    found = inspect(Path(flags.model).expanduser())
+    path = Path(flags.model).expanduser()
+    found = inspect(path)
     lines = _lines(found)
     if found.config is not None:
+        if flags.kv_dtype and path.is_dir() and not found.missing:
+            lines.append(("KV scales", _kv_scales(path, found)))
         try:
             lines += _under(found, layout)
         except LayoutError as error:
@@ -89,6 +93,14 @@ def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
         ("layout", f"{layout}, {layout.devices} devices"),
         ("bytes a device", f"{weights:,} of weights, {kept} ({kinds})"),
     ]
+
+
+def _kv_scales(directory: Path, found: Inspection) -> str:
+    try:
+        return load_kv_scales(directory)[1] or "none; python -m launch.calibrate_kv finds some"
+    except CheckpointError as error:
+        found.missing.append(error.message)
+        return "not to be used"
 
 
 def _beside(state: int) -> str:

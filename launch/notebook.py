@@ -18,6 +18,7 @@ def open_engine(
     *,
     devices: int = 8,
     dtype: str = "float32",
+    kv_dtype: str = "",
     page_size: int = 16,
     chunk_tokens: int = 256,
     sessions_per_rank: int = 4,
@@ -25,14 +26,14 @@ def open_engine(
     compilation_cache: str = EngineConfig.compilation_cache,
 ) -> Engine:
     """An engine on all devices of this process. On CPU, `devices` virtual ones: this must precede
-    the first use of JAX."""
+    the first use of JAX. `kv_dtype`: what KV is kept in, "fp8", or "" for `dtype`."""
     prepare_runtime(devices, compilation_cache)
 
     return Engine(
-        loader(directory, dtype),
+        loader(directory, dtype, kv_dtype=kv_dtype),
         Tokenizer.from_directory(directory),
         sizes=MeshSizes(page_size, chunk_tokens, sessions_per_rank, context_tokens),
-        fingerprint=model_fingerprint(directory, dtype),
+        fingerprint=model_fingerprint(directory, dtype, kv_dtype=kv_dtype),
     )
 
 

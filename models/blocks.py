@@ -18,9 +18,11 @@ from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, LogicalAxis, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
+from jdisagg.ops.scaled_kv import scaled_attend
 from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
 from models.feed_forward import ParallelMLP, feed_forward
 from models.gated_delta import GatedDeltaNet
+from models.kv_scales import scale_parameters
 from models.latent_attention import MultiHeadLatentAttention
 from models.linear import Linear, Norm, own_heads, rows_of
 from models.mamba2 import Mamba2
@@ -74,6 +76,8 @@ class Attention(nnx.Module):
             parameter(make((heads,), "bias", heads), (queries,)) if attention.sinks else None
         )
         self.value_epsilon = config.norm_epsilon if attention.value_norm else None
+        kv_heads = attention.kv_heads
+        self.kv_scales = scale_parameters(make, config, k=kv_heads, v=kv_heads)
 
     def __call__(
         self,
@@ -95,6 +99,8 @@ class Attention(nnx.Module):
         q_RNH, k_TKH = self._turned(q_RNH, positions_R), self._turned(k_TKH, positions_T)
         if self.rope is not None and self.rope.query_beta:
             q_RNH = q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
+        if self.kv_scales is not None:
+            attend = scaled_attend(attend, self.kv_scales["k"][...], self.kv_scales["v"][...])
         o_RNH = attend(
             q_RNH,
             k_TKH,

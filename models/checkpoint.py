@@ -12,10 +12,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
@@ -31,14 +33,18 @@ from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_sources import Source
 from models.hf_weights import RENAMED, STEM, find_source
+from models.kv_scales import KVScales, find_kv_scales
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 from models.quantization_config import stored_quantization
 from models.quantized_files import QuantizedFiles
 from models.quantized_sources import quantized_sources
 from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 
-# Buffers that some checkpoints store and no forward pass of ours reads.
-_HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
+# Buffers that some checkpoints store and no forward pass of ours reads; scales of what attention
+# takes, of which those of KV are read by themselves (`kv_scales.py`).
+_HARMLESS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias|[qkv]_scale|prob_scale)$"
+)
 _LISTED = 8
 _EMBEDDING, _HEAD = STEM["embedding"], STEM["head.kernel"]
 _COMPARED_ROWS = 4096
@@ -57,6 +63,15 @@ class LoadedModel:
 def load_config(directory: str | Path) -> DecoderConfig:
     """The model's configuration alone, without its weights."""
     return read_config(HfConfig.from_directory(Path(directory)))
+
+
+def load_kv_scales(directory: str | Path) -> tuple[KVScales, str]:
+    """What a model's keys and values are divided by where they are kept in fp8, and where it is
+    said, "" where nowhere: then all are one. Raises `CheckpointError`."""
+    directory = Path(directory)
+    hf = HfConfig.from_directory(directory)
+    files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
+    return find_kv_scales(directory, read_config(hf), files)
 
 
 def load_model(
@@ -79,7 +94,7 @@ def load_model(
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
-    config = replace(read_config(hf), kv_dtype=kv_dtype)
+    config = read_config(hf)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
     if files is not None and config.tied and _has_own_head(files):
         _log.warning(
@@ -90,25 +105,56 @@ def load_model(
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.kv_heads, devices)
     platform = platform or devices[0].platform
-    model = abstract_model(config, dtype=dtype, platform=platform, tp=layout.tp)
+    abstract = partial(abstract_model, dtype=dtype, platform=platform, tp=layout.tp)
+    scales = _kv_scales(directory, config, files) if kv_dtype else None
+    model = abstract(config)
     if files is None:
         if weights:
             raise ConfigError(
                 f"weights={weights}: {directory} is in Orbax form, and weights are quantized as"
                 " they are read from safetensors files; give the Hugging Face directory"
             )
-        return LoadedModel(orbax_checkpoint.restore(directory, model, mesh, layout), mesh, layout)
-    sources = find_sources(model, files, directory)
-    if weights:
-        by_path = {
-            parameter.path: (parameter, source)
-            for parameter, source in zip(parameter_shapes(model), sources, strict=True)
-        }
-        model = abstract_model(
-            config, dtype=dtype, platform=platform, tp=layout.tp, weights=weights
-        )
-        sources = quantized_sources(model, by_path, files)
-    return LoadedModel(_fill(model, sources, files, directory, mesh, layout), mesh, layout)
+        model = orbax_checkpoint.restore(directory, model, mesh, layout)
+    else:
+        sources = find_sources(model, files, directory)
+        if weights:
+            by_path = {
+                parameter.path: (parameter, source)
+                for parameter, source in zip(parameter_shapes(model), sources, strict=True)
+            }
+            model = abstract(config, weights=weights)
+            sources = quantized_sources(model, by_path, files)
+        model = _fill(model, sources, files, directory, mesh, layout)
+    if scales is not None:
+        kept = abstract(replace(config, kv_dtype=kv_dtype), weights=weights)
+        model = _with_kv_scales(model, kept, scales, mesh, layout)
+    return LoadedModel(model, mesh, layout)
+
+
+def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors | None) -> KVScales:
+    scales, origin = find_kv_scales(directory, config, files)
+    _log.info("%s: scales of KV: %s", directory, origin or "none (launch.calibrate_kv finds some)")
+    return scales
+
+
+def _with_kv_scales(
+    read: Decoder, kept: Decoder, scales: KVScales, mesh: Mesh, layout: Layout
+) -> Decoder:
+    """`kept`, the same model without arrays and with scales of its KV: filled."""
+    leaves = jax.tree.leaves(nnx.state(read))
+    of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
+    arrays = []
+    for part, sharding in zip(
+        parameter_shapes(kept), weight_shardings(kept, mesh, layout), strict=True
+    ):
+        if part.path not in of_path:
+            _, layer, *_, component = part.path
+            values = scales[int(layer)][str(component)].astype(part.dtype)
+            of_path[part.path] = jax.make_array_from_callback(
+                part.shape, sharding, values.__getitem__
+            )
+        arrays.append(of_path[part.path])
+    return with_arrays(kept, arrays)
 
 
 def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:

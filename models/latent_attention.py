@@ -12,7 +12,9 @@ from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
+from jdisagg.ops.scaled_kv import scaled_attend
 from models.decoder_config import DecoderConfig, LayerConfig
+from models.kv_scales import scale_parameters
 from models.linear import Linear, Norm, rows_of
 
 # transformers gives these two norms no epsilon of the config
@@ -57,6 +59,7 @@ class MultiHeadLatentAttention(nnx.Module):
         self.config, self.rope = latent, attention.rope
         self.scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
+        self.kv_scales = scale_parameters(make, config, latent=0)
 
     def __call__(
         self,
@@ -69,6 +72,9 @@ class MultiHeadLatentAttention(nnx.Module):
         """As `models.blocks.Attention`."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._queries(x_RD, positions_R, shards)
+        if self.kv_scales is not None:
+            scale_1 = self.kv_scales["latent"][...]
+            attend = scaled_attend(attend, scale_1, scale_1)
         o_RNV = attend(
             q_RNH,
             self._cached(x_TD, positions_T, shards),

@@ -24,13 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KV_SCALES_FILE
 from jdisagg.ops.parameters import param_logical_axes, weight_shardings
 from models.decoder import Decoder
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 
 _FOLDER = "orbax"
 _COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",  # noqa: E501
-               "chat_template.jinja")  # fmt: skip
+               "chat_template.jinja", KV_SCALES_FILE)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,9 @@ Find = Callable[[SafetensorsFiles, StoredQuantization], dict[str, StoredMatrix]]
 _EIGHT_BITS = ("I8", "F8_E4M3")
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 _INTEGERS = ("I8", "U8", "I32", "I64")
-# Of activations and KV, and shapes: no parameters.
+# Of activations, and shapes: no parameters.
 _BESIDE = re.compile(
-    r"(\.|_)(input_scale|input_zero_point|activation_scale|output_scale|k_scale|v_scale"
-    r"|weight_shape)$"
+    r"(\.|_)(input_scale|input_zero_point|activation_scale|output_scale|weight_shape)$"
 )
 _LISTED = 5
 _AT_ONCE = 1 << 22  # values

@@ -3,11 +3,14 @@ reading terabytes.
 
 Of each file under the directory: its path, its size, and all of it up to 64 MiB; of a larger one
 its first bytes (the header of a safetensors file) and samples from all over. Copies on two hosts
-agree; another fine-tune of the same shapes differs. The Hugging Face and the Orbax form of one
+agree; another fine-tune of the same shapes differs. Scales of KV count where KV is kept by them,
+and not where it is in the model's type. The Hugging Face and the Orbax form of one
 model differ too: serve one form in a cluster."""
 
 import hashlib
 from pathlib import Path
+
+from jdisagg.layout.kv_spec import KV_SCALES_FILE
 
 _WHOLE_BYTES = 64 << 20
 _FIRST_BYTES = 1 << 20
@@ -26,9 +29,11 @@ def model_fingerprint(
         dtype + (f" weights={weights}" if weights else "") + (f" kv={kv_dtype}" * bool(kv_dtype))
     )
     digest = hashlib.sha256(kinds.encode())
-    for path in sorted(
-        path for path in root.rglob("*") if path.is_file() and not _ignored(path.relative_to(root))
-    ):
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        if _ignored(path.relative_to(root)):
+            continue
+        if path == root / KV_SCALES_FILE and not kv_dtype:
+            continue
         size = path.stat().st_size
         digest.update(f"\n{path.relative_to(root).as_posix()} {size}\n".encode())
         with path.open("rb") as file:

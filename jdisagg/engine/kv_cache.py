@@ -48,7 +48,7 @@ class NextToken:
 class LayerKV:
     """The components of one layer by their names: global arrays [K, T, H], heads sharded as the
     layout says. A component without heads is [1, T, H], replicated. What is kept in fp8 is its
-    bytes."""
+    bytes, of the values divided by their scale."""
 
     components: Mapping[str, jax.Array]
 
@@ -222,7 +222,7 @@ class KVCache:
             index: the layer; negative numbers count from the end.
             components: by their names (`k`, `v`, or `latent`), the shapes of `layer(index)`; those
                 not given stay. They may lie anywhere. Floating values are rounded to the type in
-                which KV is kept.
+                which KV is kept; where that is fp8 they are divided by their scale already.
 
         Returns:
             A cache on the same devices, without a next token.

@@ -35,6 +35,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 # its bytes (`ops/kv_pages.py`).
 KEPT_DTYPES = {"fp8": "uint8"}
 KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
+# In a model's directory: what its keys and values are divided by where they are kept in fp8.
+KV_SCALES_FILE = "kv_scales.json"
 # of a value of a quantized weight matrix
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 

@@ -1,74 +1,72 @@
 """KV kept in fp8: what a server says of its tokens is what a dense pass says whose keys and values
-were rounded to e4m3 by numpy, whatever the mode, the layouts and the kind of KV."""
+were rounded to e4m3 by numpy, with scales of the model's heads or without, whatever the mode, the
+layouts and the kind of KV."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.errors import ConfigError
-from jdisagg.layout.axes import Layout
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KV_SCALES_FILE, KVSpec
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.transfer.codec import check_codec
-from models.checkpoint import load_config, load_model
+from models.checkpoint import load_config
 from tests.end_to_end.clusters import LLAMA, MOE, config, golden_copy, running
+from tests.models.kv_scale_models import attend_rounded, dense_logits, scales_by_head, with_scales
 
 PROMPT = "Once upon a time there was a little girl named Lily who lived in a small house near the"
 TOKENS = 40
 # A value at the edge between two of e4m3 may fall to either side, as sums are made elsewhere in
 # another order; what rounding does as a whole is far more.
 CLOSE, APART = 4e-3, 2e-2
+# Powers of two: with the small ones some heads' largest values are cut off, with the large ones
+# small values lose bits, so that a scale of another head would show.
+ONES, BY_HEAD = (0,), (-7, 1, -3, 0, -5)
 
 
-def _rounded(values: jax.Array | None) -> jax.Array | None:
-    def by_numpy(array: np.ndarray) -> np.ndarray:
-        limited = np.clip(np.asarray(array, np.float32), -448, 448)
-        return limited.astype(ml_dtypes.float8_e4m3fn).astype(array.dtype)
-
-    if values is None:
-        return None
-    shape = jax.ShapeDtypeStruct(values.shape, values.dtype)
-    return jax.pure_callback(by_numpy, shape, values, vmap_method="sequential")
-
-
-def _attend_to_rounded(q_TNH: jax.Array, k_TKH: Any, v_TKH: Any, **how: Any) -> jax.Array:
-    return dense_causal_attend(q_TNH, _rounded(k_TKH), _rounded(v_TKH), **how)
-
-
-def _dense_logprobs(directory: Path, ids: list[int], attend: Callable[..., Any]) -> np.ndarray:
+def _dense_logprobs(
+    directory: Path, ids: list[int], attend: Callable[..., jax.Array]
+) -> np.ndarray:
     """Of each token behind the first, given those before it: float32 [T - 1]."""
-    model = load_model(directory, Layout(), jax.devices()[-1:]).model
-    tokens = jnp.asarray(ids, jnp.int32)
-    positions = jnp.arange(len(ids), dtype=jnp.int32)
-    logits = jax.jit(lambda tokens: model(tokens, positions, attend))(tokens)
-    logprobs = np.asarray(jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1))
+    logprobs = np.asarray(jax.nn.log_softmax(dense_logits(directory, ids, attend), axis=-1))
     return logprobs[np.arange(len(ids) - 1), ids[1:]]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "prefill", "decode"),
+    ("name", "mode", "prefill", "decode", "exponents"),
     [
-        pytest.param("llama", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.ci),
-        pytest.param("llama", Mode.CHUNKED, "", "dp=2,tp=2", marks=pytest.mark.ci),
-        pytest.param("moe", Mode.DISAGGREGATED, "dp=2,tp=2", "tp=4", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", Mode.DISAGGREGATED, "tp=1", "tp=2", marks=pytest.mark.ci),
-        pytest.param("gpt_oss", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.ci),
-        pytest.param("qwen3_next", Mode.DISAGGREGATED, "tp=2", "tp=1", marks=pytest.mark.ci),
+        pytest.param("llama", Mode.DISAGGREGATED, "tp=2", "dp=2", ONES, marks=pytest.mark.ci),
+        pytest.param("llama", Mode.CHUNKED, "", "dp=2,tp=2", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param("llama", Mode.DISAGGREGATED, "tp=1", "tp=4", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param("moe", Mode.DISAGGREGATED, "dp=2,tp=2", "tp=4", ONES, marks=pytest.mark.slow),
+        pytest.param(
+            "deepseek_v3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.ci
+        ),
+        pytest.param("gpt_oss", Mode.DISAGGREGATED, "tp=2", "dp=2", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param("qwen2_windows", Mode.CHUNKED, "", "tp=4", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param("gemma3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_next", Mode.DISAGGREGATED, "tp=2", "tp=1", BY_HEAD, marks=pytest.mark.ci
+        ),
     ],
 )
 async def test_logprobs_are_those_of_a_dense_pass_over_rounded_keys_and_values(
-    name: str, mode: Mode, prefill: str, decode: str, tmp_path: Path
+    name: str, mode: Mode, prefill: str, decode: str, exponents: tuple[int, ...], tmp_path: Path
 ) -> None:
     shipped = {"llama": LLAMA, "moe": MOE}
     directory = shipped.get(name) or golden_copy(name, tmp_path)
+    scales = scales_by_head(directory, exponents)
+    if exponents != ONES:
+        if name in shipped:
+            directory = Path(shutil.copytree(directory, tmp_path / name))
+        with_scales(directory, scales)
     sizes = config(mode, prefill or "tp=2", decode, directory=directory, chunk=16, context=256)
     sizes = replace(sizes, model=replace(sizes.model, kv_dtype="fp8"))
     vocabulary = load_config(directory).vocabulary
@@ -86,10 +84,26 @@ async def test_logprobs_are_those_of_a_dense_pass_over_rounded_keys_and_values(
     assert spec.state.bytes_per_token == whole.state.bytes_per_token  # state is kept as it was
     ids = [*prompt, *done.tokens[0]]
     told = np.array([one.logprob for one in done.logprobs[0]], np.float32)  # type: ignore[attr-defined]
-    rounded = _dense_logprobs(directory, ids, _attend_to_rounded)[-TOKENS:]
+    rounded = _dense_logprobs(directory, ids, attend_rounded(scales))[-TOKENS:]
     exact = _dense_logprobs(directory, ids, dense_causal_attend)[-TOKENS:]
     assert np.abs(told - rounded).max() < CLOSE
     assert np.abs(rounded - exact).max() > APART, "rounding was to show"
+
+
+def test_a_worker_with_other_scales_is_of_another_model(tmp_path: Path) -> None:
+    """A hello tells fingerprints, and caches that stay are named by them."""
+    one, other = (golden_copy("llama_tied", tmp_path / name) for name in ("one", "other"))
+    with_scales(one, scales_by_head(one, BY_HEAD))
+
+    def agree(kv_dtype: str) -> bool:
+        ours, theirs = (model_fingerprint(path, "float32", "", kv_dtype) for path in (one, other))
+        return ours == theirs
+
+    assert agree("") and not agree("fp8")
+    with_scales(other, scales_by_head(one, ONES))
+    assert agree("") and not agree("fp8")
+    (other / KV_SCALES_FILE).write_bytes((one / KV_SCALES_FILE).read_bytes())
+    assert agree("") and agree("fp8")
 
 
 def test_kv_in_fp8_is_not_packed_again() -> None:

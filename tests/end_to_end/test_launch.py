@@ -293,6 +293,7 @@ BAD: list[tuple[str, tuple[str, ...], str]] = [
         "error: override 'mode': 'magic' is not a Mode: one of disaggregated, chunked, unified",
     ),
     ("convert", ("--source=/nowhere", "--destination=/tmp/never"), "/nowhere"),
+    ("calibrate_kv", ("--model=/nowhere",), "error: model directory '/nowhere' does not exist"),
     (
         "ask",
         ("--target=localhost:1", "--prompt=a"),

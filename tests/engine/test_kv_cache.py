@@ -5,9 +5,11 @@ computed by themselves, and a dense forward pass over changed values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from jdisagg.engine.research import DecoderLayout, Engine, PrefillLayout
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
 from jdisagg.layout.axes import MESH_AXES
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
+from models.checkpoint import load_kv_scales
 from tests.engine.research_engines import (
     Expected,
     assert_same_kv,
@@ -25,6 +28,7 @@ from tests.engine.research_engines import (
     open_engine,
 )
 from tests.lanes import first_quick
+from tests.models.kv_scale_models import copied, scales_by_head, with_scales
 
 NAME, NEW_TOKENS = "llama_tied", 8
 TP4, DP2 = PrefillLayout(tp=4), DecoderLayout(dp=2)
@@ -177,6 +181,24 @@ def test_what_is_kept_in_fp8_is_compared_and_changed_as_values(
     assert not other.distances(kept)[1].any() and not other.distances(kept)[0, 0].any()
     same = kept.with_layer(0, v=kept.layer(0).v)
     assert not same.distances(kept).any(), "bytes are taken as they are"
+
+
+@pytest.mark.ci
+def test_what_is_kept_in_fp8_is_values_divided_by_the_scales_of_their_heads(
+    golden: Expected, kv: KVCache, tmp_path: Path
+) -> None:
+    """Those that a researcher can read. Keys and values of the first layer, which does not depend
+    on what others keep."""
+    directory = copied(NAME, tmp_path)
+    with_scales(directory, scales_by_head(directory, (-3, 2, -1, 5)))
+    scales, _ = load_kv_scales(directory)
+    with open_engine(str(directory), kv_dtype="fp8") as engine:
+        kept = engine.prefill(golden.prompt, layout=TP4).layer(0).components
+    for name, array in kept.items():
+        values = np.asarray(array).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        exact, scale = np.asarray(kv.layer(0).components[name]), scales[0][name][:, None, None]
+        off = np.abs(values * scale - exact)
+        assert (off <= np.maximum(np.abs(exact) / 16, scale * 2.0**-10) + 1e-6).all()
 
 
 def test_what_cannot_be_cut_joined_or_changed_is_refused_by_name(kv: KVCache) -> None:
