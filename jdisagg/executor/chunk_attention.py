@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
-from jdisagg.model_api import Attend, Latent
+from jdisagg.model_api import Attend, Latent, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
@@ -39,11 +39,11 @@ class RankChunk:
 class ChunkAttention:
     """Of the layers of one group, in their order."""
 
-    def __init__(self, chunk: RankChunk, rank_rows: int, page_size: int, platform: str) -> None:
+    def __init__(self, chunk: RankChunk, rank_rows: int, page_size: int, shards: Shards) -> None:
         """`rank_rows`: pages of a rank in its arrays."""
         self.pages: list[LayerPages] = []
         self.sent: list[tuple[jax.Array, ...]] = []
-        self._chunk, self._platform = chunk, platform
+        self._chunk, self._shards = chunk, shards
         self._page_T, self._slot_T = token_coordinates(
             chunk.table_RN, chunk.segment_T, chunk.positions_T, pages=rank_rows, slots=page_size
         )
@@ -77,7 +77,7 @@ class ChunkAttention:
             self.sent.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
             seen = [as_read(part, k_TKH.dtype) for part in kept]
             v_TKH, v_pages = (None, None) if latent else (seen[1], written[1])
-            how = {"scale": scale, "window": window, "platform": self._platform}
+            how = {"scale": scale, "window": window, "platform": self._shards.platform}
             how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
             if rows_alone and not rows:
@@ -96,6 +96,7 @@ class ChunkAttention:
                 self._past(written[0], v_pages),
                 packed=chunk.packed,
                 rows=chunk.table_RN.shape[0],
+                device_kind=self._shards.device_kind,
                 **how,
             )
 

@@ -305,9 +305,7 @@ class PrefillPrograms:
             positions_T, segment_T, past_R, slot_R = positions[0], segment[0], past[0], state[0]
             rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
             ours = (positions_T, segment_T, table[0], past_R, continuing[0], rows_R)
-            attention = ChunkAttention(
-                RankChunk(*ours, columns, form.packed), *sizes, shards.platform
-            )
+            attention = ChunkAttention(RankChunk(*ours, columns, form.packed), *sizes, shards)
             begun_R = past_R[: slot_R.shape[0]]
             runs = runs_of(segment_T, positions_T, begun_R, grain)
             new_states: list[LayerPages] = []

@@ -43,11 +43,14 @@ def block_rows(pairs: int, experts: int) -> int:
     return rows
 
 
+def is_hopper(device_kind: str) -> bool:
+    return any(name in device_kind for name in ("H100", "H200", "H20", "H800", "GH200"))
+
+
 def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
     """Whether `ragged_dot_mgpu` is for this device and these sizes."""
-    hopper = any(name in device_kind for name in ("H100", "H200", "H20", "H800", "GH200"))
     whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
-    return hopper and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
+    return is_hopper(device_kind) and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def by_wgmma(

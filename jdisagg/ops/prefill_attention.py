@@ -64,6 +64,7 @@ def prefill_attention(
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
     platform: str = "cpu",
+    device_kind: str = "",
     query_block: int = 128,
     packed: bool = True,
     rows: int = 16,
@@ -79,8 +80,9 @@ def prefill_attention(
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
     by_cudnn = latent is None and not cap
-    by_cudnn = by_cudnn and prefill_attention_cudnn.applies(q_TNH, platform=platform)
-    plain = latent is None and not cap and sinks_N is None
+    by_cudnn = by_cudnn and prefill_attention_cudnn.applies(
+        q_TNH, platform=platform, device_kind=device_kind
+    )
 
     if by_cudnn:
         o_TNH = prefill_attention_cudnn.attend(
@@ -110,7 +112,7 @@ def prefill_attention(
             sinks_N=sinks_N,
             query_block=query_block,
             packed=packed,
-            at_once=not plain and platform == "gpu",
+            at_once=platform == "gpu",  # where the host would drive its loops
         )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 

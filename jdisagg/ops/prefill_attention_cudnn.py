@@ -15,8 +15,9 @@ a past (`scheduler/prefill_batches.py`); then it is computed as one sequence is.
 
 A sink takes its part of the softmax at the end, by the log-sum-exp of all that was seen.
 
-Float32 and heads of more than 128 take the XLA form: `applies` says no. The same recipes run on any
-platform with `implementation="xla"`, which is how they are tested without a GPU."""
+Float32 takes the XLA form, and so do heads of more than 128, on a Hopper of more than 256:
+`applies` says no. The same recipes run on any platform with `implementation="xla"`, which is how
+they are tested without a GPU."""
 
 from typing import Literal
 
@@ -24,16 +25,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.ops.grouped_products_gpu import is_hopper
 from jdisagg.ops.kv_pages import PastPages, as_read, gather_columns
 
-LARGEST_HEAD = 128
+LARGEST_HEAD, LARGEST_HEAD_ON_HOPPER = 128, 256
 Implementation = Literal["cudnn", "xla"]
 
 
-def applies(q_TNH: jax.Array, *, platform: str) -> bool:
+def applies(q_TNH: jax.Array, *, platform: str, device_kind: str = "") -> bool:
     width = q_TNH.shape[-1]
-    fits = q_TNH.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0 and width <= LARGEST_HEAD
-    return platform == "gpu" and fits
+    largest = LARGEST_HEAD_ON_HOPPER if is_hopper(device_kind) else LARGEST_HEAD
+    half = q_TNH.dtype in (jnp.bfloat16, jnp.float16)
+    return platform == "gpu" and half and width % 8 == 0 and width <= largest
 
 
 def attend(

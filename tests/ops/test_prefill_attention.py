@@ -259,12 +259,16 @@ def test_the_cudnn_recipes_of_packed_chunks_and_of_windows_see_what_they_should(
 
 
 def test_cudnn_is_chosen_where_it_has_kernels() -> None:
-    half, single, wide = (
+    half, single, wide, wider = (
         jnp.zeros((1, 2, 64), jnp.bfloat16),
         jnp.zeros((1, 2, 64)),
-        jnp.zeros((1, 2, 160), jnp.bfloat16),
+        jnp.zeros((1, 2, 256), jnp.bfloat16),
+        jnp.zeros((1, 2, 512), jnp.bfloat16),
     )
     applies = prefill_attention_cudnn.applies
+    assert applies(wide, platform="gpu", device_kind="NVIDIA H200")
+    assert not applies(wider, platform="gpu", device_kind="NVIDIA H200")
+    assert not applies(wide, platform="gpu", device_kind="NVIDIA GB200")
     assert applies(half, platform="gpu")
     assert not applies(half, platform="cpu")
     assert not applies(single, platform="gpu")
