@@ -56,7 +56,9 @@ def run(day: Day) -> None:
         for window in (None, 64):
             for sinks in (False, True):
                 name = f"prefill attention, {form}, window {window}" + ", sinks" * sinks
-                day.row(name, partial(chunk_attention, day, platform, form, window, sinks))
+                day.row(name, partial(chunk_attention, day, platform, form, window, sinks=sinks))
+        measure = partial(chunk_attention, day, platform, form, 64, width=256)
+        day.row(f"prefill attention, {form}, window 64, heads of 256", measure)
     for tokens in (8, 64) if day.small else (8, 32, 128, 2048):
         day.row(f"experts, {tokens} tokens", partial(experts, day, platform, tokens))
     day.row("sampling, as the CPU chooses", partial(sampling, day, platform))
@@ -137,9 +139,18 @@ def with_stages(day: Day, stages: int) -> Figures:
         paged_attention_pallas.STAGES = usual
 
 
-def chunk_attention(day: Day, platform: str, form: str, window: int | None, sinks: bool) -> Figures:
+def chunk_attention(
+    day: Day,
+    platform: str,
+    form: str,
+    window: int | None,
+    *,
+    sinks: bool = False,
+    width: int | None = None,
+) -> Figures:
     """A chunk: one prompt, eight packed ones, the first of them behind as many tokens in pages."""
-    tokens, heads, groups, width = (128, 2, 2, 32) if day.small else (4096, 8, 4, 128)
+    tokens, heads, groups = (128, 2, 2) if day.small else (4096, 8, 4)
+    width = width or (32 if day.small else 128)
     page, packed, behind = 16, "packed" in form, tokens if "past" in form else 0
     rows = 8 if packed else 1
     segment_T = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), tokens // rows)
@@ -152,6 +163,7 @@ def chunk_attention(day: Day, platform: str, form: str, window: int | None, sink
     table[0] = np.random.default_rng(0).permutation(tokens // page)
     length = jnp.asarray([behind] + [0] * (rows - 1), jnp.int32)
     sinks_N = normal(5, (heads * groups,), "float32") if sinks else None
+    device_kind = jax.devices()[0].device_kind
 
     def attend(platform: str, *arrays: jax.Array) -> jax.Array:
         q, k, v, k_pages, v_pages = arrays
@@ -159,7 +171,7 @@ def chunk_attention(day: Day, platform: str, form: str, window: int | None, sink
         past = PastPages(k_pages, v_pages, jnp.asarray(table), length, count) if behind else None
         return prefill_attention(
             q, k, v, segment_T, position_T, past, scale=width**-0.5, window=window,
-            platform=platform, packed=packed, sinks_N=sinks_N,
+            platform=platform, device_kind=device_kind, packed=packed, sinks_N=sinks_N,
         )  # fmt: skip
 
     arrays = (q, k, v, k_pages, v_pages)
