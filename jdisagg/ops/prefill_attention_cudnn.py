@@ -59,11 +59,7 @@ def attend(
     first = jnp.sum(segment_T == 0, dtype=jnp.int32)
     if not packed:
         return one_sequence(q_TNH, k_TKH, v_TKH, first, past, sinks_N, **how)
-    o_TNH, seen_TN1 = _segments(
-        q_TNH, k_TKH, v_TKH, segment_T, rows, sums=sinks_N is not None, **how
-    )
-    if sinks_N is not None:
-        o_TNH = _beside_sinks(o_TNH, seen_TN1, sinks_N)
+    o_TNH = _segments(q_TNH, k_TKH, v_TKH, segment_T, rows, sinks_N, **how)
     if past is None:
         return o_TNH
     begun = past.count > 0
@@ -191,15 +187,13 @@ def _segments(
     v_TKH: jax.Array,
     segment_T: jax.Array,
     rows: int,
+    sinks_N: jax.Array | None,
     *,
     scale: float,
     window: int | None,
-    sums: bool,
     implementation: Implementation,
-) -> tuple[jax.Array, jax.Array]:
-    """Packed sequences without a past; and, where `sums` are asked for, their log-sum-exp in
-    float32, [T, N, 1], undefined for padding."""
-    no_sums = jnp.zeros((q_TNH.shape[0], q_TNH.shape[1], 1), jnp.float32)
+) -> jax.Array:
+    """Packed sequences without a past."""
     if implementation == "xla":
         at_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
         seen_TS = (segment_T[:, None] == segment_T[None, :]) & (at_T[None, :] <= at_T[:, None])
@@ -209,7 +203,9 @@ def _segments(
             q_TNH[None], k_TKH[None], v_TKH[None], scale=scale, mask=seen_TS[None, None],
             implementation="xla", return_residual=True,
         )  # fmt: skip
-        return o_1TNH[0], lse_1TN[0].astype(jnp.float32)[:, :, None] if sums else no_sums
+        if sinks_N is None:
+            return o_1TNH[0]
+        return _beside_sinks(o_1TNH[0], lse_1TN[0].astype(jnp.float32)[:, :, None], sinks_N)
     # private: the public one has no segments
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
@@ -230,12 +226,12 @@ def _segments(
         scale=scale,
         mask_type=MaskType.PADDING_CAUSAL,
         sliding_window_length=window,
-        return_residual=sums,
+        return_residual=sinks_N is not None,
     )
-    if not sums:
-        return outputs[0], no_sums  # pyright: ignore[reportIndexIssue]  # it is typed `object`
+    if sinks_N is None:
+        return outputs[0]  # pyright: ignore[reportIndexIssue]  # it is typed `object`
     o_1TNH, lse_RNT = outputs[0], outputs[1]  # pyright: ignore[reportIndexIssue]
-    return o_1TNH[0], of_packed(lse_RNT, segment_T, offset_R)
+    return _beside_sinks(o_1TNH[0], of_packed(lse_RNT, segment_T, offset_R), sinks_N)
 
 
 def of_packed(sums_RNT: jax.Array, segment_T: jax.Array, first_R: jax.Array) -> jax.Array:
