@@ -21,9 +21,9 @@ TABLE = "commits.json"
 _ID = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 
-def commit() -> str:
-    """The working tree's, short; "unknown" where there is no repository."""
-    return _git("rev-parse", "--short", "HEAD") or "unknown"
+def commit(tree: Path = RESULTS.parent) -> str:
+    """A working tree's, short; "unknown" where there is no repository."""
+    return _git("rev-parse", "--short", "HEAD", tree=tree) or "unknown"
 
 
 def subject(name: str) -> str:
@@ -97,14 +97,10 @@ def _ids(value: object) -> Iterator[str]:
             yield from _ids(held)
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str, tree: Path = RESULTS.parent) -> str:
     try:
         done = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
+            ["git", *arguments], cwd=tree, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
         return ""

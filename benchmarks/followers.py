@@ -70,7 +70,7 @@ class Tree:
         from jdisagg.request import SamplingParams
 
         # by its path: another tree has other benchmarks
-        chunk = runpy.run_path(str(ROOT / "benchmarks" / "messages.py"))["_chunk"]
+        chunk = runpy.run_path(str(ROOT / "benchmarks" / "messages.py"))["chunk"]
 
         commands = self.commands
         sampling = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, seed=11)
@@ -155,28 +155,24 @@ def main(argv: list[str]) -> None:
     from absl import flags
 
     from benchmarks.measure import save
+    from benchmarks.two_trees import in_turn
 
-    flags.DEFINE_string("against", "", "Another checkout of this project; '' measures this one.")
-    flags.DEFINE_integer("rounds", 5, "Rounds, in turn.")
-    flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
-    flags.FLAGS(argv)
-    trees = {"ours": ROOT} | (
-        {"other": Path(flags.FLAGS.against).resolve()} if flags.FLAGS.against else {}
-    )
-    rounds = [{name: _run(tree) for name, tree in trees.items()} for _ in range(flags.FLAGS.rounds)]
+    ours, theirs, against = in_turn(argv, _run)
     figures: dict[str, dict[str, float]] = {}
-    for command in rounds[0]["ours"]:
-        row = figures[command] = {
-            f"{name} ms": round(statistics.median(one[name][command] for one in rounds), 3)
-            for name in trees
-        }
-        if "other" in trees:
-            row["other / ours"] = round(
-                statistics.median(one["other"][command] / one["ours"][command] for one in rounds), 1
-            )
+    for command in ours[0]:
+        row = figures[command] = {"ours ms": _median([one[command] for one in ours], 3)}
+        if theirs:
+            row["other ms"] = _median([one[command] for one in theirs], 3)
+            pairs = zip(ours, theirs, strict=True)
+            row["other / ours"] = _median([two[command] / one[command] for one, two in pairs], 1)
         print(f"{command:14s} {row}", flush=True)
     if flags.FLAGS.name:
-        print(save(flags.FLAGS.name, {"followers": FOLLOWERS, **figures}))
+        saved: dict[str, object] = {"followers": FOLLOWERS, "against": against, **figures}
+        print(save(flags.FLAGS.name, saved))
+
+
+def _median(values: list[float], digits: int) -> float:
+    return round(statistics.median(values), digits)
 
 
 if __name__ == "__main__":

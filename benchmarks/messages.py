@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
 SIDE, BATCHES, BATCH_SECONDS = "--one-side", 60, 0.004
 
 
@@ -33,7 +32,7 @@ def one_side() -> dict[str, dict[str, float]]:
     sampling = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, seed=11)
     made: dict[str, tuple[Callable[[], Any], bool]] = {
         "DecodeSteps": (lambda: commands.DecodeSteps(7, 1, (tuple(range(32)),), False, True), True),
-        "PrefillChunk": (lambda: _chunk(commands, sampling), True),
+        "PrefillChunk": (lambda: chunk(commands, sampling), True),
         "InsertBlock": (
             lambda: commands.InsertBlock(9, 2**40, 0, 3, 512, 500, 512, tuple(range(64)), 2**60),
             True,
@@ -83,7 +82,7 @@ def _codec() -> tuple[Any, Callable[..., bytes], Callable[..., Any], Callable[..
         return classes, encode, wire.command_from_bytes, wire.result_from_bytes
 
 
-def _chunk(commands: Any, sampling: object) -> object:
+def chunk(commands: Any, sampling: object) -> object:
     rows = tuple(
         commands.PrefillRow(
             sequence,
@@ -130,41 +129,23 @@ def main(argv: list[str]) -> None:
     from absl import flags
 
     from benchmarks.measure import save
+    from benchmarks.two_trees import in_turn
 
-    flags.DEFINE_string("against", "", "Another checkout of this project; '' measures this one.")
-    flags.DEFINE_integer("rounds", 5, "Rounds, in turn.")
-    flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
-    flags.FLAGS(argv)
-    other = flags.FLAGS.against
-    ours: list[dict[str, dict[str, float]]] = []
-    theirs: list[dict[str, dict[str, float]]] = []
-    for _ in range(flags.FLAGS.rounds):
-        ours.append(_run(ROOT))
-        if other:
-            theirs.append(_run(Path(other)))
+    ours, theirs, against = in_turn(argv, _run)
     figures: dict[str, object] = {}
     for name in ours[0]:
         row = {key: _median(ours, name, key) for key in ours[0][name]}
-        if other:
+        if theirs:
             row |= {f"{key}_before": _median(theirs, name, key) for key in theirs[0][name]}
             row["times_as_fast"] = row["encode_decode_us_before"] / row["encode_decode_us"]
         figures[name] = {key: round(value, 2) for key, value in row.items()}
         print(name, json.dumps(figures[name]))
     if flags.FLAGS.name:
-        print(save(flags.FLAGS.name, {"messages": figures, "against": _commit(other)}))
+        print(save(flags.FLAGS.name, {"messages": figures, "against": against}))
 
 
 def _median(rounds: list[dict[str, dict[str, float]]], name: str, key: str) -> float:
     return statistics.median(figures[name][key] for figures in rounds)
-
-
-def _commit(tree: str) -> str:
-    if not tree:
-        return ""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=tree, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":
