@@ -24,7 +24,7 @@ from absl import app, flags
 
 from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save
-from jdisagg.service.role_services import cluster_roles
+from jdisagg.service.internal.role_services import cluster_roles
 from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Shift, shifted
 

@@ -29,7 +29,7 @@ from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.model_api import Device
-from jdisagg.service.kv_link import GrpcKvLink
+from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.transfer.channel import BlockStamp, block_sharding
 from jdisagg.transfer.device_memory import LentMemory

@@ -28,8 +28,8 @@ from jdisagg.dispatch.frontend import Frontend, ModelInfo, TokenPrompt
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingDefaults, StreamEvent, Timings, Usage
-from jdisagg.service import common_pb2
-from jdisagg.service import generation_pb2 as pb
+from jdisagg.service.grpc import common_pb2
+from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.server import GenerationServer
 
 _STREAMS = flags.DEFINE_integer("streams", 512, "Streams at once.")

@@ -23,11 +23,11 @@ from absl import app, flags
 from benchmarks.measure import RESULTS, save
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
-from jdisagg.simulator.plan_bounds import Goal
-from jdisagg.simulator.plan_candidates import Site
-from jdisagg.simulator.plan_fleet import FleetMaker
-from jdisagg.simulator.plan_measure import TOLERANCE
-from jdisagg.simulator.planner import Planner, Search
+from jdisagg.simulator.planning.bounds import Goal
+from jdisagg.simulator.planning.candidates import Site
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.measure import TOLERANCE
+from jdisagg.simulator.planning.planner import Planner, Search
 from jdisagg.simulator.workloads import Arrival, poisson, within_context
 from launch.plan_inputs import mixture
 from launch.processes import on_cores, usable_cores

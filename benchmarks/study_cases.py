@@ -13,9 +13,15 @@ from pathlib import Path
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
-from jdisagg.simulator.plan_bounds import Demand, Estimator, Goal
-from jdisagg.simulator.plan_candidates import Candidate, Site, fitting_layouts, one_pool, two_pools
-from jdisagg.simulator.plan_fleet import FleetMaker
+from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
+from jdisagg.simulator.planning.candidates import (
+    Candidate,
+    Site,
+    fitting_layouts,
+    one_pool,
+    two_pools,
+)
+from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, within_context

@@ -11,9 +11,9 @@ from benchmarks.commits import commit
 from benchmarks.study_cases import Limits, StudyCase
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.plan_bounds import Demand
-from jdisagg.simulator.plan_candidates import Candidate
-from jdisagg.simulator.plan_trials import TOLERANCE, requests_at, settled
+from jdisagg.simulator.planning.bounds import Demand
+from jdisagg.simulator.planning.candidates import Candidate
+from jdisagg.simulator.planning.trials import TOLERANCE, requests_at, settled
 from jdisagg.simulator.report import RequestOutcome, SloLimits, attainment, summarise
 
 # Rungs of the highest rate that arithmetic allows any candidate. Of a curve those are run between

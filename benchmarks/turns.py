@@ -13,9 +13,9 @@ mesh. Its second turn goes one of these ways:
 - router, forgotten: as the router decides where the prefill worker keeps nothing;
 - router, kept: as it decides where that keeps the first prompt.
 Each of the first three sends what the decode worker lacks, no more. The router's prices are those
-of this machine, fitted in the same run (`node/cost_measurement.py`). A first turn serves all ways,
-each with new words behind it, in an order that changes with each round; the first round only
-compiles. "busy": two other streams run on the decode mesh, and the longest gap between two tokens
+of this machine, fitted in the same run (`node/commands/cost_measurement.py`). A first turn serves
+all ways, each with new words behind it, in an order that changes with each round; the first round
+only compiles. "busy": two other streams run on the decode mesh, and the longest gap between two tokens
 of theirs is told.
 
 A request that the router sent some way is one more that went so. "of the best": the median of the
@@ -53,7 +53,7 @@ from jdisagg.engine.kept_here import KeptHere
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
-from jdisagg.node.cost_measurement import (
+from jdisagg.node.commands.cost_measurement import (
     MeasuredSettings,
     describe,
     fit_and_judge,

@@ -41,13 +41,13 @@ from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import StreamEvent
-from jdisagg.service import generation_pb2 as pb
-from jdisagg.service import generation_pb2_grpc, wire, wire_generation
-from jdisagg.service.client_chat import Messages
-from jdisagg.service.client_completion import Choice, Collector, Completion
-from jdisagg.service.client_request import GenerateOptions, asked, tokenize_request
-from jdisagg.service.client_stream import ResumableStream, lost, never_sent, typed_error
-from jdisagg.service.connection import (
+from jdisagg.service.client.chat import Messages
+from jdisagg.service.client.completion import Choice, Collector, Completion
+from jdisagg.service.client.request import GenerateOptions, asked, tokenize_request
+from jdisagg.service.client.stream import ResumableStream, lost, never_sent, typed_error
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.internal.connection import (
     NO_CREDENTIALS,
     RECONNECT_OPTIONS,
     Credentials,

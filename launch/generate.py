@@ -18,8 +18,8 @@ from typing import cast
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import ConfigError
+from jdisagg.node.commands.prompts import PromptRun
 from jdisagg.node.deployment import prepare_engine
-from jdisagg.node.prompts import PromptRun
 from jdisagg.node.signals import end_at_once
 from jdisagg.request import StreamEvent
 from launch.console import run

@@ -1,9 +1,9 @@
 """Fits the cost model to this machine: `python -m launch.measure_costs --model=DIR
 --output=this_machine.json`
 
-`jdisagg/node/cost_measurement.py` says what is measured and how it is fitted. Errors, in sample and
-held out, go to stderr and into the file, which `--hardware=this_machine.json` of the other scripts
-reads."""
+`jdisagg/node/commands/cost_measurement.py` says what is measured and how it is fitted. Errors, in
+sample and held out, go to stderr and into the file, which `--hardware=this_machine.json` of the
+other scripts reads."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,7 @@ from jdisagg.costs.fitting import Errors, Observation
 from jdisagg.engine.limits import GRANULE_TOKENS
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.node.cost_measurement import (
+from jdisagg.node.commands.cost_measurement import (
     Fitted,
     MeasuredSettings,
     describe,

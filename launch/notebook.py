@@ -6,7 +6,7 @@ from dataclasses import replace
 from jdisagg.config import EngineConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.fingerprint import model_fingerprint
-from jdisagg.engine.research import Engine, MeshSizes
+from jdisagg.engine.research.face import Engine, MeshSizes
 from jdisagg.node.deployment import prepare_engine, prepare_runtime
 from launch.model import deployment, loader
 from launch.shipped import SHIPPED_MODEL

@@ -24,11 +24,11 @@ from typing import cast
 from rich.console import Console
 
 from jdisagg.config import Mode
-from jdisagg.node.plan_output import context_for, plan_fields, plan_recipe, plan_table
-from jdisagg.simulator.plan_bounds import Goal
-from jdisagg.simulator.plan_fleet import FleetMaker
-from jdisagg.simulator.plan_trials import Process
-from jdisagg.simulator.planner import Plan, Planner, Search
+from jdisagg.node.commands.plan_output import context_for, plan_fields, plan_recipe, plan_table
+from jdisagg.simulator.planning.bounds import Goal
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.planner import Plan, Planner, Search
+from jdisagg.simulator.planning.trials import Process
 from launch.console import run
 from launch.cost_inputs import find_geometry
 from launch.flags import define

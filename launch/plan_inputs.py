@@ -7,7 +7,7 @@ from jdisagg.config import Mode
 from jdisagg.costs.hardware import link
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.node.hardware_files import find_accelerator
-from jdisagg.simulator.plan_candidates import Site
+from jdisagg.simulator.planning.candidates import Site
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson, within_context
 from launch.flags import Given

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.context import BaseContext
 
-from jdisagg.simulator.plan_measure import Measurer, Task
-from jdisagg.simulator.plan_verdict import Finding
-from jdisagg.simulator.planner import Spread, in_turn
+from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.planner import Spread, in_turn
+from jdisagg.simulator.planning.verdict import Finding
 
 _measurer: Measurer | None = None
 

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from jdisagg.simulator.planner import Told
+from jdisagg.simulator.planning.planner import Told
 
 
 def counted(label: str, *more: ProgressColumn) -> Progress:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jdisagg.config import EngineConfig
 from jdisagg.layout.axes import Layout
+from jdisagg.node.commands.replay import replay
 from jdisagg.node.deployment import prepare_runtime
-from jdisagg.node.replay import replay
 from jdisagg.service.recording import read_recording
 from launch.console import run
 from launch.flags import define

@@ -23,7 +23,7 @@ from rich.progress import TextColumn, TimeElapsedColumn
 
 from jdisagg.client import AsyncClient
 from jdisagg.errors import ConfigError
-from jdisagg.node.trace_sender import PromptMaker, ReplayProgress, TraceSender
+from jdisagg.node.commands.trace_sender import PromptMaker, ReplayProgress, TraceSender
 from jdisagg.simulator.report import RequestOutcome, SloLimits, summarise
 from jdisagg.simulator.tables import check_table, text_of, write_outcomes
 from jdisagg.simulator.workloads import Arrival

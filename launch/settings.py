@@ -8,7 +8,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.node.recipes import load_recipe
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
-from jdisagg.service.connection import Credentials
+from jdisagg.service.internal.connection import Credentials
 from launch.flags import HTTP, SERVICE, Given
 from launch.shipped import SHIPPED_MODEL
 from models.model_folder import stored_dtype

@@ -15,8 +15,8 @@ import time
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.connection import Credentials
-from jdisagg.service.role_services import cluster_roles
+from jdisagg.service.internal.connection import Credentials
+from jdisagg.service.internal.role_services import cluster_roles
 from launch.console import run
 from launch.flags import CLIENT, define
 from launch.settings import credentials

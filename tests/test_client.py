@@ -21,8 +21,8 @@ from jdisagg.errors import (
 )
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.request import StreamEvent
-from jdisagg.service import generation_pb2 as pb
-from jdisagg.service import generation_pb2_grpc
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc import generation_pb2_grpc
 from jdisagg.service.server import GenerationServer
 from tests.service.conftest import door  # noqa: F401  (a fixture)
 from tests.service.doors import Door, FakePath, eventually, expected_tokens, make_frontend, text_of

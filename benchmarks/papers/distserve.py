@@ -18,7 +18,7 @@ from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.plan_bounds import Goal
+from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, LogNormal, poisson, within_context

@@ -17,8 +17,8 @@ from jdisagg.costs.hardware import LINKS, Accelerator, Link, accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.plan_bounds import Goal
-from jdisagg.simulator.plan_trials import requests_at, settled
+from jdisagg.simulator.planning.bounds import Goal
+from jdisagg.simulator.planning.trials import requests_at, settled
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, LogNormal, poisson

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jdisagg.simulator.fleet import Fleet
-from jdisagg.simulator.plan_bounds import Demand, Goal
-from jdisagg.simulator.plan_trials import Loss, requests_at, settled
+from jdisagg.simulator.planning.bounds import Demand, Goal
+from jdisagg.simulator.planning.trials import Loss, requests_at, settled
 from jdisagg.simulator.report import RequestOutcome, attainment
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival

@@ -18,7 +18,7 @@ from jdisagg.costs.hardware import Accelerator, Link, accelerator, link
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.plan_trials import requests_at, settled
+from jdisagg.simulator.planning.trials import requests_at, settled
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival

@@ -16,8 +16,8 @@ from jdisagg.config import Mode, RoutingConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.plan_bounds import Goal
-from jdisagg.simulator.plan_trials import requests_at, settled
+from jdisagg.simulator.planning.bounds import Goal
+from jdisagg.simulator.planning.trials import requests_at, settled
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival

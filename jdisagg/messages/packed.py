@@ -3,9 +3,9 @@ format.
 
 Both ends of a connection speak the same protocol, so fields go by position and no schema stands
 beside the classes. Every call and every stream names its protocol in its metadata, which a server
-checks before it reads a byte of what was packed (`service/rpc.py`). What does not decode to the
-expected class is an `InvalidRequestError` that names the place and what was found there; lengths
-that a message only claims to have cost no memory.
+checks before it reads a byte of what was packed (`service/internal/rpc.py`). What does not decode
+to the expected class is an `InvalidRequestError` that names the place and what was found there;
+lengths that a message only claims to have cost no memory.
 """
 
 from typing import Generic, TypeVar

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import jdisagg
 from jdisagg.errors import JdisaggError, OverloadedError
-from jdisagg.simulator.guide import GuideQuestion, parse_question
+from jdisagg.simulator.planning.guide import GuideQuestion, parse_question
 
 SECONDS = 20.0
 KEPT_ANSWERS = 64
-PROGRAM = (sys.executable, "-m", "jdisagg.simulator.guide")
+PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
 
 class Guide:

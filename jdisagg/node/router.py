@@ -10,13 +10,13 @@ from typing import Protocol
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
-from jdisagg.dispatch.elastic_pools import ElasticPools
 from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
-from jdisagg.dispatch.outcomes import OutcomeTap
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.role_switcher import RoleSwitcher
+from jdisagg.dispatch.roles.elastic_pools import ElasticPools
+from jdisagg.dispatch.roles.outcomes import OutcomeTap
+from jdisagg.dispatch.roles.role_switcher import RoleSwitcher
 from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -33,9 +33,9 @@ from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.known_blocks import KnownBlocks
-from jdisagg.service.registry import registry_service
-from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.role_services import cluster_roles_service, worker_roles
+from jdisagg.service.internal.registry import registry_service
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
 
 # What is said of the model before the first worker has registered; requests are refused until then.

@@ -13,7 +13,7 @@ from jdisagg.node.guide import Guide
 from jdisagg.node.signals import StopSignals
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.request_log import RequestLog
-from jdisagg.service.page import PageSources
+from jdisagg.service.http.page import PageSources
 from jdisagg.service.server import GenerationServer
 
 Broken = TypeVar("Broken")

@@ -58,14 +58,14 @@ from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.service.connection import Credentials
 from jdisagg.service.guard import Service
-from jdisagg.service.kv_link import GrpcKvLink
-from jdisagg.service.registry import RegistryClient
-from jdisagg.service.remote_ports import RemoteWorker
-from jdisagg.service.role_services import worker_roles_service
+from jdisagg.service.internal.connection import Credentials
+from jdisagg.service.internal.kv_link import GrpcKvLink
+from jdisagg.service.internal.registry import RegistryClient
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.role_services import worker_roles_service
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.jax_transfer import JaxTransferChannel

@@ -27,10 +27,10 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.packed import check_protocol
 from jdisagg.messages.spans import WireStatus
-from jdisagg.service import wire
 from jdisagg.service.bearer import Tokens, identify
-from jdisagg.service.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
 from jdisagg.service.draining import DrainingGuard, cut_short, shutting_down
+from jdisagg.service.grpc import wire
+from jdisagg.service.internal.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
 from jdisagg.trace_context import incoming, within
 
 Reply = TypeVar("Reply")

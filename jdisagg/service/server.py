@@ -25,12 +25,12 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.bearer import token_of
-from jdisagg.service.connection import Credentials, read_pem, read_secret
-from jdisagg.service.generation_service import generation_service
+from jdisagg.service.grpc.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
-from jdisagg.service.http_server import HttpServer, listener
-from jdisagg.service.page import PageSources
+from jdisagg.service.http.page import PageSources
+from jdisagg.service.http.server import HttpServer, listener
+from jdisagg.service.internal.connection import Credentials, read_pem, read_secret
 from jdisagg.service.reread import Reread
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 

@@ -3,14 +3,14 @@
     result = simulate(fleet, arrivals, hooks=[elastic(ElasticConfig(slo=...), switch_seconds=20.0)])
 
 The controller, what it is told and who acts on it are the live router's (router/elastic.py,
-dispatch/elastic_pools.py); only the change of role itself is the simulator's: the worker drains,
-and is away for `switch_seconds`, in which a real one lays its weights out anew and warms up
+dispatch/roles/elastic_pools.py); only the change of role itself is the simulator's: the worker
+drains, and is away for `switch_seconds`, in which a real one lays its weights out anew and warms up
 (benchmarks/results/role_switch.json has what that took)."""
 
 from collections.abc import Awaitable, Callable
 
-from jdisagg.dispatch.elastic_pools import ElasticPools
-from jdisagg.dispatch.outcomes import OutcomeTap
+from jdisagg.dispatch.roles.elastic_pools import ElasticPools
+from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.dispatch.outcomes import OutcomeTap
+from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, Usage

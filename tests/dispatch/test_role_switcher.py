@@ -7,9 +7,9 @@ from typing import Self
 
 import pytest
 
-from jdisagg.dispatch.elastic_pools import ElasticPools
 from jdisagg.dispatch.membership import Membership, WorkerPorts
-from jdisagg.dispatch.role_switcher import RoleSwitcher
+from jdisagg.dispatch.roles.elastic_pools import ElasticPools
+from jdisagg.dispatch.roles.role_switcher import RoleSwitcher
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard

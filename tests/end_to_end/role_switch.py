@@ -15,7 +15,7 @@ from jdisagg.client import AsyncClient
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.role_services import cluster_roles
+from jdisagg.service.internal.role_services import cluster_roles
 from tests.chaos.load import Kind, Stream
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
-from jdisagg.engine.research import DecoderLayout, Engine, MeshSizes, PrefillLayout
+from jdisagg.engine.research.face import DecoderLayout, Engine, MeshSizes, PrefillLayout
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running

@@ -19,7 +19,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.role_services import cluster_roles
+from jdisagg.service.internal.role_services import cluster_roles
 from tests import time_scale
 from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Change, change, load, shifted

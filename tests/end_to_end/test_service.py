@@ -16,7 +16,7 @@ from jdisagg.config import LimitsConfig
 from jdisagg.errors import DeadlineExceededError, OverloadedError
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import FinishReason
-from jdisagg.service import common_pb2, generation_pb2, generation_pb2_grpc
+from jdisagg.service.grpc import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.end_to_end.clusters import LLAMA, config, dense_greedy
 from tests.end_to_end.doors import Served, served
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.packed import pack
 from jdisagg.messages.ports import close_stream
-from jdisagg.service import rpc, wire
+from jdisagg.service.grpc import wire
+from jdisagg.service.internal import rpc
 
 P = TypeVar("P")
 

@@ -27,7 +27,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.worker import WorkerSpec
 from jdisagg.node.worker_process import Relayout, WorkerProcess
-from jdisagg.service.role_services import worker_roles
+from jdisagg.service.internal.role_services import worker_roles
 from models.checkpoint import LoadedModel, load_model
 from models.relayout import relayout
 from tests import time_scale

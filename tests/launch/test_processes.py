@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.simulator.planner import in_turn
+from jdisagg.simulator.planning.planner import in_turn
 from launch.processes import on_cores, usable_cores
 from tests import time_scale
 
 # In a process of its own: this one has JAX and its threads, and is not to be forked.
 PROGRAM = """
 from jdisagg.costs.model_geometry import geometry
-from jdisagg.simulator.planner import Planner, Search, in_turn
+from jdisagg.simulator.planning.planner import Planner, Search, in_turn
 from launch.processes import on_cores
-from tests.simulator.test_planner import GOAL, SITE, WORKLOAD, Servers
+from tests.simulator.planning.test_planner import GOAL, SITE, WORKLOAD, Servers
 plans = [
     Planner(
         geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 3.0 + len(item.name)),

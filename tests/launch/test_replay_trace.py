@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.node.trace_sender import PromptMaker, ReplayProgress, TraceSender
+from jdisagg.node.commands.trace_sender import PromptMaker, ReplayProgress, TraceSender
 from jdisagg.simulator.trace_files import write_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.end_to_end.clusters import config

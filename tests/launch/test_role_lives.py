@@ -23,7 +23,7 @@ from jdisagg.messages.roles import SwitchCall, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.role_state import Role, RoleState, fixed_because
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from tests import time_scale
 from tests.launch.role_lives import DECODE, PREFILL, Running, failing, real, worker

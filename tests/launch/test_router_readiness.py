@@ -21,7 +21,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.router import Router, RouterConfig
 from jdisagg.observe.canary_probe import CANARY_TENANT
-from jdisagg.service.registry import RegistryClient
+from jdisagg.service.internal.registry import RegistryClient
 from jdisagg.timeouts import MembershipTimeouts
 from jdisagg.worker.decode_worker import DecodeWorker
 from tests.service.doors import byte_tokenizer, eventually

@@ -20,7 +20,7 @@ from jdisagg.messages.registry import RegistryPort
 from jdisagg.messages.roles import ClusterRolesPort, RolePort
 from jdisagg.messages.spans import SpanSessionPort
 from jdisagg.messages.step_commands import StepCommand, StepResult
-from jdisagg.service import rpc
+from jdisagg.service.internal import rpc
 from tests.messages.values import of_annotation
 
 PORTS = (

@@ -11,7 +11,7 @@ from benchmarks.study_cases import CASES
 from benchmarks.study_runs import LADDER, as_text, from_text, next_rung
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.plan_candidates import Candidate
+from jdisagg.simulator.planning.candidates import Candidate
 from tests.notebooks.runs import ROOT, code_cells, executed, figures
 
 NOTEBOOK = ROOT / "notebooks" / "study.ipynb"

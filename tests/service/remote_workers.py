@@ -8,10 +8,10 @@ from jdisagg.config import ServiceConfig
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.ports import GenerateCall, HandoffSource, Span
 from jdisagg.messages.spans import SpanBatch
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.span_sessions import SpanSessions
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.service.span_sessions import SpanSessions
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 from tests.service.port_worker import Worker
 

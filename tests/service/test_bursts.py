@@ -15,8 +15,8 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import OverloadedError
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.router.admission import UNKNOWN_WAIT_SECONDS
-from jdisagg.service import common_pb2, generation_pb2_grpc
-from jdisagg.service import generation_pb2 as pb
+from jdisagg.service.grpc import common_pb2, generation_pb2_grpc
+from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.server import GenerationServer
 from tests import time_scale
 from tests.fakes.cluster import Cluster, toy_request

@@ -14,9 +14,9 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import PeerPort
 from jdisagg.request import Request
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from tests.fakes.cluster import Cluster, Collected, ToyText, toy_request
 from tests.fakes.fake_executor import Costs
 from tests.service.doors import eventually

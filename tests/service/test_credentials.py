@@ -27,10 +27,12 @@ from jdisagg.messages.kv_plane import KvPlanePort
 from jdisagg.messages.ports import DecodePort, GenerateCall, PeerPort, PrefillPort
 from jdisagg.messages.registry import RegistryPort
 from jdisagg.messages.spans import SpanSessionPort
-from jdisagg.service import reread, rpc
-from jdisagg.service.kv_link import GrpcKvLink
-from jdisagg.service.registry import registry_service
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service import reread
+from jdisagg.service.internal import rpc
+from jdisagg.service.internal.kv_link import GrpcKvLink
+from jdisagg.service.internal.registry import registry_service
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import (
     GenerationServer,
     GrpcServer,
@@ -38,7 +40,6 @@ from jdisagg.service.server import (
     cluster_credentials,
     read_tokens,
 )
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from tests.service.doors import STATUS, FakePath, make_frontend
 from tests.service.port_worker import HELLO, PREFILL, Worker
 

@@ -19,8 +19,8 @@ from jdisagg.errors import (
     OverloadedError,
 )
 from jdisagg.request import FinishReason
-from jdisagg.service import generation_pb2 as pb
-from jdisagg.service import generation_pb2_grpc
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc import generation_pb2_grpc
 from tests.service.doors import Door, eventually, expected_tokens, text_of
 
 

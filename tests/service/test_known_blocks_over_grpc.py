@@ -22,10 +22,10 @@ from jdisagg.request import Request
 from jdisagg.router.cluster_state import OWN
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.service.registry import RegistryClient, registry_service
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.registry import RegistryClient, registry_service
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.timeouts import MembershipTimeouts
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext

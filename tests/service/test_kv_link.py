@@ -17,7 +17,7 @@ from jdisagg.messages.kv_plane import (
     Refused,
     Wanted,
 )
-from jdisagg.service.kv_link import GrpcKvLink
+from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from tests.service.doors import eventually

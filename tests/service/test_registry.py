@@ -15,8 +15,8 @@ from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableErr
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.service import registry
-from jdisagg.service.registry import RegistryClient, registry_service
+from jdisagg.service.internal import registry
+from jdisagg.service.internal.registry import RegistryClient, registry_service
 from jdisagg.service.server import GrpcServer
 from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually

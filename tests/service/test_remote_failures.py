@@ -27,7 +27,7 @@ from jdisagg.messages.ports import (
     Span,
 )
 from jdisagg.messages.spans import SpanBatch
-from jdisagg.service.span_sessions import SpanSessions
+from jdisagg.service.internal.span_sessions import SpanSessions
 from jdisagg.timeouts import CallTimeouts
 from tests.service.doors import STATUS, eventually
 from tests.service.port_worker import HELLO, PREFILL, REPLY, REQUEST, Worker

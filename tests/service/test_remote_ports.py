@@ -18,8 +18,8 @@ from jdisagg.messages.packed import pack
 from jdisagg.messages.ports import Child, Reservation, ReserveCall, Span, SpanEnd, close_stream
 from jdisagg.messages.spans import SpanBatch
 from jdisagg.request import MAX_TOP_LOGPROBS, Request, TokenLogprobs
-from jdisagg.service.connection import MAX_MESSAGE_BYTES
-from jdisagg.service.span_sessions import SpanSessions
+from jdisagg.service.internal.connection import MAX_MESSAGE_BYTES
+from jdisagg.service.internal.span_sessions import SpanSessions
 from tests.service.doors import STATUS, eventually
 from tests.service.port_worker import HELLO, OFFERS, PREFILL, REPLY, REQUEST, SPANS, Worker
 from tests.service.remote_workers import Spanner, call_of, collect, connected, read, serving

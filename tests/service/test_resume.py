@@ -20,11 +20,11 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
-from jdisagg.service import generation_pb2 as pb
-from jdisagg.service import wire_generation
-from jdisagg.service.client_stream import ResumableStream
+from jdisagg.service.client.stream import ResumableStream
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc import wire_generation
+from jdisagg.service.grpc.wire_generation import ClientRequest
 from jdisagg.service.server import GenerationServer
-from jdisagg.service.wire_generation import ClientRequest
 from tests.service.doors import FakePath, eventually, expected_tokens, make_frontend, text_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from jdisagg.errors import UnauthenticatedError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import AdviceReport, SwitchCall, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service.connection import Credentials
-from jdisagg.service.role_services import (
+from jdisagg.service.internal.connection import Credentials
+from jdisagg.service.internal.role_services import (
     cluster_roles,
     cluster_roles_service,
     worker_roles,

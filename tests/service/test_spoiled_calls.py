@@ -16,9 +16,9 @@ from jdisagg.messages.packed import pack
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort, Span
 from jdisagg.messages.roles import ClusterRolesPort, RolePort, SwitchCall, SwitchReport
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.service import rpc
-from jdisagg.service.connection import protocol_metadata
-from jdisagg.service.role_services import worker_roles
+from jdisagg.service.internal import rpc
+from jdisagg.service.internal.connection import protocol_metadata
+from jdisagg.service.internal.role_services import worker_roles
 from tests.service.doors import eventually
 from tests.service.port_worker import PREFILL
 from tests.service.remote_workers import Spanner, collect, connected, serving

@@ -17,9 +17,9 @@ from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.trace_events import merge, read_timelines
 from jdisagg.service.guard import Service
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.trace_context import incoming, outgoing, within
 from tests.fakes.cluster import Cluster, ToyText, toy_request
 from tests.service.test_cluster_over_grpc import COSTS, LatePeer

@@ -17,7 +17,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import StreamEvent, TokenLogprobs
-from jdisagg.service import common_pb2, generation_pb2, wire, wire_generation
+from jdisagg.service.grpc import common_pb2, generation_pb2, wire, wire_generation
 from tests.messages.values import FLOATS, INT64, TEXT, of_annotation
 
 ROUND_TRIPS = [

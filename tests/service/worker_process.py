@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from jdisagg.config import ServiceConfig
 from jdisagg.messages.ports import GenerateCall, Span
+from jdisagg.service.internal.worker_service import decode_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.service.worker_service import decode_service
 from tests.service.port_worker import Worker
 
 

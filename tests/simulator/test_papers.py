@@ -9,7 +9,7 @@ import pytest
 from benchmarks.papers import distserve, prfaas, splitwise, taichi
 from benchmarks.papers.__main__ import STUDIES
 from benchmarks.papers.runs import RESULTS, TOLERANCE, Load, Tally, highest, page, read, words
-from jdisagg.simulator.plan_bounds import Goal
+from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 

@@ -25,10 +25,10 @@ from jdisagg.ids import random_id
 from jdisagg.messages.ports import HandoffSource, PeerPort
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
-from jdisagg.service.kv_link import GrpcKvLink
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.kv_link import GrpcKvLink
+from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.service.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories

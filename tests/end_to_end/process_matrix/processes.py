@@ -22,7 +22,7 @@ from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.instance import Instance
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request, SamplingParams
-from jdisagg.service.remote_ports import RemoteWorker
+from jdisagg.service.internal.remote_ports import RemoteWorker
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA, assert_all_free, collect

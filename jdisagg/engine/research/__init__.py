@@ -1,0 +1,1 @@
+"""The research API: sessions and KV cache objects on one's own meshes."""

@@ -1,0 +1,313 @@
+"""One mesh of the research face: the serving executor, driven by the caller's own thread, one
+command after another.
+
+It adds to `MeshExecutor` what holding a cache in the hand needs: blocks that a prefill offers are
+kept instead of waiting for a peer, and a sequence's pages can be read back as blocks. Programs,
+pages, slots and transfers are the serving ones. A scheduler would be idle here, so that the page
+ledger alone decides; every owner is a session or one running prefill.
+
+A sequence decodes alone, in slot 0 of its rank. Not thread-safe: a notebook has one thread."""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jdisagg.engine.instance import Loaded
+from jdisagg.engine.research.chunk_runs import Run, chunks, whole_token
+from jdisagg.engine.research.keeping_channel import KeepingChannel
+from jdisagg.engine.research.kv_blocks import KVBlock, KVPlace
+from jdisagg.engine.research.kv_cache import KVCache, NextToken
+from jdisagg.engine.research.scores import Scores
+from jdisagg.errors import BrokenModelError, ConfigError, HandoffError, OverloadedError
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
+from jdisagg.executor.results import PrefillReading
+from jdisagg.executor.work_threads import POLL_SECONDS, Waiting
+from jdisagg.ids import random_id
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import (
+    DecodeResult,
+    DecodeSteps,
+    DropBlocks,
+    InsertBlock,
+    InsertResult,
+    PrefillChunk,
+    PrefillResult,
+    PullBlock,
+    PullResult,
+    SampleSpec,
+    SlotAdmit,
+)
+from jdisagg.ops.kv_pages import gather_tokens
+from jdisagg.ops.kv_rows import block_of
+from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
+from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.transfer.channel import BlockStamp, PullTarget
+from jdisagg.transfer.in_process import InProcessChannel
+
+PULL_SECONDS = 600.0
+STEP = 0  # commands run one by one: their results need no numbers
+
+
+class ResearchInstance(MeshExecutor):
+    """A model replica on one mesh that prefills, receives, decodes and gives back,
+    synchronously."""
+
+    def __init__(
+        self,
+        name: str,
+        loaded: Loaded,
+        layout: Layout,
+        limits: MeshLimits,
+        channel: InProcessChannel,
+    ) -> None:
+        if limits.kv_spec.has_state:
+            raise ConfigError(
+                "the research face holds KV alone, and this model keeps state beside it; serve it"
+                " by a cluster (launch.generate, launch.serve)"
+            )
+        self.layout = layout
+        self.vocabulary = loaded.model.vocabulary
+        self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
+        self._wire = channel
+        self._keeper = KeepingChannel(channel)
+        role = MeshRole(prefill=True, decode=True, emit=True)
+        programs = Programs(loaded.mesh)
+        super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
+
+    @property
+    def logprobs_wanted(self) -> int:
+        """Of the token that a prefill chooses: as many as there can be."""
+        return min(MAX_TOP_LOGPROBS, self.vocabulary)
+
+    def place(self, rank: int = 0) -> KVPlace:
+        return KVPlace(self.mesh, rank, self.limits.kv_spec)
+
+    def pull_target(self, block: PullBlock) -> PullTarget:
+        """In pieces of one head: they fit every sender's layout, so that one set of resident zeros
+        and insert programs serves them all."""
+        return self._targets.target(block, self._blocks.layers(block.group, block.groups), 1)
+
+    def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
+        """Runs prompts, as many at once as there are pages for, chooses the next token of each,
+        gives the pages back and the blocks to the caller. Blocks."""
+        started = time.perf_counter()
+        done: list[Run] = []
+        waiting: list[Run] = []
+        try:
+            for tokens in prompts:
+                if waiting and not self._has_room(len(tokens)):
+                    self._finish(waiting)
+                    done, waiting = done + waiting, []
+                rank, owner = self.reserve(len(tokens))
+                waiting.append(Run(tokens, 0, rank, owner, (spec,), emits=True))
+            self._finish(waiting)
+        except BaseException:
+            self._keeper.forget()
+            self._free(waiting)
+            raise
+        seconds = time.perf_counter() - started
+        return [
+            self._cache(run.tokens, run.next_token(), run.rank, run.blocks, seconds)
+            for run in done + waiting
+        ]
+
+    def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
+        """Computes what the runs ask for, chunk by chunk, and leaves it with them: blocks, samples,
+        log-probabilities. `logits`: all of each token's successor, too, where they ask for
+        log-probabilities. Blocks."""
+        for chunk in chunks(runs, self.limits):
+            rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
+            length = max(
+                row.offset + padded(len(row.tokens), self.limits.granule_tokens) for row in rows
+            )
+            width = next(size for size in self.limits.chunk_buckets if size >= length)
+            reading = self._issue(PrefillChunk(STEP, width, tuple(rows)))
+            result = reading.result()
+            assert isinstance(reading, PrefillReading) and isinstance(result, PrefillResult)
+            for part, row in zip(chunk, rows, strict=True):
+                part.take(row, result, self._keeper)
+                if logits:
+                    part.run.logits.append(self._scorer.logits(row, reading.last))
+
+    def score(self, run: Run, *, logits: bool = False) -> Scores:
+        """What the model holds of the run's tokens behind the first that it computes. Blocks.
+        Raises BrokenModelError where logits are not finite."""
+        self.compute([run], logits=logits)
+        given = run.tokens[run.start + 1 :]
+        whole = np.concatenate(run.logits)[: len(given)] if logits else None
+        scores = Scores.of(given, PromptLogprobs.joined(run.scores), whole)
+        if np.isnan(scores.logprobs).any():
+            raise BrokenModelError()
+        return scores
+
+    def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
+        """As `score`, of a prompt that nobody holds. Blocks."""
+        rank, owner = self.reserve(len(prompt))
+        try:
+            return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
+        finally:
+            self.ledgers[rank].free(owner)
+
+    def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
+        """Moves a cache, from whatever mesh, into the owner's pages, packed by this codec on its
+        way. Blocks until it is there."""
+        pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
+        offers = [(random_id(), block) for block in kv.blocks]
+        try:
+            pulls = []
+            for offer_id, block in offers:
+                first_row = spec.first_row(block.layer)
+                stamp = BlockStamp(0, first_row, block.start, block.valid_tokens)
+                self._wire.offer(offer_id, block.array, kv.rank, stamp.of_offer(offer_id))
+                pull = PullBlock(
+                    STEP, offer_id, rank, block.layer, block.block_tokens, PULL_SECONDS, codec=codec
+                )
+                pulls.append(self._issue(pull))
+            inserts: list[Waiting] = []
+            for (offer_id, block), pull in zip(offers, pulls, strict=True):
+                while not pull.is_ready():
+                    time.sleep(POLL_SECONDS)
+                result = pull.result()
+                assert isinstance(result, PullResult)
+                if result.error:
+                    raise HandoffError(
+                        f"layer {block.layer} of the cache did not arrive: {result.error}"
+                    )
+                insert = InsertBlock(
+                    STEP,
+                    offer_id,
+                    rank,
+                    block.layer,
+                    block.block_tokens,
+                    block.valid_tokens,
+                    block.start,
+                    pages[: pages_for(block.stop, self.limits.page_size)],
+                    codec=codec,
+                )
+                inserts.append(self._issue(insert))
+            for (_, block), insert in zip(offers, inserts, strict=True):
+                inserted = insert.result()
+                assert isinstance(inserted, InsertResult)
+                if not inserted.intact:
+                    raise HandoffError(
+                        f"layer {block.layer} of the cache, packed by {codec!r}, does not lie in"
+                        " its pages as it was packed; push it again"
+                    )
+        finally:
+            self._issue(DropBlocks(STEP, tuple(offer_id for offer_id, _ in offers)))
+            for offer_id, _ in offers:
+                self._wire.release(offer_id)
+
+    def extract(
+        self, tokens: tuple[int, ...], chosen: NextToken | None, rank: int, owner: int
+    ) -> KVCache:
+        """Copies the owner's pages out as blocks on this mesh. Blocks until they are there."""
+        started = time.perf_counter()
+        pages = np.asarray(self.ledgers[rank].pages(owner), np.int32)
+        blocks: list[KVBlock] = []
+        for start, block_tokens, valid_tokens in split_blocks(
+            len(tokens), self.limits.granule_tokens
+        ):
+            coordinates = np.zeros((self.limits.ranks, 2, block_tokens), np.int32)
+            positions = np.arange(start, start + valid_tokens)
+            coordinates[rank, 0, :valid_tokens] = pages[positions // self.limits.page_size]
+            coordinates[rank, 1, :valid_tokens] = positions % self.limits.page_size
+            on_mesh = jax.device_put(coordinates, NamedSharding(self.mesh, RANK))
+            blocks += [
+                KVBlock(layer, start, valid_tokens, self._read(layer, on_mesh))
+                for layer in range(len(self._pool.layers))
+            ]
+        jax.block_until_ready([block.array for block in blocks])
+        seconds = time.perf_counter() - started
+        return self._cache(tokens, chosen, rank, blocks, seconds)
+
+    def admit(
+        self, token: int, position: int, limit: int, spec: SampleSpec, rank: int, owner: int
+    ) -> SlotAdmit:
+        """What a sequence's first `decode_step` carries: its last known token, whose KV the step
+        writes at `position`."""
+        return SlotAdmit(
+            owner, rank, 0, token, position, limit, self.ledgers[rank].pages(owner), spec
+        )
+
+    def decode_step(
+        self, rank: int, sampling: SamplingParams, admit: SlotAdmit | None
+    ) -> NextToken:
+        """One step of the rank's sequence; waits for its token."""
+        slots = tuple((0,) if index == rank else () for index in range(self.limits.ranks))
+        admits = (admit,) if admit else ()
+        result = self.issue_and_wait(
+            DecodeSteps(STEP, 1, slots, sampling.shaped, not sampling.greedy, admits)
+        )
+        assert isinstance(result, DecodeResult)
+        logprobs = result.logprobs[rank][0][0] if result.logprobs else None
+        return NextToken(whole_token(result.tokens[rank][0][0]), sampling, logprobs)
+
+    def reserve(self, tokens: int) -> tuple[int, int]:
+        """Pages for so many tokens on the emptiest rank: (rank, owner). Raises `OverloadedError`
+        when there are not so many."""
+        count = pages_for(tokens, self.limits.page_size)
+        rank = max(range(len(self.ledgers)), key=lambda index: self.ledgers[index].free_pages)
+        owner = random_id()
+        if self.ledgers[rank].reserve(owner, count) is None:
+            raise self._full(count, rank)
+        return rank, owner
+
+    def grow(self, rank: int, owner: int, tokens: int) -> None:
+        """Adds pages until the owner's hold so many tokens."""
+        ledger = self.ledgers[rank]
+        count = pages_for(tokens, self.limits.page_size) - len(ledger.pages(owner))
+        if count > 0 and ledger.extend(owner, count) is None:
+            raise self._full(count, rank)
+
+    def _has_room(self, tokens: int) -> bool:
+        free = max(ledger.free_pages for ledger in self.ledgers)
+        return free >= pages_for(tokens, self.limits.page_size)
+
+    def _finish(self, runs: list[Run]) -> None:
+        self.compute(runs)
+        self._free(runs)
+
+    def _free(self, runs: list[Run]) -> None:
+        for run in runs:
+            self.ledgers[run.rank].free(run.owner)
+
+    def _full(self, count: int, rank: int) -> OverloadedError:
+        free, total = self.ledgers[rank].free_pages, self.limits.pages_per_rank
+        return OverloadedError(
+            f"{count} KV pages are wanted on rank {rank} of {self.layout} and {free} of {total} are"
+            " free; close sessions on this mesh, or build the engine with a larger"
+            " sessions_per_rank"
+        )
+
+    def _cache(
+        self,
+        tokens: tuple[int, ...],
+        chosen: NextToken | None,
+        rank: int,
+        blocks: list[KVBlock],
+        seconds: float,
+    ) -> KVCache:
+        spec = self.limits.kv_spec
+        return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
+
+    def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
+        """One layer's rows at (page, slot) [dp, 2, T] of each rank, as a block [dp, C, K, T, H]."""
+        pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
+
+        def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:
+            page_T, slot_T = coordinates[0]
+            parts = [gather_tokens(part, page_T, slot_T) for part in pages]
+            return block_of([kind], [parts], spec)[None]
+
+        specs = (self._pool.specs(range(layer, layer + 1))[0], RANK)
+        build = lambda: self.programs.compile(body, (pages, coordinates), specs, BLOCK_SPEC)  # noqa: E731
+        key = ("extract", coordinates.shape, kind.components)
+        return self.programs.get(key, build)(pages, coordinates)

@@ -1,0 +1,319 @@
+"""A KV cache that can be held in the hand: blocks of one sequence on one mesh, as the hand-off
+between meshes moves them, to look at, cut, join and change.
+
+The blocks' arrays are never donated and belong to nobody's page pool, so a cache stays valid
+whatever the engine does next, and its memory is freed with it. What is cut, joined or changed is
+another cache; this one never changes. It knows arrays and token ids; nothing of executors, channels
+or pages.
+
+What positions mean. Keys are kept after rope: they are of the positions at which they were
+computed, and all but the first layer's keys and values depend on every token before them. A part
+that does not begin at 0 keeps its positions: it can be looked at, saved, and joined behind a cache
+that ends where it begins. By itself it is not something to decode from, and pushing it is refused.
+Joined behind other tokens than those it was computed behind it is what it is: KV that the model
+would not have computed. Layers with a window are no exception: a cache holds every position of
+them, those that no window reaches any more included.
+
+Invariants: every token of `token_ids` has its KV in `blocks`, each layer covers all positions once,
+in order; `chosen` is the model's choice after them, whose KV is not there yet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jdisagg.engine.research.kv_blocks import KVBlock, KVPlace, LayerArray
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
+from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KEPT_NAMES, KVComponent, KVSpec
+from jdisagg.model_api import Device
+from jdisagg.ops.kv_pages import as_kept
+from jdisagg.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """The token chosen after a sequence, how it was chosen, and, where asked for, how likely it and
+    others were."""
+
+    token_id: int
+    sampling: SamplingParams
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """The components of one layer by their names: global arrays [K, T, H], heads sharded as the
+    layout says. A component without heads is [1, T, H], replicated. What is kept in fp8 is its
+    bytes, of the values divided by their scale."""
+
+    components: Mapping[str, jax.Array]
+
+    @property
+    def k(self) -> jax.Array:
+        """Keys, after rope."""
+        return self.components["k"]
+
+    @property
+    def v(self) -> jax.Array:
+        return self.components["v"]
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """The KV of one sequence. `mesh` has the axes ("dp", "kv", "rep"); the sequence lies on dp rank
+    `rank` of it.
+
+    `token_ids` are those of positions [first_position, first_position + T). `chosen` is None where
+    nothing has chosen a next token: of what was cut off, joined or changed. `seconds` is what
+    making it took: the prefill, first token included, or the reading of a session's pages."""
+
+    token_ids: tuple[int, ...]
+    chosen: NextToken | None
+    layout: Layout
+    mesh: Mesh
+    rank: int
+    spec: KVSpec
+    blocks: tuple[KVBlock, ...]
+    seconds: float = 0.0
+    first_position: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        since = f" from position {self.first_position} on" if self.first_position else ""
+        following = f"next token {self.chosen.token_id}" if self.chosen else "no next token"
+        return (
+            f"KVCache({len(self)} tokens{since} x {self.layers} layers x {self.spec.row_heads} kv"
+            f" heads, {self.spec.dtype}, {self.bytes} bytes, {self.layout}, on devices"
+            f" {', '.join(str(device.id) for device in self.devices)}, {following})"
+        )
+
+    @property
+    def next_token(self) -> NextToken:
+        """Raises InvalidRequestError where none has been chosen."""
+        if self.chosen is None:
+            raise InvalidRequestError(
+                f"a next token of these {len(self)} tokens has not been chosen, for they were cut,"
+                " joined or changed; push them into a session and generate"
+            )
+        return self.chosen
+
+    @property
+    def positions(self) -> range:
+        """Those at which the tokens' KV was computed."""
+        return range(self.first_position, self.first_position + len(self))
+
+    @property
+    def layers(self) -> int:
+        return len(self.spec.layers)
+
+    @property
+    def place(self) -> KVPlace:
+        return KVPlace(self.mesh, self.rank, self.spec)
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices of the rank that holds the sequence."""
+        return self.place.devices
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tokens' KV, counted once: without replicas and padding."""
+        return len(self) * self.spec.bytes_per_token
+
+    def layer(self, index: int) -> LayerKV:
+        """The components of one layer, put together from the blocks on the devices where they lie:
+        nothing moves between devices.
+
+        `np.asarray(kv.layer(0).k)` gathers one to the host."""
+        index = self._layer_index(index)
+        blocks = [block for block in self.blocks if block.layer == index]
+        return LayerKV(self.place.read_layer(index, blocks))
+
+    def __getitem__(self, tokens: slice) -> "KVCache":
+        """A part of the tokens, with their positions: `kv[:n]` is the KV of the first n tokens,
+        `kv[n:]` of the others, at the positions where they were computed (see the module's
+        docstring for what such a part can mean). Whole blocks are shared, others are copied on
+        their devices.
+
+        Args:
+            tokens: as of a sequence: negative numbers count from the end; the step is 1.
+
+        Returns:
+            A cache on the same devices. Its next token is known where the part ends with this
+            cache.
+
+        Raises:
+            InvalidRequestError: the part is empty, has another step, or is no slice.
+        """
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            raise InvalidRequestError(
+                f"kv[{tokens}] is no run of tokens; give kv[start:stop], of step 1"
+            )
+        first, stop, _ = tokens.indices(len(self))
+        if first >= stop:
+            raise InvalidRequestError(
+                f"kv[{first}:{stop}] of {len(self)} tokens is empty; a cache has one token or more"
+            )
+        span = (self.first_position + first, self.first_position + stop)
+        return replace(
+            self,
+            token_ids=self.token_ids[first:stop],
+            chosen=self.chosen if stop == len(self) else None,
+            blocks=tuple(part for block in self.blocks for part in block.within(*span)),
+            first_position=span[0],
+        )
+
+    def join(self, other: "KVCache") -> "KVCache":
+        """This cache and the one whose positions follow it.
+
+        Args:
+            other: of the same model; on another mesh or rank a copy of it is put here, by JAX and
+                not over the channel.
+
+        Returns:
+            A cache on this one's devices, without a next token: nothing has been run on both
+            together.
+
+        Raises:
+            IncompatiblePeerError: the other is of another KV geometry.
+            InvalidRequestError: it begins at another position than this one ends.
+        """
+        if other.spec != self.spec:
+            raise IncompatiblePeerError(
+                f"the KV geometry of one cache is {self.spec} and of the other {other.spec}; join"
+                " caches of the same model"
+            )
+        if other.first_position != self.positions.stop:
+            raise InvalidRequestError(
+                f"the other cache begins at position {other.first_position} and this one ends"
+                f" before {self.positions.stop}: its keys are turned for their own positions; join"
+                " one that begins there"
+            )
+        if (other.mesh, other.rank) == (self.mesh, self.rank):
+            blocks = other.blocks
+        else:
+            blocks = blocks_of_layers(
+                self.place,
+                other.first_position,
+                [other.layer(index).components for index in range(self.layers)],
+            )
+        return replace(
+            self,
+            token_ids=self.token_ids + other.token_ids,
+            chosen=None,
+            blocks=self.blocks + blocks,
+            seconds=0.0,
+        )
+
+    def with_layer(self, index: int, **components: LayerArray) -> "KVCache":
+        """This cache with other components in one layer: `kv.with_layer(3, v=0 * kv.layer(3).v)`.
+
+        Whoever decodes from the result first runs its last token anew, for nothing was chosen over
+        the changed KV; that token's own KV is thereby computed anew (in the session, not here). To
+        keep what was changed there, too, append a token.
+
+        Args:
+            index: the layer; negative numbers count from the end.
+            components: by their names (`k`, `v`, or `latent`), the shapes of `layer(index)`; those
+                not given stay. They may lie anywhere. Floating values are rounded to the type in
+                which KV is kept; where that is fp8 they are divided by their scale already.
+
+        Returns:
+            A cache on the same devices, without a next token.
+
+        Raises:
+            InvalidRequestError: there is no such layer or component, or a shape or type does not
+                fit.
+        """
+        index = self._layer_index(index)
+        held: dict[str, LayerArray] = dict(self.layer(index).components)
+        kinds = {part.name: part for part in self.spec.layers[index].components}
+        for name, array in components.items():
+            if name not in kinds:
+                raise InvalidRequestError(
+                    f"layer {index} has no component {name!r}; it has {', '.join(kinds)}"
+                )
+            held[name] = self._fitting(kinds[name], array)
+        fresh = self.place.put_layer(index, self.first_position, held)
+        others = tuple(block for block in self.blocks if block.layer != index)
+        return replace(self, chosen=None, blocks=others + tuple(fresh))
+
+    def norms(self) -> np.ndarray:
+        """The length of each vector (of keys and values, or of a latent), on the host: float32
+        [layers, components, K, T], where all layers are alike."""
+        return self._lengths(self._vectors())
+
+    def distances(self, other: "KVCache") -> np.ndarray:
+        """How far each vector is from the other cache's, on the host: the length of the difference,
+        float32 [layers, components, K, T], where all layers are alike. Divide by `norms()` for
+        relative ones.
+
+        Raises:
+            InvalidRequestError: the other has other positions.
+            IncompatiblePeerError: the other is of another KV geometry.
+        """
+        if other.spec != self.spec:
+            raise IncompatiblePeerError(
+                f"the KV geometry of one cache is {self.spec} and of the other {other.spec};"
+                " compare caches of the same model"
+            )
+        if other.positions != self.positions:
+            raise InvalidRequestError(
+                f"one cache has positions {self.positions} and the other {other.positions};"
+                " compare caches of the same positions, as kv[start:stop] gives them"
+            )
+        theirs = iter(other._vectors())
+        return self._lengths([ours - next(theirs) for ours in self._vectors()])
+
+    def _lengths(self, vectors: list[np.ndarray]) -> np.ndarray:
+        lengths = np.stack([np.linalg.norm(x_KTH, axis=-1) for x_KTH in vectors])
+        return lengths.reshape(self.layers, -1, *lengths.shape[1:])
+
+    def _vectors(self) -> list[np.ndarray]:
+        """Of all layers, [K, T, H] of each component, on the host."""
+        layers = [self.layer(index).components for index in range(self.layers)]
+        return [_values(np.asarray(x)) for layer in layers for x in layer.values()]
+
+    def _layer_index(self, index: int) -> int:
+        if not -self.layers <= index < self.layers:
+            raise InvalidRequestError(f"layer {index} must be in [{-self.layers}, {self.layers})")
+        return index % self.layers
+
+    def _fitting(self, part: KVComponent, array: LayerArray) -> LayerArray:
+        wanted, shape = jnp.dtype(self.spec.dtype_of(part)), self.place.shape(part, len(self))
+        if tuple(np.shape(array)) != shape:
+            raise InvalidRequestError(
+                f"component {part.name!r} has shape {tuple(np.shape(array))}; it must be {shape}:"
+                " kv heads, tokens, values"
+            )
+        if array.dtype == wanted:
+            return array
+        kept = KEPT_NAMES.get(wanted.name, wanted.name)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise InvalidRequestError(
+                f"component {part.name!r} is of type {array.dtype}; KV is kept as {kept}"
+            )
+        return as_kept(jnp.asarray(array), wanted)
+
+
+def _values(kept: np.ndarray) -> np.ndarray:
+    """In float32; bytes are fp8's."""
+    values = kept.view(jnp.float8_e4m3fn) if kept.dtype == np.uint8 else kept
+    return values.astype(np.float32)
+
+
+def blocks_of_layers(
+    place: KVPlace, first_position: int, layers: Sequence[Mapping[str, LayerArray]]
+) -> tuple[KVBlock, ...]:
+    """All layers' blocks, on that place, from components [K, T, H] that may lie anywhere."""
+    return tuple(
+        block
+        for index, components in enumerate(layers)
+        for block in place.put_layer(index, first_position, components)
+    )

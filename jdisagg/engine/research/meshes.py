@@ -1,0 +1,93 @@
+"""The meshes of the research face: one executor for each (layout, devices) that is asked for, built
+on first use, and the channel between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import InstanceConfig, Mode
+from jdisagg.engine.instance import LoadModel
+from jdisagg.engine.limits import mesh_limits
+from jdisagg.engine.research.instance import ResearchInstance
+from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import Device
+from jdisagg.transfer.in_process import InProcessChannel
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """How large an engine's meshes are made.
+
+    Args:
+        page_size: tokens of KV in a page.
+        chunk_tokens: the longest piece of a prompt that is computed at once, and what prompts share
+            that are computed together.
+        sessions_per_rank: for how many sequences of full context each dp rank has pages.
+        context_tokens: caps the model's own.
+
+    Raises:
+        ConfigError: `sessions_per_rank` is below 1.
+    """
+
+    page_size: int = 16
+    chunk_tokens: int = 256
+    sessions_per_rank: int = 4
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sessions_per_rank < 1:
+            raise ConfigError(f"sessions_per_rank must be at least 1, got {self.sessions_per_rank}")
+
+
+class ResearchMeshes:
+    """All of an engine's. Each has weights and pages of its own, until `close`."""
+
+    def __init__(self, load: LoadModel, devices: tuple[Device, ...], sizes: MeshSizes) -> None:
+        self.devices = devices
+        self.channel = InProcessChannel(MonotonicClock())
+        self._load = load
+        self._sizes = sizes
+        self._instances: dict[tuple[Layout, tuple[int, ...]], ResearchInstance] = {}
+
+    @property
+    def instances(self) -> list[ResearchInstance]:
+        return list(self._instances.values())
+
+    def instance(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
+        """The executor of a layout on these devices. Raises LayoutError where they, or the model,
+        do not suit the layout."""
+        if len(devices) != layout.devices:
+            raise LayoutError(
+                f"layout {layout} needs dp * tp = {layout.devices} devices, and there are"
+                f" {len(devices)} (the engine has {len(self.devices)}); choose a smaller layout, or"
+                " give as many devices"
+            )
+        key = (layout, tuple(device.id for device in devices))
+        if key not in self._instances:
+            self._instances[key] = self._build(layout, devices)
+        return self._instances[key]
+
+    def close(self) -> None:
+        """Frees all of them. Idempotent."""
+        for instance in self._instances.values():
+            instance.close()
+        self._instances.clear()
+
+    def _build(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
+        loaded, sizes = self._load(layout, devices), self._sizes
+        model = loaded.model
+        layout.check(model.geometry)
+        context = min(sizes.context_tokens or model.context_tokens, model.context_tokens)
+        config = InstanceConfig(
+            layout,
+            sizes.page_size,
+            pages_per_rank=sizes.sessions_per_rank * -(-context // sizes.page_size),
+            slots_per_rank=1,
+            chunk_tokens=sizes.chunk_tokens,
+            min_chunk_tokens=min(64, sizes.chunk_tokens),
+        )
+        # One layer a group, so that each block is one layer's.
+        groups = len(model.kv_spec.layers)
+        limits = mesh_limits(config, Mode.DISAGGREGATED, model.kv_spec, context, groups)
+        return ResearchInstance(f"research-{layout}", loaded, layout, limits, self.channel)

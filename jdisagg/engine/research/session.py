@@ -1,0 +1,335 @@
+"""A session of the research face: one sequence in the pages of one decode mesh, which receives,
+appends, decodes and gives back.
+
+It owns the pages that it holds and frees them when it is closed, moved or pushed anew. Between
+calls every token of `token_ids` has its KV in the pages; `next_token` is chosen and its KV is not
+there yet. A call that fails leaves it so. Penalties, stop strings and the like are the service's; a
+session knows temperature, filters and seed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from jdisagg.engine.research.chunk_runs import Run
+from jdisagg.engine.research.instance import ResearchInstance
+from jdisagg.engine.research.kv_cache import KVCache, NextToken
+from jdisagg.engine.research.meshes import ResearchMeshes
+from jdisagg.engine.research.prompt_tokens import Prompt, TextCodec, prompt_tokens
+from jdisagg.engine.research.scores import Scores
+from jdisagg.engine.research.session_results import Append, Generation, Move
+from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import SampleSpec
+from jdisagg.model_api import Device
+from jdisagg.request import FinishReason, SamplingParams
+from jdisagg.transfer.codec import check_codec
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Session:
+    """One sequence on one decode mesh, in pages. Made by `Engine.create_session`; a context
+    manager."""
+
+    def __init__(
+        self,
+        session_id: str,
+        meshes: ResearchMeshes,
+        tokenizer: TextCodec | None,
+        layout: Layout,
+        devices: Sequence[Device] | None = None,
+        on_close: Callable[["Session"], None] | None = None,
+    ) -> None:
+        self.session_id = session_id
+        self._meshes = meshes
+        self._tokenizer = tokenizer
+        self._on_close = on_close
+        self._instance = self._find(layout, devices)
+        self._held: _Held | None = None
+        self._closed = False
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        what = (
+            "closed"
+            if self._closed
+            else f"{len(self._held.tokens)} tokens"
+            if self._held
+            else "empty"
+        )
+        devices = ", ".join(str(device.id) for device in self.mesh.devices.flat)
+        return f"Session({self.session_id!r}, {self.layout}, {what}, on devices {devices})"
+
+    @property
+    def layout(self) -> Layout:
+        return self._instance.layout
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self._instance.mesh
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens whose KV is here: prompt and generated."""
+        return self._holding().tokens
+
+    @property
+    def next_token(self) -> NextToken:
+        """Raises InvalidRequestError where none has been chosen: behind a cache that was cut,
+        joined or changed, until something is generated or appended."""
+        chosen = self._holding().chosen
+        if chosen is None:
+            raise InvalidRequestError(
+                f"session {self.session_id!r} holds a cache that was cut, joined or changed, and no"
+                " next token has been chosen; generate, or append"
+            )
+        return chosen
+
+    @property
+    def room_tokens(self) -> int:
+        """How many more the context holds."""
+        return self._instance.limits.context_tokens - len(self._holding().tokens)
+
+    def push(
+        self,
+        kv: KVCache,
+        target_layout: Layout | None = None,
+        *,
+        devices: Sequence[Device] | None = None,
+        codec: str = "none",
+    ) -> Move:
+        """Moves a copy of a cache into this session, over the channel, by the reshard plan; what
+        the session held is dropped. If anything fails, the session is as it was.
+
+        Args:
+            kv: a cache of the same model, on any mesh.
+            target_layout: the session moves to a mesh of this layout.
+            devices: the session moves to a mesh of these.
+            codec: how it is packed on its way (`jdisagg.transfer.codec.CODECS`). What a lossy one
+                does is then in the session: compare `session.pull()` with `kv`. It packs what lies
+                on the right device already, too.
+
+        Returns:
+            What was moved, and how long it took.
+
+        Raises:
+            IncompatiblePeerError: the cache is another model's.
+            InvalidRequestError: it does not begin at position 0, is longer than the context, or
+                the session is closed.
+            ConfigError: there is no such codec, or it cannot pack this KV.
+            OverloadedError: the mesh has no pages for it.
+        """
+        self._check_open()
+        target = self._instance
+        if devices is not None or (target_layout is not None and target_layout != self.layout):
+            target = self._find(target_layout or self.layout, devices)
+        if kv.spec != target.limits.kv_spec:
+            raise IncompatiblePeerError(
+                f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec};"
+                " push caches of the same model"
+            )
+        check_codec(codec, kv.spec)
+        if kv.first_position:
+            raise InvalidRequestError(
+                f"the cache begins at position {kv.first_position}: what its tokens attended to"
+                " before is not in it, and its keys are turned for where they were; join it behind"
+                f" a cache of positions 0 to {kv.first_position - 1}"
+            )
+        if len(kv) > target.limits.context_tokens:
+            raise InvalidRequestError(
+                f"the cache has {len(kv)} tokens and this engine's context holds"
+                f" {target.limits.context_tokens}"
+            )
+        channel = self._meshes.channel
+        started, moved, planned = (
+            time.perf_counter(),
+            channel.bytes_per_pair(),
+            channel.planned_bytes_per_pair(),
+        )
+        rank, owner = target.reserve(len(kv))
+        try:
+            target.receive(kv, rank, owner, codec)
+        except BaseException:
+            target.ledgers[rank].free(owner)
+            raise
+        seconds = time.perf_counter() - started
+        self._drop()
+        self._instance, self._held = target, _Held(rank, owner, kv.token_ids, kv.chosen)
+        moved, planned = (
+            _minus(channel.bytes_per_pair(), moved),
+            _minus(channel.planned_bytes_per_pair(), planned),
+        )
+        return Move(len(kv), kv.layout, target.layout, codec, moved, planned, seconds)
+
+    def pull(self) -> KVCache:
+        """A copy of the KV that the session holds, on its mesh. Raises InvalidRequestError where it
+        holds none."""
+        held = self._holding()
+        return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
+
+    def append(self, continuation: Prompt) -> Append:
+        """Adds what somebody else wrote (the next turn) behind the tokens that are held: it alone
+        is computed, and the result is that of a prefill of the whole. The next token is chosen
+        greedily; `generate_tokens` with other parameters chooses anew.
+
+        `next_token`, chosen but never accepted, is left aside: where it belongs there (the token
+        that ended the last turn), begin `continuation` with it.
+
+        Args:
+            continuation: text, before which a tokenizer puts nothing, or token ids.
+
+        Returns:
+            The tokens, the token chosen after them with log-probabilities, and how long it took.
+
+        Raises:
+            InvalidRequestError: it is empty or no text or tokens, exceeds the context, or the
+                session holds nothing.
+            OverloadedError: the mesh has no pages for it.
+        """
+        held, instance, started = self._holding(), self._instance, time.perf_counter()
+        new = self._continued(continuation)
+        instance.grow(held.rank, held.owner, len(held.tokens) + len(new))
+        choice = replace(GREEDY, logprobs=instance.logprobs_wanted)
+        tokens = held.tokens + new
+        run = Run(tokens, len(held.tokens), held.rank, held.owner, (SampleSpec(0, choice),))
+        instance.compute([run])
+        token = replace(run.next_token(), sampling=GREEDY)
+        held.tokens, held.chosen = tokens, token
+        return Append(new, token, time.perf_counter() - started)
+
+    def score(self, continuation: Prompt, top: int, logits: bool) -> Scores:
+        """See `Engine.score`, which asks a session of its own: the last token is run anew, in its
+        place."""
+        held = self._holding()
+        tokens = held.tokens + self._continued(continuation)
+        self._instance.grow(held.rank, held.owner, len(tokens))
+        run = Run(tokens, len(held.tokens) - 1, held.rank, held.owner, top=top)
+        return self._instance.score(run, logits=logits)
+
+    def generate(
+        self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """Decodes until max_tokens, an end-of-text token or the end of the context; see
+        `Engine.generate_tokens`."""
+        held = self._holding()
+        instance, tokenizer = self._instance, self._tokenizer
+        stop_ids = tokenizer.eos_ids if tokenizer and not sampling.ignore_eos else ()
+        limit = min(len(held.tokens) + sampling.max_tokens, instance.limits.context_tokens)
+        instance.grow(held.rank, held.owner, limit)
+        choice, first = replace(choice_of(sampling), logprobs=sampling.logprobs), len(held.tokens)
+        spec = SampleSpec(0, choice)
+        admit = None
+        if held.chosen is None or held.chosen.sampling != choice_of(sampling):
+            admit = instance.admit(held.tokens[-1], first - 1, limit, spec, held.rank, held.owner)
+            held.choose(instance.decode_step(held.rank, choice, admit))
+        step_seconds: list[float] = []
+        while len(held.tokens) < limit and self.next_token.token_id not in stop_ids:
+            started, token = time.perf_counter(), self.next_token.token_id
+            fresh = (
+                instance.admit(token, len(held.tokens), limit, spec, held.rank, held.owner)
+                if admit is None
+                else None
+            )
+            following = instance.decode_step(held.rank, choice, fresh)
+            admit = admit or fresh
+            step_seconds.append(time.perf_counter() - started)
+            held.tokens += (token,)
+            held.choose(following)
+            if on_token:
+                on_token(token)
+        new = held.tokens[first:]
+        reason = FinishReason.STOP if len(held.tokens) < limit else FinishReason.LENGTH
+        return Generation(
+            new,
+            tokenizer.decode(new) if tokenizer else "",
+            reason,
+            tuple(step_seconds),
+            self.next_token,
+        )
+
+    def close(self) -> None:
+        """Gives the pages back. Idempotent."""
+        self._drop()
+        self._closed = True
+        if self._on_close:
+            self._on_close(self)
+
+    def _find(self, layout: Layout, devices: Sequence[Device] | None) -> ResearchInstance:
+        return self._meshes.instance(
+            layout, self._meshes.devices[-layout.devices :] if devices is None else devices
+        )
+
+    def _continued(self, continuation: Prompt) -> tuple[int, ...]:
+        """What is to come behind the held tokens, checked."""
+        vocabulary = self._instance.vocabulary
+        new = prompt_tokens(
+            continuation, self._tokenizer, vocabulary, continues=True, name="continuation"
+        )
+        if len(new) > self.room_tokens:
+            held = len(self.token_ids)
+            raise InvalidRequestError(
+                f"continuation has {len(new)} tokens, and with the {held} tokens so far it exceeds"
+                f" the context of {held + self.room_tokens}; give at most {self.room_tokens}"
+            )
+        return new
+
+    def _drop(self) -> None:
+        if self._held:
+            self._instance.ledgers[self._held.rank].free(self._held.owner)
+            self._held = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequestError(f"session {self.session_id!r} is closed; create a new one")
+
+    def _holding(self) -> "_Held":
+        self._check_open()
+        if self._held is None:
+            raise InvalidRequestError(
+                f"session {self.session_id!r} holds no KV; push a cache into it first"
+            )
+        return self._held
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a session has on its mesh."""
+
+    rank: int
+    owner: int
+    tokens: tuple[int, ...]
+    chosen: NextToken | None
+
+    def choose(self, token: NextToken) -> None:
+        self.chosen = replace(token, sampling=choice_of(token.sampling))
+
+
+def choice_of(sampling: SamplingParams) -> SamplingParams:
+    """The parameters that decide which token is chosen, alone, so that equal choices compare
+    equal."""
+    if sampling.greedy:
+        return GREEDY
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )
+
+
+def _minus(
+    now: dict[tuple[int, int], int], before: dict[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    return {
+        pair: count - before.get(pair, 0)
+        for pair, count in now.items()
+        if count > before.get(pair, 0)
+    }

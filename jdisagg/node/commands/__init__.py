@@ -1,0 +1,1 @@
+"""Bodies of launch commands that start no long-lived process of a cluster."""

@@ -1,0 +1,172 @@
+"""A plan for people and for programs: the ranked table, plain data for JSON, and a recipe of one
+row. Prints nothing itself."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from jdisagg.config import Mode
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.node.recipes import ClusterShape, recipe_text
+from jdisagg.simulator.planning.bounds import Goal
+from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Candidate, Site
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.planner import Plan
+from jdisagg.simulator.planning.verdict import Finding
+from jdisagg.simulator.report import Percentiles
+from jdisagg.simulator.workloads import Arrival
+
+
+def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
+    """Best first; times in milliseconds. Fits 80 columns; figures are never cut."""
+    kept = geometry.kv_bytes_per_token(dtype)
+    limits = (
+        f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
+        f" {1e3 * goal.tpot_seconds:g} ms"
+    )
+    found = f"{plan.considered} candidates, {len(plan.findings)} simulated"
+    title = f"{geometry.name} on {site.accelerators} {site.accelerator.name}: {limits}; {found}"
+    table = Table(
+        box=box.SIMPLE_HEAD, title_justify="left", title=title, padding=(0, 1, 0, 0), leading=1
+    )
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("mode,\ninstances", overflow="fold", min_width=len("disaggregated"))
+    for name in (
+        "used",
+        "req/s a\ndevice",
+        "TTFT ms\np50\np90\np99",
+        "TPOT ms\np50\np90\np99",
+        "link\nload",
+        "KV room\na rank,\nused",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("binds first", overflow="fold")
+    for index, item in enumerate(plan.findings, 1):
+        candidate = item.candidate
+        table.add_row(
+            str(index),
+            f"{candidate.mode.value}\n" + candidate.name.replace(" -> ", " ->\n"),
+            str(candidate.devices),
+            f"{item.per_accelerator:.3g}",
+            _three(item.report.ttft),
+            _three(item.report.tpot),
+            f"{100 * item.link_share:.1f} %" if candidate.prefill else "-",
+            f"{item.kv_tokens * kept / 1e9:.0f} GB\n{100 * item.kv_share:.0f} %",
+            item.binding,
+        )
+    return table
+
+
+def _three(values: Percentiles) -> str:
+    return "\n".join(
+        "-" if value is None else _milliseconds(value)
+        for value in (values.p50, values.p90, values.p99)
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
+    """All of a plan as plain data for JSON."""
+    return {
+        "model": geometry.name,
+        "hardware": site.accelerator.name,
+        "accelerators": site.accelerators,
+        "domain_devices": site.domain,
+        "goal": dataclasses.asdict(goal),
+        "verdict": plan.verdict,
+        "left_out": list(plan.left_out),
+        "considered": plan.considered,
+        "findings": [
+            {
+                **_candidate_fields(item.candidate),
+                "requests_per_second": item.rate,
+                "per_accelerator": item.per_accelerator,
+                "binding": item.binding,
+                "link_share": item.link_share,
+                "kv_tokens_per_rank": item.kv_tokens,
+                "kv_share": item.kv_share,
+                "bounds": dict(item.bounds.limits),
+                "trials": [
+                    {
+                        "rate": trial.rate,
+                        "attainment": trial.attainment,
+                        "overload": trial.overload,
+                        "short": trial.short,
+                    }
+                    for trial in item.trials
+                ],
+                "report": item.report.as_fields(),
+            }
+            for item in plan.findings
+        ],
+    }
+
+
+def _candidate_fields(candidate: Candidate) -> dict[str, object]:
+    return {
+        "mode": candidate.mode.value,
+        "decode_layout": str(candidate.decode),
+        "decode_instances": candidate.decode_instances,
+        "prefill_layout": str(candidate.prefill) if candidate.prefill else None,
+        "prefill_instances": candidate.prefill_instances,
+        "chunk_tokens": candidate.chunk_tokens,
+        "devices": candidate.devices,
+    }
+
+
+def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
+    """The context that a recipe for the workload sets aside: whole pages, as the model allows."""
+    longest = max(item.prompt_tokens + item.output_tokens for item in workload)
+    return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
+
+
+def plan_recipe(
+    item: Finding,
+    maker: FleetMaker,
+    goal: Goal,
+    model_directory: str,
+    context_tokens: int,
+    path: str,
+) -> str:
+    """The text of a recipe that launch.cluster and launch.serve take. `maker`: sized for it;
+    `path`: what it will be called."""
+    candidate, site = item.candidate, maker.site
+    engine = maker.engine(candidate, model_directory, context_tokens)
+    one_pool = candidate.prefill is None
+    shape = (
+        ClusterShape(mixed=candidate.decode_instances)
+        if one_pool
+        else ClusterShape(candidate.prefill_instances, candidate.decode_instances)
+    )
+    largest = max(candidate.decode.devices, candidate.prefill.devices if candidate.prefill else 0)
+    hosts = (
+        f" --processes_per_instance={largest // site.node}"
+        if largest > site.node and largest % site.node == 0
+        else ""
+    )
+    model = "" if model_directory else " --model=DIR"
+    used = f"{candidate.devices} of {site.accelerators} {site.accelerator.name}"
+    rate, share = f"{item.per_accelerator:.3g}", f"{goal.attainment:.0%}"
+    limits = f"TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
+    if maker.fused and candidate.mode is Mode.CHUNKED:
+        caution = (
+            "\nThat is with a chunk and a decode step in one program. This engine takes turns and"
+            " carries less:\nlaunch.plan --nofused predicts it.\n"
+        )
+    else:
+        caution = ""
+    text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
+
+    python -m launch.cluster --config={path}{model}{hosts}
+    python -m launch.serve --config={path}{model}        (one instance of each role, in one process)
+
+PREDICTED by launch.plan, not measured: {rate} requests/s an accelerator with {share} of them within
+{limits}; bound by {item.binding}.
+{caution}"""
+    return recipe_text(engine, shape, text)

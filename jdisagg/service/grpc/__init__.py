@@ -1,0 +1,1 @@
+"""The public gRPC API: generation.proto, its stubs, and conversions to and from our data."""

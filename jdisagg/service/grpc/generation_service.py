@@ -1,0 +1,145 @@
+"""The generation service: each call of generation.proto over a `Frontend`.
+
+Knows gRPC's contexts and the wire; decides nothing. Errors are left to the guard. Every wait on a
+slow client is a wait here, so that the path's own bounded buffer, and nothing else, holds what the
+client has not read."""
+
+import asyncio
+import math
+from contextlib import aclosing
+
+import grpc.aio
+
+from jdisagg.dispatch.frontend import Frontend, chat_of
+from jdisagg.errors import DeadlineExceededError
+from jdisagg.observe.request_log import RequestLog, RequestRecord
+from jdisagg.service.bearer import Tokens
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.guard import Service
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+REQUEST_ID_KEY = "jdisagg-request-id"
+
+
+def generation_service(
+    frontend: Frontend, tokens: Tokens = (), log: RequestLog | None = None
+) -> Service:
+    servicer = GenerationServicer(frontend, log or RequestLog())
+    return Service(
+        SERVICE_NAME,
+        lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            servicer, server
+        ),
+        tokens,
+    )
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Methods are coroutines, `Generate` too (it writes to the context): a coroutine that is
+    cancelled closes the path's iterator there and then, an async generator suspended at a `yield`
+    would wait for the garbage collector."""
+
+    def __init__(self, frontend: Frontend, log: RequestLog) -> None:
+        self._frontend = frontend
+        self._log = log
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        with self._log.request(request.request_id, request.tenant) as record:
+            await self._generate(request, context, record)
+
+    async def _generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, record: RequestRecord
+    ) -> None:
+        asked = wire_generation.client_request_from_proto(request)
+        built = await self._frontend.build_request(
+            asked.prompt,
+            request_id=asked.request_id,
+            deadline_seconds=_deadline(asked.deadline_seconds, context.time_remaining()),
+            tenant=asked.tenant,
+            priority=asked.priority,
+            resumption=asked.resumption,
+            life=asked.life,
+            cache_salt=asked.cache_salt,
+            **asked.options,
+        )
+        assert built.deadline_seconds is not None, "the front gives every request one"
+        record.built(built)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, built.request_id),))
+        request_id = built.request_id  # for the first message
+        try:
+            async with (
+                asyncio.timeout(built.deadline_seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
+                aclosing(self._frontend.stream(built, chat_of(asked.prompt))) as events,
+            ):
+                async for event in events:
+                    record.seen(event)
+                    message = wire_generation.event_to_proto(event)
+                    message.request_id, request_id = request_id, ""
+                    await context.write(message)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"request {built.request_id!r}: its {built.deadline_seconds:g} s passed and its"
+                " messages were not read; read faster"
+            ) from None
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(
+            token_ids=await self._frontend.tokenize(wire_generation.tokenize_from_proto(request))
+        )
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        text = await self._frontend.detokenize(
+            request.token_ids, skip_special_tokens=not request.keep_special_tokens
+        )
+        return pb.DetokenizeResponse(text=text)
+
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelResponse:
+        return wire_generation.model_to_proto(self._frontend.model)
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetStatusResponse:
+        reply = wire_generation.routing_to_proto(self._frontend.routing())
+        reply.workers.extend(map(wire.worker_status_to_proto, await self._frontend.status()))
+        return reply
+
+    async def ResetCache(
+        self, request: pb.ResetCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResetCacheResponse:
+        return pb.ResetCacheResponse(blocks=await self._frontend.reset_cache())
+
+    async def Suspend(
+        self, request: pb.SuspendRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SuspendResponse:
+        seconds = request.keep_seconds if request.HasField("keep_seconds") else None
+        await self._frontend.suspend(request.request_id, request.tenant, seconds)
+        return pb.SuspendResponse()
+
+    async def Resume(
+        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResumeResponse:
+        await self._frontend.resume(request.request_id, request.tenant)
+        return pb.ResumeResponse()
+
+
+def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
+    """The sooner of the request's own deadline and the gRPC call's; gRPC says infinity where the
+    client set none."""
+    if call_seconds is None or not math.isfinite(call_seconds):
+        return asked_seconds
+    if call_seconds <= 0:
+        raise DeadlineExceededError(
+            "the call's deadline had passed when it arrived; allow more time"
+        )
+    # A NaN or a negative number must reach the validation, so it is not compared away here.
+    return call_seconds if asked_seconds is None or asked_seconds > call_seconds else asked_seconds

@@ -1,0 +1,189 @@
+"""What services share: errors as gRPC statuses, and the parts of generation.proto's messages that
+are data of ours.
+
+`wire_generation` goes on with that file's messages. Knows no gRPC: an error becomes a `WireStatus`,
+plain strings that the servicer sends.
+
+Invariants: `x_from_proto(x_to_proto(x)) == x` for every x; what came from outside and makes no
+sense is an InvalidRequestError that names the field, never another exception."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+import msgspec
+from google.protobuf.message import DecodeError, EncodeError, Message
+
+from jdisagg import errors
+from jdisagg.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+)
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.spans import WireStatus
+from jdisagg.messages.worker_status import KeptTier, WorkerRole, WorkerStatus
+from jdisagg.request import TokenLogprobs
+from jdisagg.service.grpc import common_pb2 as pb
+
+ERROR_KEY = "jdisagg-error"
+RETRY_AFTER_KEY = "retry-after"
+# gRPC percent-encodes the message (three bytes for one) into headers of 8 KiB at most.
+MAX_DETAILS_BYTES = 2000
+
+Arguments = ParamSpec("Arguments")
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+Plain = TypeVar("Plain")
+
+_ERROR_TYPES = {
+    name: kind
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, JdisaggError)
+}
+# What a status that no jdisagg server annotated becomes: one from gRPC itself, a proxy, or another
+# server.
+_BY_CODE: dict[str, type[JdisaggError]] = {
+    "INVALID_ARGUMENT": InvalidRequestError,
+    "RESOURCE_EXHAUSTED": OverloadedError,
+    "DEADLINE_EXCEEDED": DeadlineExceededError,
+    "CANCELLED": CancelledError,
+    "UNAVAILABLE": UnavailableError,
+}
+
+
+def error_to_status(error: JdisaggError) -> WireStatus:
+    metadata = [(ERROR_KEY, type(error).__name__)]
+    if error.retry_after_seconds is not None:
+        metadata.append((RETRY_AFTER_KEY, repr(float(error.retry_after_seconds))))
+    raw = error.message.encode("utf-8", "replace")
+    details = (
+        raw.decode()
+        if len(raw) <= MAX_DETAILS_BYTES
+        else raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore") + " ..."
+    )
+    return WireStatus(error.status, details, tuple(metadata))
+
+
+def error_from_status(status: WireStatus) -> JdisaggError:
+    """The typed error that the other side raised; one of gRPC's own by its code."""
+    metadata = dict(status.metadata)
+    retry_after_seconds: float | None = None
+    with contextlib.suppress(KeyError, ValueError):
+        retry_after_seconds = float(metadata[RETRY_AFTER_KEY])
+    kind = _ERROR_TYPES.get(metadata.get(ERROR_KEY, ""))
+    if kind is not None:
+        return kind(status.details, retry_after_seconds=retry_after_seconds)
+    if status.code == "RESOURCE_EXHAUSTED" and "message larger than max" in status.details:
+        return InvalidRequestError(
+            f"the message is too large: {status.details}; send less, or raise max_message_bytes on"
+            " both sides"
+        )
+    return _BY_CODE.get(status.code, JdisaggError)(
+        f"{status.code}: {status.details}", retry_after_seconds=retry_after_seconds
+    )
+
+
+def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
+    """Decodes bytes from outside."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidRequestError(
+            f"the message is not a valid {name}: malformed, or a text in it is not UTF-8; send"
+            " valid protobuf"
+        ) from None
+
+
+def build(
+    kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> AnyMessage:
+    """Makes a message of a caller's values: a wrong type, a number beyond 64 bits or invalid UTF-8
+    is an InvalidRequestError."""
+    try:
+        message = kind(*args, **kwargs)
+        message.ByteSize()
+        return message
+    except (TypeError, ValueError, OverflowError, EncodeError) as error:
+        raise InvalidRequestError(
+            f"a value cannot be sent: {error}; see {getattr(kind, '__name__', 'the message')}'s"
+            " fields"
+        ) from error
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top)
+    )
+
+
+def all_logprobs_from_proto(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(map(logprobs_from_proto, messages))
+
+
+def layout_to_proto(layout: Layout) -> pb.Layout:
+    return pb.Layout(dp=layout.dp, tp=layout.tp, ep=layout.ep)
+
+
+def layout_from_proto(message: pb.Layout) -> Layout:
+    return Layout(dp=message.dp, tp=message.tp, ep=message.ep)
+
+
+_ROLE_TO_PROTO = {
+    WorkerRole.PREFILL: pb.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: pb.WORKER_ROLE_DECODE,
+    WorkerRole.MIXED: pb.WORKER_ROLE_MIXED,
+}
+_ROLE_FROM_PROTO: dict[int, WorkerRole] = {value: role for role, value in _ROLE_TO_PROTO.items()}
+
+
+def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
+    return _ROLE_TO_PROTO[role]
+
+
+def role_from_proto(message: str, role: int) -> WorkerRole:
+    """`message` is the name of the message that the role stood in."""
+    if role not in _ROLE_FROM_PROTO:
+        raise InvalidRequestError(
+            f"{message}.role must be a known role, got {role}; are both sides of one version?"
+        )
+    return _ROLE_FROM_PROTO[role]
+
+
+def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
+    """A `kind` of the fields that stand under the same names in the message: numbers, texts, tuples
+    of them; what is optional and not set is None. `known`: fields that are read otherwise."""
+    values = dict(known)
+    for field in message.DESCRIPTOR.fields:
+        if field.name in known:
+            continue
+        value = getattr(message, field.name)
+        if field.containing_oneof is not None and not message.HasField(field.name):
+            values[field.name] = None
+        else:
+            values[field.name] = value if isinstance(value, int | float | str) else tuple(value)
+    return kind(**values)
+
+
+def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
+    fields = msgspec.structs.asdict(status)
+    fields["role"] = role_to_proto(status.role)
+    fields["kept"] = [pb.KeptTier(**msgspec.structs.asdict(tier)) for tier in status.kept]
+    return pb.WorkerStatus(**fields)
+
+
+def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
+    role = role_from_proto("WorkerStatus", message.role)
+    kept = tuple([flat_from_proto(KeptTier, tier) for tier in message.kept])
+    return flat_from_proto(WorkerStatus, message, role=role, kept=kept)

@@ -1,0 +1,482 @@
+"""Our data <-> the messages of generation.proto: a client's request, the stream's events, the
+model.
+
+Knows what `wire` says. A client's request stays a prompt and options, some unset; the server's
+`Frontend` makes a `Request` of them. A repeated field is counted before it is read: each of its
+entries costs the event loop, which all streams share, many times what it cost its sender."""
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from jdisagg.config import Mode
+from jdisagg.dispatch.frontend import ChatPrompt, ModelInfo, Prompt, TokenPrompt
+from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingOptions, bias_pairs
+from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
+from jdisagg.errors import InvalidRequestError
+from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.request import (
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    AcceptedChild,
+    CachedTokens,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Resumption,
+    SamplingDefaults,
+    StreamEvent,
+    Timings,
+    Usage,
+    at_most,
+)
+from jdisagg.service.grpc import common_pb2
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc.wire import (
+    all_logprobs_from_proto,
+    build,
+    flat_from_proto,
+    layout_from_proto,
+    layout_to_proto,
+    logprobs_to_proto,
+)
+from jdisagg.service.grpc.wire_chat import (
+    call_delta_from_proto,
+    call_delta_to_proto,
+    chat_from_proto,
+    chat_to_proto,
+)
+
+# A client tries a few times a second within its own patience; a larger number is no client of ours.
+MAX_RESUMPTIONS = 1_000_000
+MAX_IDS = 2 << 20  # more than any model's context
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What a client sends to `Generate`. `resumption` is None the first time."""
+
+    prompt: Prompt
+    options: SamplingOptions
+    request_id: str = ""
+    deadline_seconds: float | None = None
+    tenant: str = ""
+    priority: int = 0
+    resumption: Resumption | None = None
+    life: int = 0
+    cache_salt: str = ""
+
+
+_SCALARS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "n",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
+    """Raises InvalidRequestError for what protobuf cannot hold; all else is the server's to
+    judge."""
+    prompt = request.prompt
+    return build(
+        pb.GenerateRequest,
+        text=prompt if not isinstance(prompt, TokenPrompt | ChatPrompt) else None,
+        token_ids=(
+            build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None
+        ),
+        chat=chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
+        sampling=_options_to_proto(request.options),
+        request_id=request.request_id,
+        deadline_seconds=request.deadline_seconds,
+        tenant=request.tenant,
+        priority=request.priority,
+        resumption=request.resumption.number if request.resumption is not None else 0,
+        accepted=_accepted_to_proto(request.resumption) if request.resumption is not None else None,
+        life=request.life,
+        cache_salt=request.cache_salt,
+    )
+
+
+def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("prompt is missing: set one of text, token_ids, chat")
+    prompt: Prompt = message.text
+    if kind == "token_ids":
+        at_most("token_ids", len(message.token_ids.ids), MAX_IDS)
+        prompt = TokenPrompt(tuple(message.token_ids.ids))
+    elif kind == "chat":
+        prompt = chat_from_proto(message.chat)
+    return ClientRequest(
+        prompt=prompt,
+        options=_options_from_proto(message.sampling),
+        request_id=message.request_id,
+        deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None,
+        tenant=message.tenant,
+        priority=message.priority,
+        resumption=_resumption_from_proto(message),
+        life=message.life,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
+    return [
+        pb.AcceptedTokens(
+            child=index,
+            token_ids=child.token_ids,
+            finish_reason=_finish_to_proto(child.finish_reason),
+        )
+        for index, child in enumerate(resumption.children)
+    ]
+
+
+def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
+    """What the client left out, it has nothing of. Raises InvalidRequestError naming the field."""
+    number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
+    if number == 0 and not message.accepted:
+        return None
+    if not 1 <= number <= MAX_RESUMPTIONS:
+        raise InvalidRequestError(
+            f"resumption must be in [1, {MAX_RESUMPTIONS}] where a request is resumed, got {number}"
+        )
+    if not message.request_id or not message.sampling.HasField("seed"):
+        raise InvalidRequestError(
+            "a resumed request must name its request_id and its sampling.seed; send those of the"
+            " first time"
+        )
+    at_most("accepted", len(message.accepted), MAX_N)
+    at_most("accepted token ids", sum(len(entry.token_ids) for entry in message.accepted), MAX_IDS)
+    children = {
+        entry.child: AcceptedChild(tuple(entry.token_ids), _finish_from_proto(entry.finish_reason))
+        for entry in message.accepted
+    }
+    if len(children) != len(message.accepted) or any(not 0 <= child < count for child in children):
+        raise InvalidRequestError(
+            f"accepted must name each child once at most, of 0 to {count - 1}; got"
+            f" {[entry.child for entry in message.accepted]}"
+        )
+    if (
+        children
+        and all(child.finish_reason is not None for child in children.values())
+        and len(children) == count
+    ):
+        raise InvalidRequestError(
+            "accepted says that every child has ended: there is nothing to resume"
+        )
+    return Resumption(
+        number, tuple(children.get(index, AcceptedChild()) for index in range(min(count, MAX_N)))
+    )
+
+
+def _finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
+    return _FINISH_TO_PROTO[reason] if reason is not None else pb.FINISH_REASON_UNSPECIFIED
+
+
+def _finish_from_proto(reason: int) -> FinishReason | None:
+    if reason != pb.FINISH_REASON_UNSPECIFIED and reason not in _FINISH_FROM_PROTO:
+        raise InvalidRequestError(f"accepted.finish_reason must be a known reason, got {reason}")
+    return _FINISH_FROM_PROTO.get(reason)
+
+
+def tokenize_to_proto(prompt: str | ChatPrompt) -> pb.TokenizeRequest:
+    if isinstance(prompt, ChatPrompt):
+        return build(pb.TokenizeRequest, chat=chat_to_proto(prompt))
+    return build(pb.TokenizeRequest, text=prompt)
+
+
+def tokenize_from_proto(message: pb.TokenizeRequest) -> str | ChatPrompt:
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError("prompt is missing: set one of text, chat")
+    return message.text if kind == "text" else chat_from_proto(message.chat)
+
+
+def detokenize_to_proto(
+    token_ids: Sequence[int], skip_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    return build(
+        pb.DetokenizeRequest, token_ids=token_ids, keep_special_tokens=not skip_special_tokens
+    )
+
+
+def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
+    message = pb.GenerateResponse(
+        child=event.child,
+        first_index=event.first_index,
+        token_ids=event.token_ids,
+        text=event.text,
+        request_id=event.request_id,
+        reasoning=event.reasoning,
+    )
+    if event.tool_calls:
+        message.tool_calls.extend(map(call_delta_to_proto, event.tool_calls))
+    if event.logprobs:
+        message.logprobs.extend(map(logprobs_to_proto, event.logprobs))
+    if event.prompt_logprobs is not None:
+        message.prompt_logprobs.CopyFrom(_prompt_to_proto(event.prompt_logprobs))
+    if event.finish_reason is not None:
+        message.finish_reason = _FINISH_TO_PROTO[event.finish_reason]
+    if event.usage is not None:
+        message.usage.CopyFrom(_usage_to_proto(event.usage))
+    if event.timings is not None:
+        message.timings.CopyFrom(pb.Timings(**dataclasses.asdict(event.timings)))
+    return message
+
+
+def _usage_to_proto(usage: Usage) -> pb.Usage:
+    tiers = usage.cached_by_tier
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        cached_by_tier=None if tiers is None else pb.CachedTokens(**tiers.by_tier()),
+    )
+
+
+def _usage_from_proto(message: pb.Usage) -> Usage:
+    told = message.HasField("cached_by_tier")
+    tiers = flat_from_proto(CachedTokens, message.cached_by_tier) if told else None
+    return flat_from_proto(Usage, message, cached_by_tier=tiers)
+
+
+def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
+    return StreamEvent(
+        child=message.child,
+        first_index=message.first_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=all_logprobs_from_proto(message.logprobs),
+        finish_reason=_FINISH_FROM_PROTO.get(message.finish_reason),
+        usage=_usage_from_proto(message.usage) if message.HasField("usage") else None,
+        timings=flat_from_proto(Timings, message.timings) if message.HasField("timings") else None,
+        request_id=message.request_id,
+        reasoning=message.reasoning,
+        tool_calls=tuple(map(call_delta_from_proto, message.tool_calls)),
+        prompt_logprobs=(
+            _prompt_from_proto(message.prompt_logprobs)
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+    )
+
+
+def _prompt_to_proto(logprobs: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        top=logprobs.top,
+        logprobs=array("f", logprobs.logprobs),
+        ranks=array("i", logprobs.ranks),
+        top_ids=array("i", logprobs.top_ids),
+        top_logprobs=array("f", logprobs.top_logprobs),
+    )
+
+
+def _prompt_from_proto(message: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(
+        message.top,
+        array("f", message.logprobs).tobytes(),
+        array("i", message.ranks).tobytes(),
+        array("i", message.top_ids).tobytes(),
+        array("f", message.top_logprobs).tobytes(),
+    )
+
+
+def model_to_proto(model: ModelInfo) -> pb.GetModelResponse:
+    return pb.GetModelResponse(
+        name=model.name,
+        family=model.family,
+        vocabulary=model.vocabulary,
+        context_tokens=model.context_tokens,
+        dtype=model.dtype,
+        mode=_MODE_TO_PROTO[model.mode],
+        prefill_layout=(
+            layout_to_proto(model.prefill_layout) if model.prefill_layout is not None else None
+        ),
+        decode_layout=layout_to_proto(model.decode_layout),
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        version=model.version,
+        sampling_defaults=common_pb2.SamplingParams(**model.sampling.given()),
+    )
+
+
+def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
+    if message.mode not in _MODE_FROM_PROTO:
+        raise InvalidRequestError(
+            f"GetModelResponse.mode must be a known mode, got {message.mode}; are both sides of one"
+            " version?"
+        )
+    return ModelInfo(
+        name=message.name,
+        family=message.family,
+        vocabulary=message.vocabulary,
+        context_tokens=message.context_tokens,
+        dtype=message.dtype,
+        mode=_MODE_FROM_PROTO[message.mode],
+        prefill_layout=(
+            layout_from_proto(message.prefill_layout)
+            if message.HasField("prefill_layout")
+            else None
+        ),
+        decode_layout=layout_from_proto(message.decode_layout),
+        kv_bytes_per_token=message.kv_bytes_per_token,
+        version=message.version,
+        sampling=_defaults_from_proto(message.sampling_defaults),
+    )
+
+
+def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults:
+    names = [field.name for field in dataclasses.fields(SamplingDefaults)]
+    return SamplingDefaults(
+        **{name: getattr(message, name) for name in names if message.HasField(name)}
+    )
+
+
+def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
+    """Without the workers, whose statuses are the caller's to add."""
+    return pb.GetStatusResponse(
+        waiting=status.waiting,
+        decisions=[
+            pb.PastDecision(**dataclasses.asdict(decision)) for decision in status.decisions
+        ],
+        accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
+    )
+
+
+def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
+    return RoutingStatus(
+        message.waiting,
+        tuple(flat_from_proto(PastDecision, item) for item in message.decisions),
+        tuple(flat_from_proto(WorkerAccount, item) for item in message.accounts),
+    )
+
+
+_FINISH_TO_PROTO = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
+}
+_FINISH_FROM_PROTO: dict[int, FinishReason] = {
+    value: reason for reason, value in _FINISH_TO_PROTO.items()
+}
+
+_MODE_TO_PROTO = {
+    Mode.DISAGGREGATED: pb.SERVING_MODE_DISAGGREGATED,
+    Mode.CHUNKED: pb.SERVING_MODE_CHUNKED,
+    Mode.UNIFIED: pb.SERVING_MODE_UNIFIED,
+}
+_MODE_FROM_PROTO: dict[int, Mode] = {value: mode for mode, value in _MODE_TO_PROTO.items()}
+
+
+def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
+    known = SamplingOptions.__annotations__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}"
+        )
+    message = common_pb2.SamplingParams()
+    for name, value in options.items():
+        if value is None:
+            continue
+        try:
+            if name == "logit_bias":
+                pairs = bias_pairs(options.get("logit_bias") or ())
+                message.logit_bias.extend(
+                    common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs
+                )
+            elif name == "stop":
+                stop = options.get("stop") or ()
+                message.stop.extend((stop,) if isinstance(stop, str) else stop)
+            elif name == "stop_token_ids":
+                message.stop_token_ids.extend(options.get("stop_token_ids") or ())
+            elif name == "allowed_token_ids":
+                message.allowed_token_ids.extend(options.get("allowed_token_ids") or ())
+            elif name == "bad_words":
+                words = options.get("bad_words") or ()
+                message.bad_words.extend((words,) if isinstance(words, str) else words)
+            elif name == "grammar":
+                message.grammar.CopyFrom(_grammar_to_proto(options.get("grammar")))
+            else:
+                setattr(message, name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"{name}={_short(value)} cannot be sent: {error}; it must be {known[name]}"
+            ) from None
+    return message
+
+
+def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
+    """Only what was set."""
+    options = SamplingOptions()
+    at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
+    at_most("stop", len(message.stop), MAX_STOP_STRINGS)
+    at_most("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    at_most("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_TOKENS)
+    at_most("bad_words", len(message.bad_words), MAX_BAD_WORDS)
+    if message.allowed_token_ids:
+        options["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    if message.bad_words:
+        options["bad_words"] = tuple(message.bad_words)
+    if message.logit_bias:
+        options["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
+    if message.stop:
+        options["stop"] = tuple(message.stop)
+    if message.stop_token_ids:
+        options["stop_token_ids"] = tuple(message.stop_token_ids)
+    if message.HasField("grammar"):
+        options["grammar"] = _grammar_from_proto(message.grammar)
+    scalars = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    options.update(SamplingOptions(**scalars))
+    return options
+
+
+def _grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar:
+    if not isinstance(grammar, Grammar):
+        raise TypeError(f"{type(grammar).__name__} is no grammar")
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        return common_pb2.Grammar(json_object=True)
+    if grammar.kind is GrammarKind.CHOICE:
+        texts = msgspec.json.decode(grammar.text, type=list[str])
+        return common_pb2.Grammar(choice=common_pb2.Choices(texts=texts))
+    message = common_pb2.Grammar()
+    setattr(message, grammar.kind.value, grammar.text)
+    return message
+
+
+def _grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
+    kind = message.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        known = ", ".join(one.value for one in GrammarKind)
+        raise InvalidRequestError(f"grammar is empty: set one of {known}, or leave it out")
+    if kind == "json_object":
+        return Grammar(GrammarKind.JSON_OBJECT)
+    if kind == "choice":
+        at_most("grammar.choice", len(message.choice.texts), MAX_GRAMMAR_BYTES)
+        return Grammar.of_choices(tuple(message.choice.texts))
+    return Grammar(GrammarKind(kind), getattr(message, kind))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

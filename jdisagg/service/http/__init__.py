@@ -1,0 +1,1 @@
+"""The HTTP API: OpenAI's endpoints, metrics, health and the web page, over a `Frontend`."""

@@ -1,0 +1,173 @@
+"""A conversation as OpenAI's chat API writes it: messages, tools, calls.
+
+Only its shape is judged here; whether it is a conversation, the `Frontend` says."""
+
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+from jdisagg.errors import InvalidRequestError
+from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
+from jdisagg.service.http.fields import ANYTHING, PLAIN_OBJECT, TEXT, YES, FieldKind, Fields, shown
+
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "function_call": (([],), "send it as tool_calls"),
+    "audio": (([],), "the server knows text alone; put it into content"),
+}
+_CHOICES = {choice.value: choice for choice in ToolChoice}
+_MODES = ("auto", "required")
+_TextKind = Literal["text", "input_text", "output_text"]
+_TEXT_KINDS = get_args(_TextKind)
+
+
+def chat_prompt(fields: Fields) -> ChatPrompt:
+    """Of the field `messages`, and of those that belong to it."""
+    messages = fields.parts("messages", MAX_MESSAGES)
+    if messages is None:
+        raise InvalidRequestError("messages is missing: send a list of objects")
+    goes_on = bool(fields.read("continue_final_message", YES))
+    begins = fields.read("add_generation_prompt", YES)
+    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
+    if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
+        arguments.setdefault("reasoning_effort", effort)
+    several = fields.read("parallel_tool_calls", YES)
+    offered = offered_tools(fields)
+    return ChatPrompt(
+        tuple(map(chat_message, messages)),
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+        arguments=arguments,
+        tools=offered.tools,
+        tool_choice=offered.choice,
+        parallel_tool_calls=several is not False,
+        tool_name=offered.name,
+    )
+
+
+def chat_message(message: Fields) -> ChatMessage:
+    """`developer` is what OpenAI calls the system now; parts of text become its lines, as vLLM
+    does."""
+    role = message.given("role", TEXT)
+    message.refuse(_REFUSED)
+    content = text_of(message, "content")
+    reasoning = message.read("reasoning_content", TEXT) or message.read("reasoning", TEXT)
+    return ChatMessage(
+        "system" if role == "developer" else role,
+        content,
+        reasoning=reasoning or "",
+        tool_calls=tuple(map(_call, message.parts("tool_calls") or ())),
+        tool_call_id=message.read("tool_call_id", TEXT) or "",
+        name=message.read("name", TEXT) or "",
+    )
+
+
+def text_of(fields: Fields, name: str) -> str:
+    """A field that is text, or parts of text."""
+    for kind in (TEXT, _TEXT_PARTS):
+        try:
+            return fields.read(name, kind) or ""
+        except InvalidRequestError:
+            continue
+    return "\n".join(map(_part, fields.parts(name) or []))
+
+
+class _TextPart(msgspec.Struct):
+    type: _TextKind
+    text: str
+
+
+_text_parts = msgspec.json.Decoder(list[_TextPart]).decode
+# Read at once, for there may be many; which of them is wrong is found part by part.
+_TEXT_PARTS = FieldKind(
+    "parts of text", lambda raw: "\n".join([part.text for part in _text_parts(raw)])
+)
+
+
+def _part(part: Fields) -> str:
+    kind = part.given("type", TEXT)
+    if kind not in _TEXT_KINDS:
+        raise InvalidRequestError(
+            f"content parts must have the type text, got {kind[:80]!r}; the model reads text alone"
+        )
+    return part.given("text", TEXT)
+
+
+def _call(call: Fields) -> ToolCall:
+    """Of an earlier answer."""
+    _check_kind(call)
+    function = call.part("function")
+    return ToolCall(
+        function.given("name", TEXT),
+        function.read("arguments", TEXT) or "",
+        call.read("id", TEXT) or "",
+    )
+
+
+class OfferedTools(NamedTuple):
+    """What the model may call, whether it does, and which tool it must call; empty: any."""
+
+    tools: tuple[ChatTool, ...]
+    choice: ToolChoice
+    name: str
+
+
+def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
+    """Of the fields `tools` and `tool_choice`. `nested`: a function is described in a part of its
+    own, as chats have it."""
+    given = fields.parts("tools", MAX_TOOLS) or []
+    tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
+    chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
+    if isinstance(chosen, str) and chosen in _CHOICES:
+        return OfferedTools(tools, _CHOICES[chosen], "")
+    kind = chosen.get("type") if isinstance(chosen, dict) else None
+    part = fields.part("tool_choice") if kind in ("function", "allowed_tools") else Fields({})
+    if kind == "function":
+        return OfferedTools(tools, ToolChoice.REQUIRED, _function(part, nested).given("name", TEXT))
+    if kind == "allowed_tools":
+        return _allowed(part.part("allowed_tools") if nested else part, tools, nested)
+    named = '"function": {"name": ...}' if nested else '"name": ...'
+    raise InvalidRequestError(
+        f"tool_choice={shown(fields.raw('tool_choice'))} is not supported; send one of"
+        f' {", ".join(_CHOICES)}, {{"type": "function", {named}}} or one of the type allowed_tools'
+    )
+
+
+def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
+    """Those that are named alone are shown to the model."""
+    mode = part.given("mode", TEXT)
+    if mode not in _MODES:
+        raise InvalidRequestError(
+            f"{part.path}mode must be {' or '.join(_MODES)}, got {mode[:80]!r}; send one of them"
+        )
+    names = {_function(one, nested).given("name", TEXT) for one in part.parts("tools") or ()}
+    if unknown := names - {tool.name for tool in tools}:
+        raise InvalidRequestError(
+            f"{part.path}tools names {min(unknown)[:64]!r}, which is none of the tools; send some"
+            " of their names"
+        )
+    kept = tuple(tool for tool in tools if tool.name in names)
+    return OfferedTools(kept, _CHOICES[mode], "")
+
+
+def _function(tool: Fields, nested: bool) -> Fields:
+    return tool.part("function") if nested else tool
+
+
+def _chat_tool(tool: Fields, function: Fields) -> ChatTool:
+    """`function`: the part that describes it."""
+    _check_kind(tool)
+    function.ignore("strict")
+    return ChatTool(
+        function.given("name", TEXT),
+        function.read("description", TEXT) or "",
+        function.read("parameters", PLAIN_OBJECT),
+    )
+
+
+def _check_kind(one: Fields) -> None:
+    kind = one.read("type", TEXT) or "function"
+    if kind != "function":
+        raise InvalidRequestError(
+            f"{one.path}type must be function, got {kind[:80]!r}; the server knows no other"
+        )

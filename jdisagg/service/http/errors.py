@@ -1,0 +1,78 @@
+"""Our errors as HTTP statuses and as the bodies that OpenAI's clients read.
+
+`{"error": {"message", "type", "param", "code"}}`: the message is ours, with field, value, rule and
+remedy; `param` the field that it begins with, where the request had it; `code` our type's name, or
+the one that clients look for. Knows no server."""
+
+import math
+import re
+from collections.abc import Collection
+
+import msgspec
+
+from jdisagg.errors import InvalidRequestError, JdisaggError
+from jdisagg.service.grpc.wire import MAX_DETAILS_BYTES
+
+Header = tuple[bytes, bytes]
+
+_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {"UNAUTHENTICATED": "invalid_api_key", "RESOURCE_EXHAUSTED": "rate_limit_exceeded"}
+_FIELD = re.compile(r"\w+")
+
+
+class HttpRefusal(InvalidRequestError):
+    """What HTTP has a status of its own for: 404, 405, 408, 413, 415, 431."""
+
+    def __init__(self, message: str, http_status: int, code: str) -> None:
+        super().__init__(message)
+        self.http_status = http_status
+        self.code = code
+
+
+def http_status(error: JdisaggError) -> int:
+    if isinstance(error, HttpRefusal):
+        return error.http_status
+    return _STATUSES.get(error.status, 500)
+
+
+def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
+    """The JSON of an error; `fields` are those of the request, for `param`."""
+    status = http_status(error)
+    raw = error.message.encode("utf-8", "replace")
+    shown = raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
+    word = _FIELD.match(error.message)
+    code = _CODES.get(error.status, type(error).__name__)
+    return msgspec.json.encode(
+        {
+            "error": {
+                "message": shown if len(raw) <= MAX_DETAILS_BYTES else f"{shown} ...",
+                "type": _KINDS.get(
+                    status, "invalid_request_error" if status < 500 else "server_error"
+                ),
+                "param": word[0] if word and word[0] in fields else None,
+                "code": error.code if isinstance(error, HttpRefusal) else code,
+            }
+        }
+    )
+
+
+def error_headers(error: JdisaggError) -> list[Header]:
+    """Beside the body: when to come again, and how to be let in."""
+    seconds = error.retry_after_seconds
+    headers: list[Header] = []
+    if seconds is not None and math.isfinite(seconds):
+        headers += [
+            (b"retry-after", str(max(1, math.ceil(seconds))).encode()),
+            (b"retry-after-ms", str(max(1, math.ceil(1000 * seconds))).encode()),
+        ]
+    if error.status == "UNAUTHENTICATED":
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers

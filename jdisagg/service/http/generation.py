@@ -1,0 +1,319 @@
+"""The HTTP door's generation: /v1/completions, chat/completions and responses over a `Frontend`.
+
+A request of several prompts is as many requests of the frontend, run side by side. The status of a
+reply is known when its first event comes; until then an error is a status, from then on the last
+event of the stream. A client that waits long for it is kept by comments meanwhile. Decides nothing:
+errors are left to the guard."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, aclosing
+
+from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
+from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
+from jdisagg.errors import DeadlineExceededError, first_error
+from jdisagg.observe.request_log import RequestLog, RequestRecord
+from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage
+from jdisagg.service.http.errors import HttpRefusal
+from jdisagg.service.http.exchange import Exchange
+from jdisagg.service.http.fields import Fields
+from jdisagg.service.http.grammar import named_as_sent
+from jdisagg.service.http.replies import (
+    ChatReply,
+    CompletionReply,
+    Heading,
+    Pieces,
+    Reply,
+    ReplyChoice,
+)
+from jdisagg.service.http.requests import Asked, chat_from, completion_from, ignored_header
+from jdisagg.service.http.response_replies import ResponseReply
+from jdisagg.service.http.responses import response_from
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
+
+COMMENT_SECONDS = 10.0
+THREAD_ABOVE_TOKENS = 64
+REQUEST_ID = b"x-request-id"
+IGNORED = b"jdisagg-ignored-fields"
+_PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
+_PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
+
+
+class HttpGeneration:
+    """`completions`, `chats` and `responses` answer a request each. `limit_bytes`: of a body."""
+
+    def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
+        self._frontend = frontend
+        self._log = log
+        self._limit_bytes = limit_bytes
+        self._pieces: dict[int, str] = {}
+
+    async def completions(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "cmpl-", completion_from, CompletionReply)
+
+    async def chats(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "chatcmpl-", chat_from, ChatReply)
+
+    async def responses(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "resp_", response_from, ResponseReply)
+
+    async def _answer(
+        self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
+    ) -> None:
+        with self._log.request("", "") as record:
+            fields = Fields.of(await exchange.body(self._limit_bytes))
+            exchange.fields = fields.names
+            asked = read(fields)
+            if ignored := ignored_header(fields):
+                exchange.reply_headers.append((IGNORED, ignored))
+            check_model(asked.model, self._frontend)
+            request_id = asked.request_id or _request_id(exchange)
+            exchange.reply_headers.append((REQUEST_ID, _header(request_id)))
+            with _watched(exchange), ExitStack() as records:
+                with named_as_sent(fields):
+                    runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
+                model = self._frontend.model
+                heading = Heading(
+                    prefix + request_id,
+                    int(time.time()),
+                    model.name,
+                    model.version or None,
+                    asked.told,
+                )
+                pieces = Pieces(self._frontend.piece, self._pieces, asked.tokens_as_ids)
+                reply = kind(heading, asked.streaming, pieces, asked.token_ids)
+                if asked.streaming:
+                    await _stream(exchange, reply, runs)
+                else:
+                    await _whole(exchange, reply, runs)
+
+    async def _runs(
+        self,
+        asked: Asked,
+        request_id: str,
+        record: RequestRecord,
+        records: ExitStack,
+        take_apart: bool,
+    ) -> "list[_Run]":
+        """All prompts are validated before the first is run. `take_apart`: the answers."""
+        runs: list[_Run] = []
+        numbers = 0
+        for number, prompt in enumerate(asked.prompts):
+            own_id = f"{request_id}-{number}" if number else request_id
+            if number:
+                record = records.enter_context(self._log.request(own_id, asked.tenant))
+            record.tenant = asked.tenant
+            built = await self._frontend.build_request(
+                prompt,
+                request_id=own_id,
+                deadline_seconds=asked.deadline_seconds,
+                tenant=asked.tenant,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+                **asked.options,
+            )
+            record.built(built)
+            numbers += prompt_numbers(len(built.prompt_token_ids), built.sampling)
+            check_prompt_numbers(numbers)
+            echo = await self._text(prompt) if asked.echo else ""
+            stream = self._frontend.stream(built, chat_of(prompt) if take_apart else None)
+            runs.append(_Run(stream, built, record, asked, number, echo))
+        return runs
+
+    async def _text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, TokenPrompt):
+            return await self._frontend.detokenize(prompt.token_ids)
+        assert isinstance(prompt, str), "chats refuse echo"
+        return prompt
+
+
+class _Run:
+    """One prompt: its events, and what its choices have come to."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[StreamEvent, None],
+        request: Request,
+        record: RequestRecord,
+        asked: Asked,
+        number: int,
+        echo: str,
+    ) -> None:
+        count = request.sampling.n
+        self._usage: Usage | None = None  # what the path said, with the last event
+        self._made_tokens = 0
+        self.choices = [
+            ReplyChoice(number * count + child, request.prompt_token_ids, echo, asked.of_prompt)
+            for child in range(count)
+        ]
+        self._events = events
+        self._request = request
+        self._record = record
+        self._echo = echo
+        self._answerless = asked.answerless
+        self._begun: set[int] = set()
+
+    @property
+    def usage(self) -> Usage:
+        """Until now."""
+        return self._usage or Usage(len(self._request.prompt_token_ids), self._made_tokens)
+
+    async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
+        """Gives each event to `take`, with its choice, and whether it is the choice's first."""
+        request, record, begun = self._request, self._record, self._begun
+        seconds = request.deadline_seconds
+        assert seconds is not None, "the front gives every request one"
+        try:
+            async with (
+                asyncio.timeout(seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
+                aclosing(self._events) as events,
+            ):
+                async for event in events:
+                    record.seen(event)
+                    if event.prompt_logprobs is not None:
+                        for choice in self.choices:
+                            choice.prompt_logprobs = event.prompt_logprobs
+                    if self._answerless:
+                        event = _without_answer(event)
+                    first = event.child not in begun
+                    if first:
+                        begun.add(event.child)
+                        if self._echo:
+                            event = dataclasses.replace(event, text=self._echo + event.text)
+                    self._made_tokens += len(event.token_ids)
+                    self._usage = event.usage
+                    await take(self.choices[event.child], event, first)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"request {request.request_id!r}: its {seconds:g} s passed and its events were not"
+                " read; read faster"
+            ) from None
+
+
+def _without_answer(event: StreamEvent) -> StreamEvent:
+    usage = event.usage and dataclasses.replace(event.usage, completion_tokens=0)
+    reason = event.finish_reason and FinishReason.LENGTH
+    return dataclasses.replace(
+        event, token_ids=(), text="", logprobs=(), finish_reason=reason, usage=usage
+    )
+
+
+async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
+    """Of a long prompt's log-probabilities there is much to write: in a thread, so that it delays
+    no other stream."""
+    numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
+    return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
+
+
+async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
+    async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
+        choice.add(event)
+
+    await _together([run.run(take) for run in runs])
+    choices = [choice for run in runs for choice in run.choices]
+    await exchange.reply(await _made(choices, lambda: reply.whole(choices, _sum(runs))))
+
+
+async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
+    began, opening, opened = asyncio.Event(), asyncio.Lock(), False
+    comments = asyncio.ensure_future(_comments(exchange, began))
+    until_now = functools.partial(_sum, runs)
+
+    async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
+        nonlocal opened
+        if not opened:
+            async with opening:  # several prompts may begin at once
+                began.set()
+                await comments
+                if not exchange.begun:
+                    await exchange.begin_stream()
+                opened = True
+        if first:
+            usage = until_now()
+            made = await _made([choice], lambda: reply.chunk(choice, event, first, lambda: usage))
+        else:
+            made = reply.chunk(choice, event, first, until_now)
+        await exchange.frame(made)
+
+    try:
+        await _together([run.run(take) for run in runs])
+    finally:
+        comments.cancel()
+    await exchange.end_stream(reply.end(_sum(runs)))
+
+
+async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
+    """Until there is something to say: what lies between closes connections without a byte."""
+    while not began.is_set():
+        try:
+            # Not wait_for, which before Python 3.12 loses a cancel that comes with the event.
+            async with asyncio.timeout(COMMENT_SECONDS):
+                await began.wait()
+        except TimeoutError:
+            if not exchange.begun:
+                await exchange.begin_stream()
+            await exchange.comment()
+
+
+async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
+    """All of them; the first that fails ends the others."""
+    if len(runs) == 1:
+        return await runs[0]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(run)
+    except BaseExceptionGroup as failed:
+        raise first_error(failed) from None
+
+
+@contextlib.contextmanager
+def _watched(exchange: Exchange) -> Iterator[None]:
+    """Cancels the current task when the client goes away."""
+    task = asyncio.current_task()
+    assert task is not None
+    watching = asyncio.ensure_future(exchange.gone())
+    watching.add_done_callback(lambda _: task.cancel() if exchange.disconnected else None)
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def _sum(runs: Sequence[_Run]) -> Usage:
+    if len(runs) == 1:
+        return runs[0].usage
+    told = [run.usage.cached_by_tier or CachedTokens() for run in runs]
+    return Usage(
+        sum(run.usage.prompt_tokens for run in runs),
+        sum(run.usage.completion_tokens for run in runs),
+        sum(run.usage.cached_tokens for run in runs),
+        cached_by_tier=sum(told, CachedTokens()),
+    )
+
+
+def check_model(name: str, frontend: Frontend) -> None:
+    """Raises HttpRefusal where another model is asked for."""
+    if name not in ("", frontend.model.name):
+        raise HttpRefusal(
+            f"model must be {frontend.model.name!r}, the one that is served, got {name[:80]!r}",
+            404,
+            "model_not_found",
+        )
+
+
+def _request_id(exchange: Exchange) -> str:
+    """What the client calls it, made unique: clients that try again send the same name."""
+    drawn = secrets.token_hex(16)
+    given = exchange.headers.get(REQUEST_ID.decode(), "")
+    return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn
+
+
+def _header(request_id: str) -> bytes:
+    return _PLAIN_NOT.sub("?", request_id).encode("ascii")

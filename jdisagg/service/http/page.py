@@ -1,0 +1,193 @@
+"""The web page at `/`, and the JSON that it shows: the cluster as GetStatus tells it, the router's
+last decisions, the timelines of requests that were traced, the guide's simulations.
+
+The page is files of the package (`web/`): plain HTML, CSS and JavaScript that ask this server and
+nobody else, which its content security policy holds. The files are open to all, what they show is
+not: the JSON needs what GetStatus needs. A timeline is found by its trace id, which the client
+drew; the list of the latest is not for tokens that belong to a tenant."""
+
+import functools
+import importlib.resources
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from jdisagg import __version__, caller
+from jdisagg.chat.messages import ChatMessage, ChatPrompt
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.routing_status import WorkerAccount
+from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.observe.recent_requests import RecentRequests
+from jdisagg.observe.sources import pages_by_state
+from jdisagg.service.http.errors import Header, HttpRefusal
+from jdisagg.service.http.exchange import Exchange
+from jdisagg.service.http.guard import Endpoint, HttpGuard
+
+TYPES = {".html": b"text/html", ".css": b"text/css", ".js": b"text/javascript"}
+HEADERS: tuple[Header, ...] = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        b" img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+)
+FRESH: tuple[Header, ...] = ((b"cache-control", b"no-store"),)
+SHOWN_DECISIONS = 64
+SHOWN_REQUESTS = 50
+QUESTION_BYTES = 1 << 12
+
+_encode = msgspec.json.encode
+
+
+class GuidePort(Protocol):
+    """Who simulates what the interactive guide asks. `crowded`: requests wait meanwhile."""
+
+    async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PageSources:
+    """What the page shows beside what the frontend knows. `recent`: timelines of requests; `guide`:
+    None where there is none."""
+
+    recent: RecentRequests | None = None
+    guide: GuidePort | None = None
+
+
+class Page:
+    """`ready` is told with each status: what /health says."""
+
+    def __init__(self, frontend: Frontend, sources: PageSources) -> None:
+        self.ready = False
+        self._frontend = frontend
+        self._sources = sources
+        self._chats: dict[str, bool] = {}
+
+    def endpoints(self, guard: HttpGuard) -> dict[str, Endpoint]:
+        """By their paths."""
+        return {
+            "/": Endpoint(guard, "GET", self._index, open=True),
+            "/web/{name}": Endpoint(guard, "GET", self._file, open=True),
+            "/api/status": Endpoint(guard, "GET", self._status),
+            "/api/timelines": Endpoint(guard, "GET", self._timelines),
+            "/api/timelines/{trace}": Endpoint(guard, "GET", self._timeline),
+            "/api/guide": Endpoint(guard, "POST", self._guide),
+        }
+
+    async def _index(self, exchange: Exchange) -> None:
+        await _reply_file(exchange, "index.html")
+
+    async def _file(self, exchange: Exchange) -> None:
+        await _reply_file(exchange, exchange.scope["path_params"]["name"])
+
+    async def _status(self, exchange: Exchange) -> None:
+        workers, routing = await self._frontend.status(), self._frontend.routing()
+        accounts = {account.worker: account for account in routing.accounts}
+        await _reply(
+            exchange,
+            {
+                "version": __version__,
+                "ready": self.ready,
+                "guide": self._sources.guide is not None,
+                "model": await self._model(),
+                "waiting": routing.waiting,
+                "workers": [_worker(worker, accounts.get(worker.name)) for worker in workers],
+                "decisions": routing.decisions[:SHOWN_DECISIONS],
+            },
+        )
+
+    async def _timelines(self, exchange: Exchange) -> None:
+        """The latest requests that were traced; of all tenants, so that none of them is told."""
+        recent = self._sources.recent
+        known = recent.requests() if recent and not caller.current().tenant else ()
+        await _reply(exchange, {"requests": known[:SHOWN_REQUESTS]})
+
+    async def _timeline(self, exchange: Exchange) -> None:
+        recent, trace = self._sources.recent, exchange.scope["path_params"]["trace"]
+        await _reply(exchange, {"spans": recent.spans(trace) if recent else ()})
+
+    async def _guide(self, exchange: Exchange) -> None:
+        if self._sources.guide is None:
+            raise HttpRefusal(
+                "the guide is off here; start the server with --set=service.http_guide=true",
+                404,
+                "not_found",
+            )
+        body = await exchange.body(QUESTION_BYTES)
+        crowded = self._frontend.routing().waiting > 0
+        await exchange.reply(await self._sources.guide.answer(body, crowded), headers=FRESH)
+
+    async def _model(self) -> dict[str, object]:
+        model = self._frontend.model
+        return {
+            "name": model.name,
+            "family": model.family,
+            "context_tokens": model.context_tokens,
+            "dtype": model.dtype,
+            "mode": model.mode.value,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "chat": await self._can_chat(model.name),
+        }
+
+    async def _can_chat(self, model: str) -> bool:
+        """Whether its tokenizer has a template for chats."""
+        if model not in self._chats:
+            try:
+                await self._frontend.tokenize(ChatPrompt((ChatMessage("user", "Hello"),)))
+                self._chats[model] = True
+            except InvalidRequestError:
+                self._chats[model] = False
+        return self._chats[model]
+
+
+def _worker(status: WorkerStatus, account: WorkerAccount | None) -> dict[str, object]:
+    pages: list[dict[str, int]] = [{} for _ in status.free_pages]
+    for rank, state, count in pages_by_state(status):
+        pages[rank][state] = count
+    return {
+        "name": status.name,
+        "role": status.role.value,
+        "layout": status.layout,
+        "running": status.running,
+        "waiting": status.waiting,
+        "slots": status.slots,
+        "handoffs": status.handoffs,
+        "preemptions": status.preemptions,
+        "queued_tokens": status.queued_tokens,
+        "draining": status.draining,
+        "loading_seconds": status.loading_seconds,
+        "kv_channels": list(status.kv_channels),
+        "page_size": status.page_size,
+        "pages": pages,
+        "attempts": account.attempts if account else 0,
+        "barred_seconds": account.barred_seconds if account else 0.0,
+    }
+
+
+async def _reply(exchange: Exchange, fields: object) -> None:
+    await exchange.reply(_encode(fields), headers=FRESH)
+
+
+async def _reply_file(exchange: Exchange, name: str) -> None:
+    body = _files().get(name)
+    if body is None:
+        raise HttpRefusal(
+            f"{name[:80]!r} is no file of the web page; it begins at /", 404, "not_found"
+        )
+    kind = TYPES[name[name.rindex(".") :]] + b"; charset=utf-8"
+    await exchange.reply(body, content_type=kind, headers=HEADERS)
+
+
+@functools.cache
+def _files() -> dict[str, bytes]:
+    folder = importlib.resources.files("jdisagg.service.http") / "web"
+    return {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if any(file.name.endswith(ending) for ending in TYPES)
+    }

@@ -1,0 +1,347 @@
+"""What the HTTP door answers to generation requests: OpenAI's objects, whole or in chunks.
+
+A chunk is preformatted: all but the text, the tokens and the end of it is bytes that were made once
+a request. One frame carries what one event of the stream carries. Knows no connection."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
+from jdisagg.service.http.prompt_logprobs import EchoedPrompt, echoed, field_of, top_by_text
+from jdisagg.service.http.requests import OfPrompt, Streaming
+
+DONE = b"data: [DONE]\n\n"
+UNREADABLE = "\ufffd"
+
+Json = dict[str, object]
+_encode = msgspec.json.encode
+_FINISHED = {reason: _encode(reason) for reason in FinishReason}
+
+
+class Pieces:
+    """The text of single tokens, each asked for once. `as_ids`: their ids instead, as vLLM writes
+    them."""
+
+    def __init__(self, text_of: Callable[[int], str], known: dict[int, str], as_ids: bool) -> None:
+        self._text_of = text_of
+        self._known = known
+        self._as_ids = as_ids
+
+    def __call__(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        text = self._known.get(token_id)
+        if text is None:
+            text = self._known[token_id] = self._text_of(token_id)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every object of one reply says. `told`: what a response says again of what was asked."""
+
+    id: str
+    created: int
+    model: str
+    version: str | None
+    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ReplyChoice:
+    """What one answer has come to. `prompt`: the token ids that it follows, `prompt_logprobs`
+    theirs, of which `of_prompt` is told; `echo`: the prompt's text, where it stands before the
+    answer's. `offset`: where its next token stands in its text, in characters."""
+
+    index: int
+    prompt: Sequence[int] = ()
+    echo: str = ""
+    of_prompt: OfPrompt = OfPrompt()
+    prompt_logprobs: PromptLogprobs | None = None
+    offset: int = 0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
+
+    def add(self, event: StreamEvent) -> None:
+        self.texts.append(event.text)
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        if event.finish_reason is not None:
+            self.finish_reason = event.finish_reason.value
+        if event.reasoning:
+            self.reasoning.append(event.reasoning)
+        for call in event.tool_calls:
+            if call.name:
+                self.calls.append((call, []))
+            self.calls[call.index][1].append(call.arguments)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt's tokens stand before the answer's."""
+        return self.of_prompt.echoed is not None and self.prompt_logprobs is not None
+
+    def echoed(self, piece: Callable[[int], str]) -> EchoedPrompt | None:
+        """The prompt's tokens; the answer's stand behind its text."""
+        found, top = self.prompt_logprobs, self.of_prompt.echoed
+        if found is None or top is None:
+            return None
+        self.offset = len(self.echo)
+        return echoed(self.prompt, self.echo, found, top, piece)
+
+    def told(self, piece: Callable[[int], str]) -> Json:
+        """The field `prompt_logprobs`, where it was asked for."""
+        found, top = self.prompt_logprobs, self.of_prompt.told
+        if found is None or top is None:
+            return {}
+        return {"prompt_logprobs": field_of(self.prompt, found, top, piece)}
+
+
+class Reply:
+    """The objects of one request. Subclasses say how chats and completions differ."""
+
+    whole_object = ""
+    chunk_object = ""
+    prompt_in_choice = False  # whether a choice, or the reply, says the prompt's token ids
+    takes_apart = False  # whether it tells reasoning and calls of tools from words
+
+    def __init__(
+        self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
+    ) -> None:
+        self._pieces = pieces
+        self._token_ids = token_ids
+        self._heading: Json = {
+            "id": heading.id,
+            "object": self.chunk_object if streaming else self.whole_object,
+            "created": heading.created,
+            "model": heading.model,
+            "system_fingerprint": heading.version,
+        }
+        streaming = streaming or Streaming()
+        self._says_usage = streaming.usage
+        self._continuous = streaming.usage and streaming.continuous_usage
+        self._start = b"data: " + _encode(self._heading)[:-1]
+        self._choices = self._start + b',"choices":[{"index":'
+        self._end = b'}],"usage":null}\n\n' if streaming.usage else b"}]}\n\n"
+        # Most events are words alone: what then stands behind them.
+        self._plain = not token_ids and not self._continuous
+        self._rest = b',"logprobs":null,"finish_reason":null' + self._end
+
+    def chunk(
+        self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
+    ) -> bytes:
+        """The frame of one event. `first`: of this choice; `usage`: until now."""
+        reason, some = event.finish_reason, event.logprobs
+        if self._plain and not first and not some and reason is None:
+            return b"%b%d,%b%b" % (self._choices, choice.index, self._new(event, first), self._rest)
+        echoed = choice.echoed(self._pieces) if first else None
+        parts = [
+            self._choices,
+            b"%d," % choice.index,
+            self._new(event, first),
+            b',"logprobs":',
+            _encode(self._logprobs(event.token_ids, some, choice, echoed))
+            if some or echoed
+            else b"null",
+            b',"finish_reason":',
+            _FINISHED[reason] if reason is not None else b"null",
+        ]
+        end = self._end
+        if self._continuous:
+            end = end.replace(b"null", _encode(usage_of(usage())), 1)
+        if self._token_ids:
+            parts.append(b',"token_ids":' + _encode(event.token_ids))
+        if first and (prompt := self._of_prompt(choice)):
+            made = b"," + _encode(prompt)[1:-1]
+            end = made + end if self.prompt_in_choice else end.replace(b"}]", b"}]" + made, 1)
+        parts.append(end)
+        return b"".join(parts)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last frames of a stream."""
+        return (self._usage_chunk(usage) if self._says_usage else b"") + DONE
+
+    def _usage_chunk(self, usage: Usage) -> bytes:
+        """Without choices."""
+        return self._start + b',"choices":[],"usage":' + _encode(usage_of(usage)) + b"}\n\n"
+
+    def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
+        """The reply that is not streamed."""
+        made = [self._choice(choice) for choice in choices]
+        also = {} if self.prompt_in_choice else self._of_prompt(choices[0])
+        return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
+
+    def _of_prompt(self, choice: ReplyChoice) -> Json:
+        """What is said of the prompt."""
+        ids: Json = {"prompt_token_ids": choice.prompt} if self._token_ids else {}
+        return ids | choice.told(self._pieces)
+
+    def _new(self, event: StreamEvent, first: bool) -> bytes:
+        """What a chunk says of an event. `first`: of its choice."""
+        raise NotImplementedError
+
+    def _said(self, choice: ReplyChoice) -> Json:
+        raise NotImplementedError
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        choice: ReplyChoice,
+        echoed: EchoedPrompt | None,
+    ) -> Json:
+        """`echoed`: what stands before these."""
+        raise NotImplementedError
+
+    def _choice(self, choice: ReplyChoice) -> Json:
+        some, echoed = choice.logprobs, choice.echoed(self._pieces)
+        made: Json = {
+            "index": choice.index,
+            **self._said(choice),
+            "logprobs": (
+                self._logprobs(choice.token_ids, some, choice, echoed) if some or echoed else None
+            ),
+            "finish_reason": choice.finish_reason,
+        }
+        if self._token_ids:
+            made["token_ids"] = choice.token_ids
+        return made | self._of_prompt(choice) if self.prompt_in_choice else made
+
+
+class ChatReply(Reply):
+    """Of /v1/chat/completions."""
+
+    takes_apart = True
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _new(self, event: StreamEvent, first: bool) -> bytes:
+        # The role comes with the first text: clients take the first chunk for the first token.
+        start = b'"delta":{"role":"assistant","content":' if first else b'"delta":{"content":'
+        if not event.reasoning and not event.tool_calls:
+            return start + _encode(event.text) + b"}" if event.text or first else b'"delta":{}'
+        delta: Json = {"role": "assistant"} if first else {}
+        if event.text:
+            delta["content"] = event.text
+        delta |= _reasoning(event.reasoning)
+        if event.tool_calls:
+            delta["tool_calls"] = list(map(_call_delta, event.tool_calls))
+        return b'"delta":' + _encode(delta)
+
+    def _said(self, choice: ReplyChoice) -> Json:
+        text = choice.text
+        message: Json = {
+            "role": "assistant",
+            "content": None if choice.calls and not text else text,
+            "refusal": None,
+            **_reasoning("".join(choice.reasoning)),
+        }
+        if choice.calls:
+            message["tool_calls"] = [_call(call, "".join(some)) for call, some in choice.calls]
+        return {"message": message}
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        choice: ReplyChoice,
+        echoed: EchoedPrompt | None,
+    ) -> Json:
+        content = [
+            {
+                **self._token(token_id, one.logprob),
+                "top_logprobs": [self._token(other, value) for other, value in one.top],
+            }
+            for token_id, one in zip(token_ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text = self._pieces(token_id)
+        known = None if UNREADABLE in text else list(text.encode("utf-8", "replace"))
+        return {"token": text, "logprob": logprob, "bytes": known}
+
+
+class CompletionReply(Reply):
+    """Of /v1/completions."""
+
+    whole_object = chunk_object = "text_completion"
+    prompt_in_choice = True
+
+    def _new(self, event: StreamEvent, first: bool) -> bytes:
+        return b'"text":' + _encode(event.text)
+
+    def _said(self, choice: ReplyChoice) -> Json:
+        return {"text": choice.text}
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        choice: ReplyChoice,
+        echoed: EchoedPrompt | None,
+    ) -> Json:
+        tokens = [self._pieces(token_id) for token_id in token_ids]
+        offsets: list[int] = []
+        for text in tokens:
+            offsets.append(choice.offset)
+            choice.offset += len(text)
+        top = [
+            top_by_text(text, one.logprob, one.top, self._pieces)
+            for text, one in zip(tokens, logprobs, strict=True)
+        ]
+        values = [one.logprob for one in logprobs]
+        before = echoed or EchoedPrompt([], [], [], [])
+        return {
+            "text_offset": before.offsets + offsets,
+            "token_logprobs": [*before.logprobs, *values],
+            "tokens": before.tokens + tokens,
+            "top_logprobs": [*before.top, *top],
+        }
+
+
+def _reasoning(text: str) -> Json:
+    """Under the name that clients know, and the one that vLLM gives it now."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _call(call: ToolCallDelta, arguments: str) -> Json:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(call: ToolCallDelta) -> Json:
+    if call.name:
+        return {"index": call.index, **_call(call, call.arguments)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def cached_of(usage: Usage) -> Json:
+    """What of the prompt was not computed; beside OpenAI's field ours, where it is known: it adds
+    up to the other."""
+    tiers = usage.cached_by_tier
+    ours = {} if tiers is None else {"cached_tokens_by_tier": tiers.by_tier()}
+    return {"cached_tokens": usage.cached_tokens, **ours}
+
+
+def usage_of(usage: Usage) -> Json:
+    total = usage.prompt_tokens + usage.completion_tokens
+    reasoning = usage.reasoning_tokens
+    details = {} if reasoning is None else {"reasoning_tokens": reasoning}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": total,
+        "prompt_tokens_details": cached_of(usage),
+        **({"completion_tokens_details": details} if details else {}),
+    }

@@ -1,0 +1,225 @@
+"""What clients of the OpenAI API ask for, as prompts and options of the `Frontend`.
+
+Fields that the engine has are read; those that it cannot do are refused by name, unless their value
+asks for nothing; those that mean nothing here are passed over. Values are for the `Frontend` to
+judge. The names are OpenAI's, and vLLM's for what OpenAI's API lacks."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from jdisagg.dispatch.frontend import Prompt, TokenPrompt
+from jdisagg.dispatch.options import SamplingOptions
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import at_most
+from jdisagg.service.grpc.wire_generation import MAX_IDS
+from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.fields import (
+    BIASES,
+    INTEGER,
+    INTEGERS,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    YES,
+    FieldKind,
+    Fields,
+)
+from jdisagg.service.http.grammar import grammar_from
+
+MAX_PROMPTS = 256
+MAX_IGNORED_SHOWN = 16
+
+_NUMBERS = ("temperature", "top_p", "min_p")
+_NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_INTEGERS = ("top_k", "seed", "min_tokens", "n", "prompt_logprobs")
+# A field that is refused: the values that ask for nothing, and what to do instead.
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "suffix": (("",), "put all of the text before what is to be written into the prompt"),
+    "use_beam_search": ((False,), "tokens are drawn; use n"),
+    "length_penalty": ((1,), "it belongs to beam search; leave it out"),
+    "spaces_between_special_tokens": ((True, False), "leave it out"),
+    "truncate_prompt_tokens": ((-1,), "cut the prompt yourself; /tokenize counts its tokens"),
+    "logits_processors": (([],), "use logit_bias"),
+}
+_REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
+    "functions": (([],), "send them as tools"),
+    "function_call": (("none", "auto"), "send tool_choice"),
+    "audio": ((), "text is all that is generated"),
+    "modalities": ((["text"],), "text is all that is generated"),
+    "web_search_options": ((), "the server searches nothing"),
+    "chat_template": ((), "the model's own is used"),
+    "documents": (([],), "put them into a message"),
+    "echo": ((False,), "the last message is known to you"),
+}
+_WITHOUT_MEANING = (
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+)
+_PROMPT = FieldKind(
+    "a string, a list of strings, a list of token ids or a list of such lists",
+    msgspec.json.Decoder(str | list[str | int | list[int]]).decode,
+)
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a stream is sent. `usage`: a last chunk says it; `continuous_usage`: every chunk does."""
+
+    usage: bool = False
+    continuous_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OfPrompt:
+    """How many of the most likely tokens are named beside each of the prompt's: `told` in the field
+    `prompt_logprobs`, `echoed` before the answer's `logprobs`; None: that is not there."""
+
+    told: int | None = None
+    echoed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. `streaming` None: the reply comes whole. `echo`: the prompt stands before the
+    text. `token_ids`: the reply has them; `tokens_as_ids`: log-probabilities name tokens so.
+    `of_prompt`: what the reply says of the prompt's own. `answerless`: of the one token that is
+    generated nothing is said. `told`: fields of the request that the reply says again."""
+
+    prompts: tuple[Prompt, ...]
+    options: SamplingOptions
+    model: str = ""
+    request_id: str = ""
+    deadline_seconds: float | None = None
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    streaming: Streaming | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    echo: bool = False
+    of_prompt: OfPrompt = OfPrompt()
+    answerless: bool = False
+    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+
+
+def completion_from(fields: Fields) -> Asked:
+    """A body of /v1/completions. Raises InvalidRequestError naming the field."""
+    options = sampling_options(fields)
+    options["max_tokens"] = most = fields.read("max_tokens", INTEGER)
+    options["logprobs"] = fields.read("logprobs", INTEGER)
+    echo = bool(fields.read("echo", YES))
+    told, scored = options.get("prompt_logprobs"), options["logprobs"] if echo else None
+    answerless = echo and most == 0
+    if answerless:
+        options["max_tokens"] = 1
+    if scored is not None:
+        options["prompt_logprobs"] = max(scored, told or 0)
+        if most in (0, 1):
+            # Whoever scores a prompt counts on a token behind it, the end of a text too.
+            options["ignore_eos"] = True
+    asked = asked_from(fields, completion_prompts(fields), options, echo)
+    return replace(asked, of_prompt=OfPrompt(told, scored), answerless=answerless)
+
+
+def chat_from(fields: Fields) -> Asked:
+    """A body of /v1/chat/completions. Raises InvalidRequestError naming the field."""
+    options = sampling_options(fields)
+    most = fields.read("max_completion_tokens", INTEGER)
+    older = fields.read("max_tokens", INTEGER)
+    options["max_tokens"] = older if most is None else most
+    top = fields.read("top_logprobs", INTEGER)
+    if fields.read("logprobs", YES):
+        options["logprobs"] = top or 0
+    elif top:
+        raise InvalidRequestError(f"top_logprobs={top} needs logprobs; set logprobs to true")
+    fields.refuse(_REFUSED_OF_CHATS)
+    return asked_from(fields, (chat_prompt(fields),), options)
+
+
+def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
+    """Of the field `prompt`: one, or several."""
+    given = fields.given("prompt", _PROMPT)
+    if isinstance(given, str):
+        return (given,)
+    if not given:
+        raise InvalidRequestError("prompt is empty: an empty list; send some text")
+    if all(isinstance(one, int) for one in given):
+        return (_ids(given),)
+    at_most("prompt", len(given), MAX_PROMPTS)
+    if all(isinstance(one, str) for one in given):
+        return tuple(one for one in given if isinstance(one, str))
+    if all(isinstance(one, list) for one in given):
+        return tuple(_ids(one) for one in given if isinstance(one, list))
+    raise InvalidRequestError("prompt mixes texts and token ids; send lists of one kind")
+
+
+def ignored_header(fields: Fields) -> bytes:
+    """The fields that were passed over, for a header; empty where there are none."""
+    unread = fields.unread()
+    names = [name for name in unread if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_SHOWN]
+    more = len(unread) - len(names)
+    return ", ".join([*names, *([f"and {more} more"] if more else [])]).encode("ascii")
+
+
+def _ids(given: Sequence[object]) -> TokenPrompt:
+    at_most("prompt token ids", len(given), MAX_IDS)
+    return TokenPrompt(tuple(one for one in given if isinstance(one, int)))
+
+
+def sampling_options(fields: Fields) -> SamplingOptions:
+    """What both kinds of request have."""
+    options = SamplingOptions(
+        logit_bias=fields.read("logit_bias", BIASES),
+        stop=fields.read("stop", TEXTS),
+        stop_token_ids=fields.read("stop_token_ids", INTEGERS),
+        ignore_eos=fields.read("ignore_eos", YES),
+        include_stop_str_in_output=fields.read("include_stop_str_in_output", YES),
+        skip_special_tokens=fields.read("skip_special_tokens", YES),
+        grammar=grammar_from(fields),
+        allowed_token_ids=fields.read("allowed_token_ids", INTEGERS),
+        bad_words=fields.read("bad_words", TEXTS),
+    )
+    numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}
+    integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}
+    if integers["top_k"] == -1:  # of many clients: all
+        integers["top_k"] = 0
+    best_of = fields.read("best_of", INTEGER)
+    if best_of is not None and best_of != (integers["n"] or 1):
+        raise InvalidRequestError(
+            f"best_of={best_of} is not supported; ask for n answers and choose among them"
+        )
+    fields.refuse(_REFUSED)
+    fields.ignore(*_WITHOUT_MEANING)
+    return SamplingOptions(**options, **numbers, **integers)
+
+
+def asked_from(
+    fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
+) -> Asked:
+    """The request, of what is read already and of what all kinds of request have beside it."""
+    wanted = fields.part("stream_options")
+    streaming = Streaming(
+        bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))
+    )
+    streams = bool(fields.read("stream", YES))
+    if fields.has("stream_options") and not streams:
+        raise InvalidRequestError("stream_options needs stream; set stream to true")
+    return Asked(
+        prompts=prompts,
+        options=options,
+        model=fields.read("model", TEXT) or "",
+        request_id=fields.read("request_id", TEXT) or "",
+        deadline_seconds=fields.read("deadline_seconds", NUMBER),
+        tenant=fields.read("tenant", TEXT) or "",
+        cache_salt=fields.read("cache_salt", TEXT) or "",
+        priority=fields.read("priority", INTEGER) or 0,
+        streaming=streaming if streams else None,
+        token_ids=bool(fields.read("return_token_ids", YES)),
+        tokens_as_ids=bool(fields.read("return_tokens_as_token_ids", YES)),
+        echo=echo,
+        of_prompt=OfPrompt(options.get("prompt_logprobs")),
+    )

@@ -1,0 +1,280 @@
+"""/v1/responses: OpenAI's objects and events of an answer.
+
+A response is reasoning, a message of text, and calls of tools, in the order in which they came,
+each complete before the next begins."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
+from jdisagg.service.http.replies import ChatReply, Heading, Json, Pieces, ReplyChoice, cached_of
+from jdisagg.service.http.requests import Streaming
+
+_encode = msgspec.json.encode
+
+
+class ResponseReply(ChatReply):
+    """A response: whole, or as the events that build it up. They are numbered."""
+
+    whole_object = chunk_object = "response"
+    _number = -1
+
+    def __init__(
+        self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
+    ) -> None:
+        super().__init__(heading, streaming, pieces, token_ids)
+        self._told = heading.told
+        self._items: list[_Item] = []
+        self._open = False  # the last of them
+        self._held: list[Json] = []  # tokens that have given nothing yet
+
+    def chunk(
+        self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
+    ) -> bytes:
+        """The events of one event: at the first those that begin, at the last those that end."""
+        frames: list[bytes] = []
+        if first:
+            begun = self._response([], "in_progress", None, None)
+            frames += [
+                self._frame("response.created", response=begun),
+                self._frame("response.in_progress", response=begun),
+            ]
+        ended = event.finish_reason
+        # more of a call that is open comes before thoughts and words, those before the next call
+        for call in event.tool_calls:
+            frames += self._call(call) if not call.name else []
+        if event.reasoning:
+            frames += self._thought(event.reasoning)
+        others = event.tool_calls or event.reasoning
+        says = self._open_kind is _Kind.MESSAGE and not others
+        answered = any(item.kind is not _Kind.REASONING for item in self._items)
+        empty = ended is not None and not answered and not event.tool_calls
+        tokens = self._held + self._tokens(event.token_ids, event.logprobs)
+        self._held = []
+        if event.text or says or empty:
+            frames += self._message(event.text, tokens)
+        elif not event.tool_calls and not event.reasoning:
+            self._held = tokens
+        for call in event.tool_calls:
+            frames += self._call(call) if call.name else []
+        if ended is not None:
+            cut = ended is FinishReason.LENGTH
+            frames += self._close(cut)
+            finished = self._finished(cut, usage())
+            frames.append(self._frame(f"response.{finished['status']}", response=finished))
+        return b"".join(frames)
+
+    def _message(self, text: str, tokens: list[Json]) -> list[bytes]:
+        """More words."""
+        frames: list[bytes] = []
+        if self._open_kind is not _Kind.MESSAGE:
+            frames += self._begin(_Item(self._item_id("msg"), _Kind.MESSAGE))
+            frames.append(self._of_part("response.content_part.added", part=_text_part("", [])))
+        self._items[-1].texts.append(text)
+        self._items[-1].tokens += tokens
+        frames.append(self._of_part("response.output_text.delta", delta=text, logprobs=tokens))
+        return frames
+
+    def _thought(self, text: str) -> list[bytes]:
+        """More reasoning."""
+        frames: list[bytes] = []
+        if self._open_kind is not _Kind.REASONING:
+            frames += self._begin(_Item(self._item_id("rs"), _Kind.REASONING))
+            frames.append(self._of_part("response.content_part.added", part=_thought_part("")))
+        self._items[-1].texts.append(text)
+        frames.append(self._of_part("response.reasoning_text.delta", delta=text))
+        return frames
+
+    def _call(self, call: ToolCallDelta) -> list[bytes]:
+        """A call, or more of its arguments."""
+        called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
+        frames = self._begin(called) if called is not None else []
+        if call.arguments:
+            self._items[-1].texts.append(call.arguments)
+            frames.append(
+                self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+            )
+        return frames
+
+    def _begin(self, item: "_Item") -> list[bytes]:
+        frames = self._close(False)
+        self._items.append(item)
+        self._open = True
+        return [*frames, self._added("response.output_item.added", item.shown("in_progress"))]
+
+    def _close(self, cut: bool) -> list[bytes]:
+        """The last item is complete, or cut off."""
+        if not self._open:
+            return []
+        self._open, item = False, self._items[-1]
+        match item.kind:
+            case _Kind.CALL:
+                done = "response.function_call_arguments.done"
+                frames = [self._of_item(done, arguments=item.text)]
+            case _Kind.REASONING:
+                frames = [
+                    self._of_part("response.reasoning_text.done", text=item.text),
+                    self._of_part("response.content_part.done", part=_thought_part(item.text)),
+                ]
+            case _Kind.MESSAGE:
+                said = {"text": item.text, "logprobs": item.tokens}
+                part = _text_part(item.text, item.tokens)
+                frames = [
+                    self._of_part("response.output_text.done", **said),
+                    self._of_part("response.content_part.done", part=part),
+                ]
+        return [*frames, self._added("response.output_item.done", item.shown(_ended(cut)))]
+
+    def end(self, usage: Usage) -> bytes:
+        """Nothing: the last event has said it."""
+        return b""
+
+    def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
+        choice = choices[0]
+        cut = choice.finish_reason == FinishReason.LENGTH.value
+        if choice.reasoning:
+            self._items.append(_Item(self._item_id("rs"), _Kind.REASONING, None, choice.reasoning))
+        if choice.text or not choice.calls:
+            tokens = self._tokens(choice.token_ids, choice.logprobs)
+            item = _Item(self._item_id("msg"), _Kind.MESSAGE, None, [choice.text], tokens)
+            self._items.append(item)
+        for call, arguments in choice.calls:
+            self._items.append(_Item(self._item_id("fc"), _Kind.CALL, call, arguments))
+        return _encode(self._finished(cut, usage))
+
+    def _finished(self, cut: bool, usage: Usage) -> Json:
+        *others, last = self._items
+        output = [*(item.shown(_ended(False)) for item in others), last.shown(_ended(cut))]
+        reason: Json | None = {"reason": "max_output_tokens"} if cut else None
+        return self._response(output, _ended(cut), reason, usage)
+
+    def _response(
+        self, output: list[Json], status: str, incomplete: Json | None, usage: Usage | None
+    ) -> Json:
+        heading = self._heading
+        return {
+            "id": heading["id"],
+            "object": "response",
+            "created_at": heading["created"],
+            "status": status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": None,
+            "metadata": {},
+            "model": heading["model"],
+            "output": output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "store": False,
+            "usage": _usage_of(usage) if usage is not None else None,
+            **self._told,
+        }
+
+    @property
+    def _open_kind(self) -> "_Kind | None":
+        """Of the item that goes on."""
+        return self._items[-1].kind if self._open else None
+
+    def _item_id(self, kind: str) -> str:
+        """Of the next item."""
+        number = f"_{len(self._items)}" if self._items else ""
+        return f"{kind}_{str(self._heading['id']).removeprefix('resp_')}{number}"
+
+    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Json]:
+        return [
+            {
+                **self._token(token_id, one.logprob),
+                "top_logprobs": [self._token(other, value) for other, value in one.top],
+            }
+            for token_id, one in zip(token_ids, logprobs, strict=False)
+        ]
+
+    def _added(self, kind: str, item: Json) -> bytes:
+        return self._frame(kind, output_index=len(self._items) - 1, item=item)
+
+    def _of_item(self, kind: str, **said: object) -> bytes:
+        place = {"output_index": len(self._items) - 1, "item_id": self._items[-1].id}
+        return self._frame(kind, **place, **said)
+
+    def _of_part(self, kind: str, **said: object) -> bytes:
+        return self._of_item(kind, content_index=0, **said)
+
+    def _frame(self, kind: str, **said: object) -> bytes:
+        self._number += 1
+        event = {"type": kind, "sequence_number": self._number, **said}
+        return b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
+class _Kind(enum.Enum):
+    REASONING = "reasoning"
+    MESSAGE = "message"
+    CALL = "function_call"
+
+
+@dataclass(slots=True)
+class _Item:
+    """What a response consists of. `call`: of that kind. `texts`: thoughts, words, or arguments."""
+
+    id: str
+    kind: _Kind
+    call: ToolCallDelta | None = None
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Json] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def shown(self, status: str) -> Json:
+        begun = status != "in_progress"
+        if self.kind is _Kind.REASONING:
+            thoughts = [_thought_part(self.text)] if begun else []
+            return {
+                "type": "reasoning",
+                "id": self.id,
+                "status": status,
+                "summary": [],
+                "content": thoughts,
+            }
+        if self.call is None:
+            return {
+                "type": "message",
+                "id": self.id,
+                "status": status,
+                "role": "assistant",
+                "content": [_text_part(self.text, self.tokens)] if begun else [],
+            }
+        return {
+            "type": "function_call",
+            "id": self.id,
+            "call_id": self.call.id,
+            "name": self.call.name,
+            "arguments": self.text,
+            "status": status,
+        }
+
+
+def _ended(cut: bool) -> str:
+    return "incomplete" if cut else "completed"
+
+
+def _text_part(text: str, tokens: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
+
+
+def _thought_part(text: str) -> Json:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _usage_of(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {**cached_of(usage), "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -1,0 +1,122 @@
+"""/v1/responses, without state: what is asked for.
+
+Nothing is stored, so that what refers to an earlier response is refused; the client sends the
+conversation. The answer is `http_response_replies`'s."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from jdisagg.chat.messages import ChatMessage, ChatPrompt, ToolCall
+from jdisagg.errors import InvalidRequestError
+from jdisagg.request import at_most
+from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
+from jdisagg.service.http.chat import chat_message, offered_tools, text_of
+from jdisagg.service.http.fields import INTEGER, TEXT, TEXTS, YES, FieldKind, Fields
+from jdisagg.service.http.grammar import grammar_of_response
+from jdisagg.service.http.requests import Asked, asked_from, sampling_options
+
+LOGPROBS = "message.output_text.logprobs"
+
+_INPUT = FieldKind(
+    "a string or a list of messages",
+    msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
+)
+# What a response says again of what was asked.
+_TOLD = (
+    *("instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "temperature"),
+    *("text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
+)
+_STATELESS = "the server keeps nothing; send the whole conversation as input"
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((), _STATELESS),
+    "conversation": ((), _STATELESS),
+    "prompt": ((), _STATELESS),
+    "prompt_logprobs": ((), "ask /v1/chat/completions for them"),
+    "background": ((False,), "wait for the reply"),
+    # auto: what fits is not cut, and what does not is refused, as without it
+    "truncation": (("disabled", "auto"), "leave out what does not fit"),
+    "context_management": (([],), "leave out what does not fit"),
+    "n": ((1,), "ask again"),
+}
+
+
+def response_from(fields: Fields) -> Asked:
+    """A body of /v1/responses. Raises InvalidRequestError naming the field."""
+    fields.refuse(_REFUSED)
+    fields.ignore("max_tool_calls")
+    instructions = fields.read("instructions", TEXT)
+    given = fields.given("input", _INPUT)
+    messages = [ChatMessage("system", instructions)] if instructions else []
+    if isinstance(given, str):
+        messages.append(ChatMessage("user", given))
+    else:
+        at_most("input", len(given), MAX_MESSAGES)
+        for at, one in enumerate(given):
+            _add(messages, Fields(one, f"input[{at}]."))
+    options = sampling_options(fields)
+    options["grammar"] = grammar_of_response(fields) or options.get("grammar")
+    options["max_tokens"] = fields.read("max_output_tokens", INTEGER)
+    top = fields.read("top_logprobs", INTEGER)
+    included = fields.read("include", TEXTS) or []
+    if LOGPROBS in included or top is not None:
+        options["logprobs"] = top or 0
+    asked = asked_from(fields, (_chat(fields, messages),), options)
+    return replace(asked, told={name: fields.raw(name) for name in _TOLD if fields.has(name)})
+
+
+def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
+    offered = offered_tools(fields, nested=False)
+    effort = fields.part("reasoning").read("effort", TEXT)
+    return ChatPrompt(
+        tuple(messages),
+        arguments={"reasoning_effort": effort} if effort else {},
+        tools=offered.tools,
+        tool_choice=offered.choice,
+        parallel_tool_calls=fields.read("parallel_tool_calls", YES) is not False,
+        tool_name=offered.name,
+    )
+
+
+def _add(messages: list[ChatMessage], item: Fields) -> None:
+    """A call belongs to what the assistant said before it, and that to what it thought."""
+    kind = item.read("type", TEXT) or "message"
+    if kind == "message":
+        message = chat_message(item)
+        if message.role == "assistant" and messages and _only_thought(messages[-1]):
+            message = replace(message, reasoning=messages.pop().reasoning)
+        messages.append(message)
+    elif kind == "reasoning":
+        messages.append(ChatMessage("assistant", "", reasoning=_thoughts(item)))
+    elif kind == "function_call":
+        item.ignore("id", "status")
+        call = ToolCall(
+            item.given("name", TEXT),
+            item.read("arguments", TEXT) or "",
+            item.given("call_id", TEXT),
+        )
+        if not messages or messages[-1].role != "assistant":
+            messages.append(ChatMessage("assistant", ""))
+        messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
+    elif kind == "function_call_output":
+        item.ignore("id", "status")
+        output = text_of(item, "output")
+        messages.append(ChatMessage("tool", output, tool_call_id=item.given("call_id", TEXT)))
+    else:
+        raise InvalidRequestError(
+            "input items must have the type message, reasoning, function_call or"
+            f" function_call_output, got {kind[:80]!r}; the server knows no other"
+        )
+
+
+def _only_thought(message: ChatMessage) -> bool:
+    return message == ChatMessage("assistant", "", reasoning=message.reasoning)
+
+
+def _thoughts(item: Fields) -> str:
+    """The text of an item of reasoning, else its summary."""
+    for name in ("content", "summary"):
+        if parts := item.parts(name):
+            return "\n".join(part.given("text", TEXT) for part in parts)
+    return ""

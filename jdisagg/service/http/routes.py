@@ -1,0 +1,172 @@
+"""The paths of the HTTP door, and the short answers: models, tokens, health, metrics, version; the
+web page has a file of its own (`page.py`)."""
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.routing import Route, Router
+
+from jdisagg import __version__
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.observe.request_log import RequestLog
+from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.errors import HttpRefusal
+from jdisagg.service.http.exchange import Exchange
+from jdisagg.service.http.fields import INTEGERS, TEXT, YES, Fields
+from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
+from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
+from jdisagg.service.http.page import Page, PageSources
+from jdisagg.service.http.requests import completion_prompts, ignored_header
+from jdisagg.service.http.responses import response_from
+
+Scrape = Callable[[], Awaitable[bytes]]
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+OWNER = "jdisagg"
+
+_encode = msgspec.json.encode
+
+
+class HttpRoutes:
+    """`scrape` gives the metrics' text; None: there are none. `page`: what the web page shows."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        guard: HttpGuard,
+        log: RequestLog,
+        limit_bytes: int,
+        scrape: Scrape | None,
+        page: PageSources,
+    ) -> None:
+        self._frontend = frontend
+        self._guard = guard
+        self._limit_bytes = limit_bytes
+        self._scrape = scrape
+        self._since = int(time.time())
+        self._generation = HttpGeneration(frontend, log, limit_bytes)
+        self._page = Page(frontend, page)
+
+    @property
+    def ready(self) -> bool:
+        """What /health says."""
+        return self._page.ready
+
+    @ready.setter
+    def ready(self, ready: bool) -> None:
+        self._page.ready = ready
+
+    def application(self) -> Router:
+        """All of it, as an ASGI application."""
+        guard, generation = self._guard, self._generation
+        endpoints = {
+            "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
+            "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
+            "/v1/responses": Endpoint(guard, "POST", generation.responses, logs=True),
+            "/v1/responses/input_tokens": Endpoint(guard, "POST", self._input_tokens),
+            "/v1/models": Endpoint(guard, "GET", self._models),
+            "/v1/models/{name:path}": Endpoint(guard, "GET", self._model),
+            "/tokenize": Endpoint(guard, "POST", self._tokenize),
+            "/detokenize": Endpoint(guard, "POST", self._detokenize),
+            "/metrics": Endpoint(guard, "GET", self._metrics),
+            "/version": Endpoint(guard, "GET", self._version),
+            "/health": Endpoint(guard, "GET", self._health, open=True),
+            **self._page.endpoints(guard),
+        }
+        routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
+        unknown = Endpoint(guard, ANY_METHOD, self._unknown, open=True)
+        return Router(routes, redirect_slashes=False, default=unknown)
+
+    async def _models(self, exchange: Exchange) -> None:
+        await exchange.reply(_encode({"object": "list", "data": [self._card()]}))
+
+    async def _model(self, exchange: Exchange) -> None:
+        check_model(exchange.scope["path_params"]["name"], self._frontend)
+        await exchange.reply(_encode(self._card()))
+
+    def _card(self) -> dict[str, object]:
+        model = self._frontend.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": OWNER,
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.context_tokens,
+        }
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        """As vLLM's: of a text, or of a chat."""
+        fields = await self._fields(exchange)
+        if fields.has("messages"):
+            prompt = chat_prompt(fields)
+        else:
+            prompts = completion_prompts(fields)
+            prompt = prompts[0]
+        strings = fields.read("return_token_strs", YES)
+        _note_ignored(exchange, fields)
+        token_ids = await self._frontend.tokenize(prompt)
+        await exchange.reply(
+            _encode(
+                {
+                    "count": len(token_ids),
+                    "max_model_len": self._frontend.model.context_tokens,
+                    "tokens": token_ids,
+                    "token_strs": list(map(self._frontend.piece, token_ids)) if strings else None,
+                }
+            )
+        )
+
+    async def _input_tokens(self, exchange: Exchange) -> None:
+        """How many tokens the input of a response has."""
+        fields = await self._fields(exchange)
+        (prompt,) = response_from(fields).prompts
+        _note_ignored(exchange, fields)
+        counted = len(await self._frontend.tokenize(prompt))
+        await exchange.reply(_encode({"object": "response.input_tokens", "input_tokens": counted}))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        fields = await self._fields(exchange)
+        token_ids = fields.given("tokens", INTEGERS)
+        skip = bool(fields.read("skip_special_tokens", YES))
+        _note_ignored(exchange, fields)
+        text = await self._frontend.detokenize(token_ids, skip_special_tokens=skip)
+        await exchange.reply(_encode({"prompt": text}))
+
+    async def _fields(self, exchange: Exchange) -> Fields:
+        fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
+        check_model(fields.read("model", TEXT) or "", self._frontend)
+        return fields
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        if self._scrape is None:
+            raise HttpRefusal(
+                "/metrics: nothing is measured here; start the server with --metrics_port",
+                404,
+                "not_found",
+            )
+        await exchange.reply(await self._scrape(), content_type=METRICS_TYPE)
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.reply(_encode({"version": __version__}))
+
+    async def _health(self, exchange: Exchange) -> None:
+        """200 where the gRPC health says SERVING, 503 else."""
+        await exchange.reply(b"{}", 200 if self.ready else 503)
+
+    async def _unknown(self, exchange: Exchange) -> None:
+        path = re.sub(r"[^\x20-\x7e]", "?", exchange.scope["path"])[:80]
+        raise HttpRefusal(
+            f"path {path!r} is none of this server's; its OpenAI API is under /v1, such as"
+            " /v1/chat/completions, and a web page is at /",
+            404,
+            "not_found",
+        )
+
+
+def _note_ignored(exchange: Exchange, fields: Fields) -> None:
+    if ignored := ignored_header(fields):
+        exchange.reply_headers.append((IGNORED, ignored))

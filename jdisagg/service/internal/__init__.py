@@ -1,0 +1,1 @@
+"""gRPC between our own processes: typed calls of ports, registry, KV control, span streams."""

@@ -1,0 +1,326 @@
+"""A gRPC connection from one of our processes to another: its credentials, how a dead peer is
+noticed, what its errors become.
+
+A peer that fell silent (stopped, its host gone) is noticed by unanswered pings within 3 s, a closed
+connection at once; running calls then raise UnavailableError. The connection comes back by itself,
+so that a process restarted at the same address is usable within a second or two. Calls fail fast:
+none waits for a peer that is known to be away. With a `boot_id` calls are meant for that boot of
+the process alone: another one at the same address refuses them.
+
+Knows no service. Every call but a stream that its caller bounds has a deadline."""
+
+import asyncio
+import contextlib
+import pathlib
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
+from jdisagg.messages.packed import PROTOCOL
+from jdisagg.messages.spans import WireStatus
+from jdisagg.service.grpc import wire
+from jdisagg.service.grpc_life import keep_grpc_alive
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from jdisagg.trace_context import outgoing
+
+MAX_MESSAGE_BYTES = 16 << 20
+BOOT_KEY = "jdisagg-boot"
+PROTOCOL_KEY = "jdisagg-protocol"
+TOKEN_KEY = "authorization"
+# A deadline beyond the range of its clock (292 years) gRPC takes for one that has passed.
+LONGEST_SECONDS = 1e9
+
+_BLOCKS = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
+
+Unary = Callable[..., Awaitable[bytes]]
+
+PING_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    # gRPC also pings to measure the link, and sends no other ping while the answer to one is due.
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+RECONNECT_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also how long an attempt to connect may take: a stopped process accepts connections and is
+    # silent.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Channels to one address would share their connection, and with it their back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a process shows and believes when it connects. PEM texts; empty ones are not used.
+
+    authority: who signs the other side's certificates (`tls` without it: the system's roots).
+    certificate, key: our own, for mutual TLS. token: sent as a bearer token. server_name: the name
+    in the other side's certificate, where it is not in the address."""
+
+    tls: bool = False
+    authority: bytes = b""
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    token: str = field(default="", repr=False)
+    server_name: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ConfigError(
+                "credentials: a certificate and its key go together; give both or none"
+            )
+        if not self.tls and (self.authority or self.certificate or self.server_name):
+            raise ConfigError(
+                "credentials: certificates, or a server's name, without tls would not be used;"
+                " set tls"
+            )
+        if self.token and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError("credentials: a token may hold printable ASCII characters alone")
+        for name, kind in (
+            ("authority", "CERTIFICATE"),
+            ("certificate", "CERTIFICATE"),
+            ("key", "PRIVATE KEY"),
+        ):
+            if getattr(self, name):
+                _check_pem(f"credentials: {name}", getattr(self, name), kind)
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        authority: str = "",
+        certificate: str = "",
+        key: str = "",
+        token: str = "",
+        server_name: str = "",
+    ) -> "Credentials":
+        """Reads files; TLS is on where an authority or a certificate is given. Raises ConfigError
+        naming the file."""
+        return cls(
+            tls=bool(authority or certificate),
+            authority=read_pem("credentials: authority", authority),
+            certificate=read_pem("credentials: certificate", certificate),
+            key=read_pem("credentials: key", key, "PRIVATE KEY"),
+            token=read_secret(token).decode("utf-8", "replace").strip(),
+            server_name=server_name,
+        )
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((TOKEN_KEY, f"Bearer {self.token}"),) if self.token else ()
+
+    def options(self) -> list[tuple[str, str]]:
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+    def channel(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(
+            self.authority or None, self.key or None, self.certificate or None
+        )
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def open_channel(
+    address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]
+) -> grpc.aio.Channel:
+    """A channel of grpc.aio, on the event loop that will use it. Raises ConfigError where there is
+    no address."""
+    check_target(address)
+    keep_grpc_alive()
+    if credentials.tls:
+        return grpc.aio.secure_channel(address, credentials.channel(), options)
+    return grpc.aio.insecure_channel(address, options)
+
+
+def check_target(target: str) -> None:
+    """Raises ConfigError where there is no address: gRPC would wait for an answer."""
+    if not isinstance(target, str) or not target.strip():
+        raise ConfigError(
+            f"target must be an address, got {target!r}; give host:port, such as localhost:8700"
+        )
+
+
+def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
+    """As `read_secret`, of a PEM file with a block of that kind: gRPC would tell no more of one
+    without than that nobody answers."""
+    data = read_secret(path)
+    if path:
+        _check_pem(f"{subject} {path!r}", data, kind)
+    return data
+
+
+def _check_pem(subject: str, data: bytes, kind: str) -> None:
+    found = [name.decode() for name in _BLOCKS.findall(data)]
+    if not any(name.endswith(kind) for name in found):
+        raise ConfigError(
+            f"{subject} has no {kind} block in PEM form, but"
+            f" {', '.join(found[:4]) or 'no block at all'}; give one that has"
+        )
+
+
+def read_secret(path: str) -> bytes:
+    """The bytes of a file, none where there is no path. Raises ConfigError."""
+    try:
+        return pathlib.Path(path).expanduser().read_bytes() if path else b""
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path!r}: {error.strerror}; give the path of a readable PEM or token file"
+        ) from None
+
+
+def protocol_metadata() -> tuple[str, str]:
+    """The version that every call and stream between our processes names."""
+    return PROTOCOL_KEY, str(PROTOCOL)
+
+
+def _bounded(seconds: float | None) -> float | None:
+    return None if seconds is None else min(seconds, LONGEST_SECONDS)
+
+
+async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
+    with contextlib.suppress(JdisaggError):
+        await call()
+
+
+class Connection:
+    """Use it on one event loop; calls from several tasks share it. `boot_id` None: whichever boot
+    answers. `timeouts`: of what is called over it."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        boot_id: int | None = None,
+        timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
+    ) -> None:
+        self.address = address
+        self.boot_id = boot_id
+        self.timeouts = timeouts
+        self._credentials = credentials
+        self._closed = False
+        self._background: set[asyncio.Task[None]] = set()
+        options: list[tuple[str, int | str]] = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            *PING_OPTIONS,
+            *RECONNECT_OPTIONS,
+            *credentials.options(),
+        ]
+        self.channel = open_channel(address, credentials, options)
+
+    async def call(
+        self, method: Unary, request: bytes, seconds: float | None, any_boot: bool = False
+    ) -> bytes:
+        """One answer, as bytes. Raises our typed errors; UnavailableError when the peer is away or
+        goes away."""
+        self._check_open()
+        try:
+            return await method(
+                request, timeout=_bounded(seconds), metadata=self._metadata(any_boot)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._typed(error, seconds) from None
+        except asyncio.CancelledError:
+            self._check_closed_under_us()
+            raise
+
+    async def stream(
+        self,
+        method: Callable[..., object],
+        request: bytes,
+        seconds: float | None,
+        any_boot: bool = False,
+    ) -> AsyncGenerator[bytes, None]:
+        """The answers, as bytes. Closing the iterator cancels. Raises as `call` does."""
+        self._check_open()
+        call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
+        assert isinstance(call, grpc.aio.UnaryStreamCall)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise self._typed(error, seconds) from None
+        except asyncio.CancelledError:
+            self._check_closed_under_us()
+            raise
+        finally:
+            call.cancel()
+
+    def fire(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Makes a call over this connection without a result, whose failure changes nothing."""
+        if self._closed:
+            return
+        task = asyncio.ensure_future(_quietly(call))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def close(self) -> None:
+        """Ends the running calls with UnavailableError. Idempotent; what remains happens soon on
+        the loop."""
+        if self._closed:
+            return
+        self._closed = True
+        task = asyncio.ensure_future(self.channel.close())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def aclose(self) -> None:
+        """The same, and waits for the end."""
+        self.close()
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=self.timeouts.slack_seconds)
+
+    def _metadata(self, any_boot: bool) -> tuple[tuple[str, str], ...]:
+        bound = self.boot_id is not None and not any_boot
+        boot = ((BOOT_KEY, f"{self.boot_id:x}"),) if bound else ()
+        return (*self._credentials.metadata(), protocol_metadata(), *boot, *outgoing())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UnavailableError(
+                f"the connection to {self.address} is closed: the process there left, or was"
+                " given up"
+            )
+
+    def _check_closed_under_us(self) -> None:
+        """Closing a channel cancels its calls; only their callers' own cancellation may pass as
+        one."""
+        task = asyncio.current_task()
+        if self._closed and (task is None or not task.cancelling()):
+            raise UnavailableError(
+                f"the connection to {self.address} was closed during the call"
+            ) from None
+
+    def _typed(self, error: grpc.aio.AioRpcError, seconds: float | None) -> JdisaggError:
+        metadata = tuple(
+            (key, value) for key, value in error.trailing_metadata() or () if isinstance(value, str)
+        )
+        status = WireStatus(error.code().name, error.details() or "", metadata)
+        if wire.ERROR_KEY not in dict(metadata) and status.code in (
+            "CANCELLED",
+            "UNKNOWN",
+            "INTERNAL",
+            "UNIMPLEMENTED",
+        ):
+            # Not one of our servers' answers: the connection broke midway, or another program
+            # listens there.
+            return UnavailableError(f"{self.address}: {status.code}: {status.details}")
+        if wire.ERROR_KEY not in dict(metadata) and status.code == "DEADLINE_EXCEEDED":
+            # The call's own time limit, which concerns the peer: the worker reports a request's
+            # deadline.
+            return UnavailableError(
+                f"{self.address} did not answer"
+                f" {'in time' if seconds is None else f'within {seconds:g} s'}"
+            )
+        typed = wire.error_from_status(status)
+        if wire.ERROR_KEY not in dict(metadata):
+            typed.message = f"{self.address}: {typed.message}"
+        return typed

@@ -1,0 +1,125 @@
+"""The leader's end of an instance's streams, over gRPC: each follower opens `Follow` and joins.
+
+The port serves nothing else. A stranger, who does not know the instance's secret, is refused after
+one message; a stream that does not join in time is closed. Knows no JAX."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from jdisagg.address import host_port
+from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError
+from jdisagg.instance.followers import Followers, FollowerSession
+from jdisagg.messages.instance import FollowerMessage, Join
+from jdisagg.messages.packed import Unpacker, check_protocol
+from jdisagg.service.grpc import wire
+from jdisagg.service.grpc_life import bind, new_server
+from jdisagg.service.internal.connection import PROTOCOL_KEY
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
+
+unpack_follower = Unpacker[FollowerMessage](FollowerMessage)
+
+# A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their
+# history.
+MESSAGE_BYTES = 256 << 20
+
+SERVICE, METHOD = "jdisagg.InstanceLeader", "Follow"
+
+log = logging.getLogger(__name__)
+
+
+class _Servicer:
+    def __init__(self, followers: Followers, timeouts: InstanceTimeouts) -> None:
+        self._followers = followers
+        self._timeouts = timeouts
+
+    async def Follow(
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        try:
+            check_protocol(dict(context.invocation_metadata() or ()).get(PROTOCOL_KEY), SERVICE)
+            async with asyncio.timeout(self._timeouts.join_seconds):
+                first = await anext(request_iterator, None)
+            message = None if first is None else unpack_follower(first)
+            if not isinstance(message, Join):
+                raise InvalidRequestError(
+                    "instance: the first message of a follower must be Join; is this the right"
+                    " port?"
+                )
+            session = self._followers.join(message)
+        except (JdisaggError, TimeoutError) as error:
+            known = (
+                error
+                if isinstance(error, JdisaggError)
+                else InvalidRequestError(
+                    f"instance: no Join within {self._timeouts.join_seconds:g} s"
+                )
+            )
+            status = wire.error_to_status(known)
+            await context.abort(grpc.StatusCode[status.code], status.details, status.metadata)
+        listener = asyncio.ensure_future(_listen(session, request_iterator))
+        try:
+            async for outgoing in session.outgoing():
+                yield outgoing
+            # The follower hangs up first: a stream that ends under its writes is an error there,
+            # whatever was said before.
+            await asyncio.wait({listener}, timeout=self._timeouts.hang_up_seconds)
+        finally:
+            listener.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await listener
+            session.ended("its stream broke")
+
+
+async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> None:
+    try:
+        async for message in messages:
+            session.received(unpack_follower(message))
+        session.ended("its stream ended")
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        session.ended(f"its stream broke: {error or type(error).__name__}")
+
+
+class InstanceServer:
+    """Start it before the followers learn the address; stop it last. `credentials`: for TLS, as the
+    worker's own server."""
+
+    def __init__(
+        self,
+        followers: Followers,
+        credentials: grpc.ServerCredentials | None = None,
+        timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
+    ) -> None:
+        self._credentials = credentials
+        self._grace_seconds = timeouts.hang_up_seconds
+        self._server = new_server(
+            (
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MESSAGE_BYTES),
+            )
+        )
+        follow = grpc.stream_stream_rpc_method_handler(_Servicer(followers, timeouts).Follow)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: follow}),)
+        )
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Binds and serves; returns the address, host:port."""
+        try:
+            bound = bind(self._server, host, port, self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"instance cannot listen on {host}:{port}: {error}; choose another host or port"
+            ) from error
+        await self._server.start()
+        return host_port(host, bound)
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=self._grace_seconds)

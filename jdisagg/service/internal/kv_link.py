@@ -1,0 +1,211 @@
+"""The `KvLink` between processes over gRPC: what a transfer channel says goes to the other
+process's control address.
+
+    link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
+    channel = JaxTransferChannel(clock, link.end, link, ...)
+    link.deliver_to(channel)
+    server = GrpcServer((..., link.service(tokens)), config, boot_id)
+
+`send` may be called from any thread and never blocks: messages wait in a queue of their
+destination, bounded, and go out in order, all that wait in one call. A destination that does not
+answer is tried again for a moment; then what waits for it is lost, and counted, which the channels'
+deadlines survive. What arrives is given to the receiver on the event loop; messages for another
+boot are dropped. Doubling is possible, where an answer got lost."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import KvEnvelope, KvMessage, KvPlanePort
+from jdisagg.service.guard import Service
+from jdisagg.service.internal import rpc
+from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
+from jdisagg.telemetry import Counters
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
+from jdisagg.transfer.kv_link import KvReceiver
+
+QUEUE_MESSAGES = 8192
+BATCH_MESSAGES = 256
+
+Argument = TypeVar("Argument")
+
+log = logging.getLogger(__name__)
+
+
+class GrpcKvLink:
+    """`end` is this process's own, as its mesh's card shows it. `counters`: kv_messages_sent,
+    _received, _lost, _misdirected."""
+
+    def __init__(
+        self,
+        end: KvEnd,
+        credentials: Credentials = NO_CREDENTIALS,
+        queue_messages: int = QUEUE_MESSAGES,
+        timeouts: TransferTimeouts = DEFAULT_TIMEOUTS.transfer,
+    ) -> None:
+        self.end = end
+        self.timeouts = timeouts
+        self.counters = Counters()
+        self._credentials = credentials
+        self._queue_messages = queue_messages
+        self._loop = asyncio.get_running_loop()
+        self._receiver: KvReceiver | None = None
+        self._lock = threading.Lock()
+        self._waiting: dict[KvEnd, deque[KvMessage]] = {}
+        self._lines: dict[KvEnd, _Line] = {}
+        self._closed = False
+
+    def deliver_to(self, receiver: KvReceiver) -> None:
+        """Who takes what arrives; before, it is dropped."""
+        self._receiver = receiver
+
+    def service(self, tokens: tuple[str, ...] = ()) -> Service:
+        return rpc.service(KvPlanePort, _Incoming(self), tokens, lasting=("send",))
+
+    def send(self, end: KvEnd, message: KvMessage) -> None:
+        with self._lock:
+            full = self._closed or len(self._waiting.get(end, ())) >= self._queue_messages
+            if not full:
+                self._waiting.setdefault(end, deque()).append(message)
+        if full:
+            self._on_loop(self._lost, 1)
+        else:
+            self._on_loop(self._stir, end)
+
+    async def close(self) -> None:
+        """What waits is lost. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._waiting.clear()
+        lines = list(self._lines.values())
+        self._lines.clear()
+        for line in lines:
+            line.task.cancel()
+        await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
+
+    def take(self, envelope: KvEnvelope) -> None:
+        """What another process sent. Raises InvalidRequestError for what makes no sense or is not
+        for us."""
+        theirs, ours = envelope.receiver_boot_id, self.end.boot_id
+        if theirs != ours:
+            self.counters.add("kv_messages_misdirected", len(envelope.messages))
+            raise InvalidRequestError(
+                f"the messages are for boot {theirs:x} of this process, and this is {ours:x}: it"
+                " was restarted"
+            )
+        self.counters.add("kv_messages_received", len(envelope.messages))
+        if self._receiver is not None:
+            for message in envelope.messages:
+                self._receiver.handle(envelope.sender, message)
+
+    def next_batch(self, end: KvEnd) -> list[KvMessage]:
+        with self._lock:
+            waiting = self._waiting.get(end, ())
+            return (
+                [waiting.popleft() for _ in range(min(len(waiting), BATCH_MESSAGES))]
+                if waiting
+                else []
+            )
+
+    def forget(self, end: KvEnd, line: "_Line") -> None:
+        """The line has ended; what came for it in the last moment gets another."""
+        if self._lines.get(end) is not line:
+            return
+        del self._lines[end]
+        with self._lock:
+            late = bool(self._waiting.get(end))
+            if not late:
+                self._waiting.pop(end, None)
+        if late and not self._closed:
+            self._stir(end)
+
+    def give_up(self, end: KvEnd, messages: int) -> None:
+        """The end does not answer: all that waits for it is lost."""
+        with self._lock:
+            messages += len(self._waiting.pop(end, ()))
+        self._lost(messages)
+        log.warning("%s does not answer on the KV plane: %d messages lost", end.control, messages)
+
+    def _stir(self, end: KvEnd) -> None:
+        if self._closed:
+            return
+        line = self._lines.get(end)
+        if line is None:
+            line = self._lines[end] = _Line(self, end, Connection(end.control, self._credentials))
+        line.stirred.set()
+
+    def _lost(self, messages: int) -> None:
+        self.counters.add("kv_messages_lost", messages)
+
+    def _on_loop(self, function: Callable[[Argument], None], argument: Argument) -> None:
+        # The loop may be closed already: then nobody waits for anything any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, argument)
+
+
+class _Line:
+    """The connection to one end, and the task that sends what waits for it; ends itself when there
+    was nothing for a while."""
+
+    def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
+        self.stirred = asyncio.Event()
+        self._link = link
+        self._end = end
+        self._connection = connection
+        self._port = rpc.client(
+            KvPlanePort, connection, call_seconds=link.timeouts.link_send_seconds
+        )
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    await asyncio.wait_for(
+                        self.stirred.wait(), self._link.timeouts.link_idle_seconds
+                    )
+                except TimeoutError:
+                    return
+                self.stirred.clear()
+                while messages := self._link.next_batch(self._end):
+                    if not await self._send(messages):
+                        self._link.give_up(self._end, len(messages))
+                        return
+                    self._link.counters.add("kv_messages_sent", len(messages))
+        finally:
+            self._link.forget(self._end, self)
+            await self._connection.aclose()
+
+    async def _send(self, messages: list[KvMessage]) -> bool:
+        """Tries for a moment; a process that says that it is another boot, or refuses us, is not
+        asked twice."""
+        envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
+        until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
+        while True:
+            try:
+                await self._port.send(envelope)
+                return True
+            except JdisaggError as error:
+                if (
+                    not isinstance(error, UnavailableError)
+                    or asyncio.get_running_loop().time() > until
+                ):
+                    log.debug("KV plane: %s: %s", self._end.control, error)
+                    return False
+            await asyncio.sleep(self._link.timeouts.link_pause_seconds)
+
+
+class _Incoming:
+    """Implements `KvPlanePort`."""
+
+    def __init__(self, link: GrpcKvLink) -> None:
+        self._link = link
+
+    async def send(self, envelope: KvEnvelope) -> None:
+        self._link.take(envelope)

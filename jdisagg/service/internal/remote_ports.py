@@ -1,0 +1,66 @@
+"""The ports of a worker in another process: `PrefillPort`, `DecodePort` and `PeerPort` over one
+gRPC connection.
+
+What they raise is what the worker's own ports raise, and UnavailableError where the worker is away,
+gone silent or another boot. Every call has a deadline: the caller's own where the port's call has
+one."""
+
+from collections.abc import Awaitable, Callable
+
+from jdisagg.messages.ports import DecodePort, PeerHello, PeerPort, PrefillPort
+from jdisagg.messages.ports_middleware import through
+from jdisagg.service.internal import rpc
+from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
+from jdisagg.service.internal.remote_spans import RemoteSpans
+from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+
+
+class RemoteWorker:
+    """A worker's ports, which share its connection. `boot_id`: calls are meant for that boot of the
+    worker alone.
+
+    After a `hello` the peer port is bound to the boot that answered it: when the worker was
+    restarted, calls raise UnavailableError until the next `hello`."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        boot_id: int | None = None,
+        timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
+    ) -> None:
+        self.connection = Connection(address, credentials, boot_id, timeouts)
+        status_seconds = timeouts.status_seconds
+        self.prefill = rpc.client(PrefillPort, self.connection, seconds={"status": status_seconds})
+        decode = rpc.client(
+            DecodePort,
+            self.connection,
+            seconds={"status": status_seconds, "resume_source": 2 * timeouts.call_seconds},
+        )
+        self.decode = through(DecodePort, decode, RemoteSpans(self.connection, decode))
+        peer = rpc.client(
+            PeerPort,
+            self.connection,
+            seconds={"offers": timeouts.peer_idle_seconds},
+            any_boot=("hello",),
+        )
+        self.peer = through(PeerPort, peer, _BoundByHello(self.connection))
+
+    def close(self) -> None:
+        """Ends all calls with UnavailableError. Idempotent."""
+        self.connection.close()
+
+    async def aclose(self) -> None:
+        await self.connection.aclose()
+
+
+class _BoundByHello:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def hello(
+        self, proceed: Callable[[PeerHello], Awaitable[PeerHello]], hello: PeerHello
+    ) -> PeerHello:
+        reply = await proceed(hello)
+        self._connection.boot_id = reply.boot_id or None
+        return reply

@@ -1,0 +1,95 @@
+"""The services of a worker process: its ports over gRPC, for routers and for other workers.
+
+Whether a call may be made at all (its token, the boot it is meant for) is the guard's, and so are
+errors. Token ids that the model does not have are refused here: on a mesh they would end it, with
+all that runs there, and a router that has not met a worker yet lets them through."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillCall, PrefillPort, ReserveCall
+from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.spans import SpanSessionPort
+from jdisagg.request import foreign_token
+from jdisagg.service.guard import Service
+from jdisagg.service.internal import rpc
+from jdisagg.service.internal.span_sessions import SpanSessions
+
+ANY_ID = 2**31
+
+Call = TypeVar("Call", PrefillCall, ReserveCall)
+Reply = TypeVar("Reply")
+
+
+def prefill_service(
+    port: PrefillPort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
+) -> Service:
+    """`vocabulary`: of the model behind the port; its ids are below."""
+    return rpc.service(PrefillPort, through(PrefillPort, port, _KnownIds(vocabulary)), tokens)
+
+
+def decode_service(
+    port: DecodePort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
+) -> Service:
+    """`vocabulary`: of the model behind the port; its ids are below. Spans go out by session, all
+    of one caller in one stream."""
+    checked = through(DecodePort, port, _KnownIds(vocabulary))
+    sessions = SpanSessions(checked)
+    return rpc.service(
+        DecodePort,
+        through(DecodePort, checked, _CancelledInSessions(sessions)),
+        tokens,
+        lasting=("spans",),
+        beside=rpc.handlers(SpanSessionPort, sessions),
+    )
+
+
+def peer_service(port: PeerPort, tokens: tuple[str, ...] = ()) -> Service:
+    return rpc.service(PeerPort, port, tokens)
+
+
+class _KnownIds:
+    """Refuses calls with token ids that are none of the model's."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    async def prefill(
+        self, proceed: Callable[[PrefillCall], Awaitable[Reply]], call: PrefillCall
+    ) -> Reply:
+        return await self._checked(proceed, call)
+
+    async def reserve(
+        self, proceed: Callable[[ReserveCall], Awaitable[Reply]], call: ReserveCall
+    ) -> Reply:
+        return await self._checked(proceed, call)
+
+    async def _checked(self, proceed: Callable[[Call], Awaitable[Reply]], call: Call) -> Reply:
+        request = call.request
+        accepted = (
+            (f"accepted tokens of child {child.index}", child.accepted) for child in call.children
+        )
+        biased = tuple(token_id for token_id, _ in request.sampling.logit_bias)
+        for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", biased), *accepted):
+            if (at := foreign_token(ids, self._vocabulary)) is not None:
+                raise InvalidRequestError(
+                    f"{name} holds {ids[at]}, which is not a token id of the model; they are 0 to"
+                    f" {self._vocabulary - 1}"
+                )
+        return await proceed(call)
+
+
+class _CancelledInSessions:
+    """A reservation that is cancelled ends in its session, too."""
+
+    def __init__(self, sessions: SpanSessions) -> None:
+        self._sessions = sessions
+
+    async def cancel(
+        self,
+        _: Callable[[int, int | None], Awaitable[None]],
+        reservation_id: int,
+        child: int | None = None,
+    ) -> None:
+        await self._sessions.cancel(reservation_id, child)

@@ -1,0 +1,440 @@
+"""How much a candidate can carry at most, by arithmetic: what a planner asks before it simulates
+anything.
+
+Each limit is a rate of requests of the whole candidate, named by what would bind first: prefill
+compute, the TTFT limit, the TPOT limit, KV memory, the link. The arithmetic: prefill ranks (and one
+pool's, for its prefill work) share an M/G/c queue whose waiting time has an exponential tail; a
+decode rank steps a batch of mean contexts; one pool's decode steps are slowed by the share of time
+that prefill takes, or where chunks run within steps by what they add (`plan_fused`). It leaves out
+bursts within a batch, packing and what schedulers do; the simulator knows those. So it ranks, and
+the simulator decides. Pure numbers; knows lengths (`Demand`), not arrivals."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jdisagg.config import Mode
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.hardware import Link
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning.candidates import Candidate, Fitting, Site, handoff_path
+from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable
+from jdisagg.simulator.report import SloLimits
+from jdisagg.simulator.workloads import Arrival
+
+SAMPLE = 128  # requests that stand for the workload where each is priced
+HEADROOM = 1.1  # of KV pages: growth granted ahead, prompts that wait for their KV
+FULL = 0.98  # of a server's time that can be used
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is asked of a plan: `attainment` of the requests within both limits."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+    attainment: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_seconds", "tpot_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigError(
+                    f"goal: {name} must be positive seconds, got {getattr(self, name)!r}"
+                )
+        if not 0 < self.attainment < 1:
+            raise ConfigError(
+                f"goal: attainment must be between 0 and 1, got {self.attainment!r}; 0.9 is usual"
+            )
+
+    @property
+    def slo(self) -> SloLimits:
+        return SloLimits(self.ttft_seconds, self.tpot_seconds)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A workload's lengths: all of them for means, an even sample of `SAMPLE` for what is priced
+    one by one."""
+
+    prompts: np.ndarray
+    outputs: np.ndarray
+    sample_prompts: np.ndarray
+    sample_outputs: np.ndarray
+
+    @classmethod
+    def of(cls, arrivals: Sequence[Arrival]) -> "Demand":
+        if not arrivals:
+            raise ConfigError("the workload has no requests to plan for; give at least one")
+        prompts = np.array([item.prompt_tokens for item in arrivals])
+        outputs = np.array([item.output_tokens for item in arrivals])
+        order = np.argsort(prompts, kind="stable")
+        chosen = order[np.linspace(0, len(order) - 1, min(SAMPLE, len(order))).astype(int)]
+        return cls(prompts, outputs, prompts[chosen], outputs[chosen])
+
+    @property
+    def longest_tokens(self) -> int:
+        return int((self.prompts + self.outputs).max())
+
+    @property
+    def prompt_mean(self) -> float:
+        return float(self.prompts.mean())
+
+    @property
+    def steps_mean(self) -> float:
+        """Decode steps of a request: its first token comes from the prefill."""
+        return float((self.outputs - 1).mean())
+
+    @property
+    def context_mean(self) -> float:
+        """Of a sequence that decodes, over all steps."""
+        steps = self.outputs - 1
+        if not steps.sum():
+            return self.prompt_mean
+        return float(((self.prompts + self.outputs / 2) * steps).sum() / steps.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Requests a second of the whole candidate by each limit; `link_share`: of the link's reached
+    speed that a rate of 1 needs."""
+
+    limits: tuple[tuple[str, float], ...]
+    link_share: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.binding[1]
+
+    @property
+    def binding(self) -> tuple[str, float]:
+        return min(self.limits, key=lambda limit: limit[1])
+
+
+class Estimator:
+    """Prices candidates of one site and workload; what depends on a layout alone is computed
+    once. `fused`: a chunk of one pool runs within a decode step, not in turns with it."""
+
+    def __init__(
+        self,
+        site: Site,
+        demand: Demand,
+        goal: Goal,
+        fitting: Sequence[Fitting],
+        codec: str = "none",
+        fused: bool = False,
+    ) -> None:
+        self.site, self.demand, self.goal, self.codec = site, demand, goal, codec
+        self.fused = fused
+        self.models = {item.layout: item.model for item in fitting}
+        self.rooms = {item.layout: item.kv_tokens for item in fitting}
+        self._known: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
+        self._times: dict[tuple[Layout, int], np.ndarray] = {}
+        self._steps: dict[tuple[Layout, int], FusedChunks] = {}
+        self._tables: dict[Layout, StepTable] = {}
+
+    def under(self, goal: Goal) -> "Estimator":
+        """The same under another goal; what was computed and does not depend on goals is shared."""
+        other = copy.copy(self)
+        other.goal, other._known = goal, {}
+        return other
+
+    def bounds(self, candidate: Candidate) -> Bounds:
+        """Raises KeyError for a layout that is not among the fitting ones."""
+        decode_ranks = candidate.decode_instances * candidate.decode.dp
+        if candidate.prefill is None:
+            key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
+            if self.fused and candidate.mode is Mode.CHUNKED and self.demand.steps_mean:
+                limits = self._once(("fused", *key), lambda: self._fused(*key))
+            else:
+                limits = self._once(key, lambda: self._one_pool(*key))
+            return Bounds(_times(decode_ranks, limits))
+        prefill_ranks = candidate.prefill_instances * candidate.prefill.dp
+        link, parallel = handoff_path(self.site, candidate)
+        first = (candidate.prefill, candidate.chunk_tokens, prefill_ranks)
+        second = (candidate.prefill, candidate.decode, candidate.chunk_tokens, link, parallel)
+        model = self.models[candidate.prefill]
+        wire = (
+            wire_bytes_per_token(model.geometry, model.kv_value_bytes, self.codec)
+            * self.demand.prompt_mean
+        )
+        reached = (
+            link.bytes_per_second * link.efficiency * parallel * min(prefill_ranks, decode_ranks)
+        )
+        limits = _times(
+            prefill_ranks, self._once(("prefill", *first), lambda: self._prefill(*first))
+        )
+        limits += ((f"link {link.name}", reached / wire),)
+        limits += _times(
+            decode_ranks, self._once(("decode", *second), lambda: self._decode(*second))
+        )
+        return Bounds(limits, wire / reached)
+
+    def _once(
+        self, key: tuple[object, ...], make: Callable[[], tuple[tuple[str, float], ...]]
+    ) -> tuple[tuple[str, float], ...]:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
+        """Of each prompt of the sample: cut into chunks where it is longer, sharing a chunk with
+        its likes where it is much shorter."""
+        if (layout, chunk) not in self._times:
+            model = self.models[layout]
+            self._times[layout, chunk] = np.array(
+                [_prefill_one(model, int(tokens), chunk) for tokens in self.demand.sample_prompts]
+            )
+        return self._times[layout, chunk]
+
+    def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
+        """Limits of one of so many dp ranks that do both."""
+        model, demand, goal = self.models[layout], self.demand, self.goal
+        times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
+        each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
+        chunks = np.ceil(demand.sample_prompts / chunk)
+
+        def free(rate: float, step: float) -> float:
+            """Part of the time that is left to decode steps. All dp ranks of an instance wait for a
+            chunk on any: where few prompts come within a chunk and a step, its other ranks have
+            nothing to prefill meanwhile."""
+            together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
+            return 1 - rate * layout.dp * each / together
+
+        def batch(rate: float) -> float:
+            """Sequences that decode on a rank at `rate`; inf when it cannot keep up."""
+
+            def following(count: float) -> float:
+                step = _step(model, count, context)
+                left = free(rate, step)
+                return rate * steps * step / left if left > 0 else math.inf
+
+            return _settled(following)
+
+        def tpot_met(rate: float) -> bool:
+            if not steps:
+                return True  # no token comes after a first one
+            count = batch(rate)
+            step = _step(model, count, context) if count < math.inf else math.inf
+            return count < math.inf and step <= goal.tpot_seconds * free(rate, step)
+
+        def pages_met(rate: float) -> bool:
+            return batch(rate) * context * HEADROOM <= tokens
+
+        def ttft_met(rate: float) -> bool:
+            count = batch(rate)
+            between = _step(model, count, context) if 0.5 <= count < math.inf else 0.0
+            waits = times * (0.5 if layout.dp > 1 else 0.0)  # for the other ranks' chunk to end
+            return (
+                count < math.inf
+                and _attained(times + waits + chunks * between, rate, ranks, goal)
+                >= goal.attainment
+            )
+
+        most = FULL / each
+        tests = (
+            ("compute", lambda rate: batch(rate) < math.inf),
+            ("TTFT", ttft_met),
+            ("TPOT", tpot_met),
+            ("KV memory", pages_met),
+        )
+        return tuple((name, _largest(met, most)) for name, met in tests)
+
+    def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
+        """Limits of one of so many dp ranks whose chunks run within decode steps."""
+        demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
+        if (layout, chunk) not in self._steps:
+            if layout not in self._tables:
+                self._tables[layout] = StepTable(self.models[layout])
+            self._steps[layout, chunk] = FusedChunks(
+                self._tables[layout],
+                chunk,
+                demand.sample_prompts,
+                demand.context_mean,
+                demand.steps_mean,
+            )
+        steps = self._steps[layout, chunk]
+
+        def kept(rate: float, holds: Callable[[FusedPace], bool]) -> bool:
+            pace = steps.pace(rate)
+            return pace is not None and holds(pace)
+
+        def ttft_met(pace: FusedPace, rate: float) -> bool:
+            part = _attained(pace.held, rate, ranks, goal, pace.spent)
+            return part >= goal.attainment
+
+        def tpot_met(pace: FusedPace) -> bool:
+            part = steps.within(pace, goal.tpot_seconds, demand.sample_outputs)
+            return part >= goal.attainment
+
+        def pages_met(pace: FusedPace) -> bool:
+            return pace.sequences * demand.context_mean * HEADROOM <= tokens
+
+        most = 1 / float(self.prefill_seconds(layout, chunk).mean())
+        while steps.pace(most) is not None:
+            most *= 2  # what fills a step's idle arithmetic takes no time of its own
+        tests = (
+            ("compute", lambda rate: kept(rate, lambda pace: pace.busy <= FULL)),
+            ("TTFT", lambda rate: kept(rate, lambda pace: ttft_met(pace, rate))),
+            ("TPOT", lambda rate: kept(rate, tpot_met)),
+            ("KV memory", lambda rate: kept(rate, pages_met)),
+        )
+        # A thousandth is closer than this arithmetic is to anything.
+        return tuple((name, _largest(met, most, 11)) for name, met in tests)
+
+    def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
+        """Limits of one of so many dp ranks of prefill instances. All ranks of an instance wait for
+        the fullest chunk on any: it serves in batches, which are the more uneven the fewer prompts
+        share a chunk."""
+        times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
+        mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
+        uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
+        occupied = times * ((1 + uneven) / dp)  # of the instance's time, when it is busy
+        most = FULL / float(occupied.mean()) / dp
+
+        def ttft_met(rate: float) -> bool:
+            together = _batch(times, dp, dp * rate)
+            with_others = (
+                np.array([_longest(np.maximum(times, time), together - 1) for time in times])
+                if together > 1
+                else times
+            )
+            # for a batch that has begun
+            running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0
+            return (
+                _attained(occupied, dp * rate, ranks // dp, goal, with_others + running)
+                >= goal.attainment
+            )
+
+        return ("prefill compute", most), ("TTFT", _largest(ttft_met, most))
+
+    def _decode(
+        self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int
+    ) -> tuple[tuple[str, float], ...]:
+        model, demand, goal = self.models[layout], self.demand, self.goal
+        # The last chunk's KV is what no later chunk hides, and all of it where the link is slower
+        # than the prefill.
+        prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
+        one, two = (model.transfer(tokens, link, self.codec, parallel).seconds for tokens in (1, 2))
+        moved = one + (two - one) * (prompts - 1)  # a line: latency and bytes
+        exposed = np.maximum(
+            moved * np.minimum(prompts, chunk) / prompts,
+            moved - self.prefill_seconds(prefill, chunk),
+        )
+        allowed = np.where(steps > 0, goal.tpot_seconds - exposed / np.maximum(steps, 1), math.inf)
+        step_limit = float(np.quantile(allowed, 1 - goal.attainment, method="lower"))
+        context = demand.context_mean
+        rooms = self.rooms[layout] / (context * HEADROOM)
+        most = _largest(
+            lambda count: _step(model, count, context) <= step_limit, max(1.0, 4 * rooms)
+        )
+        name = "TPOT" if step_limit > 0.9 * goal.tpot_seconds else f"hand-off over {link.name}"
+        return ("KV memory", _rate_of_batch(model, rooms, demand)), (
+            name,
+            _rate_of_batch(model, most, demand),
+        )
+
+
+# ---- parts
+
+
+def _step(model: CostModel, count: float, context: float) -> float:
+    """Seconds of a step of `count` sequences; a fraction of a sequence is a batch of one that is
+    there so often."""
+    whole = max(1, math.ceil(count))
+    return model.decode_of(whole, max(1.0, count) * context).seconds
+
+
+def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
+    """Requests a second that a rank ends while `count` sequences decode on it."""
+    if not demand.steps_mean:
+        return math.inf
+    return (
+        count / (demand.steps_mean * _step(model, count, demand.context_mean))
+        if count >= 1
+        else 0.0
+    )
+
+
+def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, ranks * rate) for name, rate in limits)
+
+
+def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
+    """Of one prompt, in chunks of so many tokens with nothing beside it."""
+    done, seconds = 0, 0.0
+    while done < tokens:
+        new = min(chunk, tokens - done)
+        seconds += model.prefill([(new, done)]).seconds
+        done += new
+    return seconds
+
+
+def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
+    if tokens <= chunk:
+        together = max(1, min(8, chunk // tokens))
+        return model.prefill([(tokens, 0)] * together).seconds / together
+    return alone_seconds(model, tokens, chunk)
+
+
+def _longest(times: np.ndarray, count: float) -> float:
+    """The mean of the longest of `count` draws from `times`."""
+    ordered = np.sort(times)
+    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
+    return float(ordered @ np.diff(below))
+
+
+def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
+    """How many prompts, at most one a rank, come together in a batch at `rate` a second: those that
+    come while one of them runs."""
+    count = 1.0
+    for _ in range(rounds):
+        count = min(float(ranks), max(1.0, rate * _longest(times, count)))
+    return count
+
+
+def _attained(
+    times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None
+) -> float:
+    """Part of requests whose waiting time and service meet the TTFT limit, `rate` requests a second
+    going to each of so many servers that share their queue: M/G/c with the chance and the mean of
+    waiting of Sakasegawa (1977), exact in mean for one server, and an exponential tail. `times` are
+    the server's for each; `spent` is what each spends in service where that is something else."""
+    mean = float(times.mean())
+    busy = rate * mean
+    if busy >= 1:
+        return 0.0
+    chance = busy ** ((2 * (servers + 1)) ** 0.5 - 1)
+    waiting = float((times**2).mean()) / mean / (2 * servers * (1 - busy))  # of those that wait
+    left = goal.ttft_seconds - (times if spent is None else spent)
+    late = chance * np.exp(-np.maximum(left, 0) / waiting)
+    return float(np.where(left >= 0, 1 - late, 0.0).mean())
+
+
+def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
+    """The batch size at which a rank takes in as many sequences as it ends; inf when it grows
+    without end."""
+    count = 0.0
+    for _ in range(rounds):
+        following = next_count(count)
+        if following > 1e6:
+            return math.inf
+        if abs(following - count) <= 1e-3 * max(1.0, count):
+            return following
+        count = following
+    return count if next_count(count) <= 1.05 * count else math.inf
+
+
+def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
+    """The largest value up to `most` for which `met` holds, if it holds up to some value and not
+    beyond; 0 when for none."""
+    if met(most):
+        return most
+    low, high = 0.0, most
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return low if low > most * 1e-6 else 0.0

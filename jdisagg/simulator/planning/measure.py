@@ -1,0 +1,144 @@
+"""What one candidate carries: the highest rate at which the simulator keeps the goal.
+
+`Measurer` holds all that candidates have in common and can be sent to another process; candidates
+are independent of each other. Knows the simulator only as a `Runner`. Deterministic by seed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jdisagg.simulator.planning.bounds import Bounds, Demand, Goal
+from jdisagg.simulator.planning.candidates import Candidate
+from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner, Trier
+from jdisagg.simulator.planning.verdict import Finding, Trial, binding_limit
+from jdisagg.simulator.workloads import Arrival
+
+MOST_RUNS = 14  # of one candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A candidate to measure, what arithmetic lets it carry, and its room for KV on a dp rank.
+    `rival_rate`: it is measured only if it carries more than so much. `tolerance`: of its rate,
+    where the search ends; `trials`: those of an earlier search, which this one goes on with."""
+
+    candidate: Candidate
+    bounds: Bounds
+    kv_tokens: int
+    rival_rate: float = 0.0
+    tolerance: float = TOLERANCE
+    trials: tuple[Trial, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """Measures candidates of one site under one goal and workload."""
+
+    goal: Goal
+    workload: Sequence[Arrival]
+    demand: Demand
+    accelerators: int
+    runner: Runner
+    most_requests: int
+    arrivals: Process = "poisson"
+    seed: int = 0
+
+    def trial(self, candidate: Candidate, rate: float, runner: Runner | None = None) -> Trial:
+        """One rate, in requests a second, judged as `plan_trials` says."""
+        tries = Trier(
+            self.goal, self.workload, self.demand, self.most_requests, self.arrivals, self.seed
+        )
+        return tries.trial(runner or self.runner, candidate, rate)
+
+    def measured(self, task: Task) -> Finding | None:
+        """None: it does not carry more than the rival that its task names."""
+        trials = list(task.trials)
+
+        def trial(rate: float) -> float:
+            trials.append(self.trial(task.candidate, rate))
+            return trials[-1].lasting_attainment
+
+        above = task.rival_rate * (1 + TOLERANCE)
+        if above and trial(above) < self.goal.attainment:
+            return None
+        # A bound of 0 says that arithmetic sees no way: the simulator may still, at a low rate.
+        demand = self.demand
+        lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
+        guess = max(task.bounds.rate, lowest)
+        known = [(item.rate, item.lasting_attainment) for item in task.trials]
+        wanted, within = self.goal.attainment, task.tolerance
+        rate = highest_rate(trial, guess, wanted, above, within, known)
+        return self._found(task, trials, rate)
+
+    def _found(self, task: Task, trials: Sequence[Trial], rate: float) -> Finding:
+        candidate, limits, wanted = task.candidate, task.bounds, self.goal.attainment
+        met = [
+            item
+            for item in trials
+            if item.lasting_attainment >= wanted and item.rate <= rate * (1 + 1e-9)
+        ]
+        shown = (
+            max(met, key=lambda item: item.rate) if met else min(trials, key=lambda item: item.rate)
+        )
+        beyond = [item for item in trials if item.lasting_attainment < wanted]
+        nearest = min(beyond, key=lambda item: item.rate, default=None)
+        binding = binding_limit(nearest, limits) if nearest else limits.binding[0]
+        ranks = candidate.decode_instances * candidate.decode.dp
+        held = (
+            shown.rate
+            * self.demand.steps_mean
+            * (shown.report.tpot.mean or 0.0)
+            * self.demand.context_mean
+        )
+        return Finding(
+            candidate=candidate,
+            bounds=limits,
+            rate=rate,
+            per_accelerator=rate / self.accelerators,
+            trials=tuple(sorted(trials, key=lambda item: item.rate)),
+            report=shown.report,
+            binding=binding,
+            link_share=limits.link_share * rate,
+            kv_share=held / (task.kv_tokens * ranks),
+            kv_tokens=task.kv_tokens,
+            short=nearest is not None and nearest.short,
+        )
+
+
+def highest_rate(
+    attained: Callable[[float], float],
+    guess: float,
+    wanted: float,
+    carried: float = 0.0,
+    tolerance: float = TOLERANCE,
+    known: Sequence[tuple[float, float]] = (),
+) -> float:
+    """The highest rate tried at which `attained(rate)` is at least `wanted`, within `tolerance` of
+    one at which it is not, starting from `guess`; 0 where not even a hundredth of the guess does.
+    `carried`: a rate known to attain it, whose neighbourhood is looked at instead. `known`: rates
+    that were tried before, one that attains it and one that does not among them. Assumes that
+    attainment falls with the rate; at most MOST_RUNS calls."""
+    runs = 0
+
+    def met(rate: float) -> bool:
+        nonlocal runs
+        runs += 1
+        return attained(rate) >= wanted
+
+    low, high, step = carried, 0.0, 1.1 if carried else 1.3  # what is beside the best is near it
+    if known:
+        high = min(rate for rate, part in known if part < wanted)
+        low = max(rate for rate, part in known if part >= wanted and rate < high)
+    rate = step * carried or 0.8 * guess
+    while runs < MOST_RUNS and not (low and high):
+        if met(rate):
+            low, rate, step = rate, rate * step, min(4.0, step**1.5)  # far off: in longer steps
+        elif carried:
+            high = rate
+        elif rate < 0.4 * guess:
+            return 0.0
+        else:
+            high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
+    while low and high > low * (1 + tolerance) and runs < MOST_RUNS:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if met(middle) else (low, middle)
+    return low

@@ -1,0 +1,335 @@
+"""Should one disaggregate, with how many of each, in which layout? All candidates by arithmetic,
+the best few of each mode by simulation.
+
+`Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps
+the best `finalists` of each mode, and finds for each of these by bisection the highest rate at
+which the goal is attained in the simulator (`plan_measure`): roughly first, then closely for the
+best of each mode and those that may carry as much. Then candidates beside the best ones are tried
+at what those carry, as long as one of them carries more. A `Plan` holds all ranked by that rate for
+each accelerator that the site has (idle ones count), what binds each, and the verdict in words
+(`plan_verdict`).
+
+`plan_trials` says how one rate is judged, `plan_alone` which goals no rate attains.
+
+Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from jdisagg.config import Mode
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning.alone import never
+from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.candidates import (
+    Candidate,
+    Fitting,
+    NothingFits,
+    Site,
+    fitting_layouts,
+    one_pool,
+    two_pools,
+)
+from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner
+from jdisagg.simulator.planning.verdict import Finding, Trial, first_answer, no_rate, verdict
+from jdisagg.simulator.workloads import Arrival
+
+ROUGHLY = 0.15  # of a rate, where the search for those ends that are far from the best
+ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`findings` ranked, best first. `considered`: candidates priced by arithmetic. `left_out`:
+    modes with no candidate, and why."""
+
+    findings: tuple[Finding, ...]
+    considered: int
+    verdict: str
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a planner looks at, and how closely.
+
+    Args:
+        dtype: of weights and KV. codec: how KV travels between two pools.
+        modes: those to compare.
+        finalists: candidates of each mode that are simulated.
+        most_requests: of one simulated run.
+        fused: chunked prefill is priced with a chunk and a decode step in one program, the best
+            that one pool can do; not as this engine takes turns. The runner must do the same.
+        arrivals: the process by which requests come.
+        seed: of everything drawn at random.
+
+    Raises:
+        ConfigError: nothing could be found with these.
+    """
+
+    dtype: str = "bfloat16"
+    codec: str = "none"
+    modes: tuple[Mode, ...] = ALL_MODES
+    finalists: int = 3
+    most_requests: int = 6000
+    fused: bool = True
+    arrivals: Process = "poisson"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.finalists < 1 or self.most_requests < 10:
+            raise ConfigError(
+                f"planner: finalists={self.finalists} must be at least 1 and"
+                f" most_requests={self.most_requests} at least 10"
+            )
+        if not self.modes:
+            raise ConfigError(
+                "planner: no mode to look at; give one of disaggregated, chunked, unified"
+            )
+
+
+class Told:
+    """What a planner says as it works: how far it is, and answers, each better than the one
+    before."""
+
+    def progress(self, text: str, done: int, total: int) -> None: ...
+
+    def answer(self, text: str) -> None: ...
+
+
+UNTOLD = Told()
+
+Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None]]]
+
+
+def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
+    """(place among the tasks, what was found) of each as it ends."""
+    for index, task in enumerate(tasks):
+        yield index, measurer.measured(task)
+
+
+class Planner:
+    """`spread` measures candidates, on more than one core where it can; results do not depend on
+    it."""
+
+    def __init__(
+        self,
+        geometry: CostGeometry,
+        site: Site,
+        goal: Goal,
+        runner: Runner,
+        search: Search = Search(),
+        told: Told = UNTOLD,
+        spread: Spread = in_turn,
+    ) -> None:
+        self._geometry, self._site, self._goal, self._runner = geometry, site, goal, runner
+        self._search, self._told, self._spread = search, told, spread
+
+    def plan(self, workload: Sequence[Arrival]) -> Plan:
+        """Raises NothingFits, with the reason, where there is no candidate or none that attains the
+        goal at any rate."""
+        fitting, estimator = self._estimated(workload)
+        cached = any(item.block_hashes for item in workload)
+        if reason := never(fitting, estimator.demand, self._goal, cached):
+            raise NothingFits(reason)
+        priced = self._priced(fitting, estimator)
+        chosen, left_out = self._chosen(fitting, priced)
+        self._told.answer(first_answer([item for mode in chosen for item in mode], self._site))
+        measurer, found = self._measurer(workload), _Found(self._site, self._told)
+        # Round by round through the modes: their best are known first.
+        ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
+        rooms = estimator.rooms
+        tasks = [
+            Task(candidate, limits, rooms[candidate.decode], tolerance=ROUGHLY)
+            for candidate, limits in ordered
+        ]
+        self._measure(measurer, tasks, found)
+        self._measure(measurer, found.close_to_the_best(self._goal.attainment, rooms), found)
+        while beside_best := neighbours(found, priced):
+            tasks = [
+                Task(candidate, limits, rooms[candidate.decode], rate)
+                for (candidate, limits), rate in beside_best
+            ]
+            self._measure(measurer, tasks, found)
+        self._told.progress("done", 1, 1)
+        findings = found.ranked
+        if not findings[0].rate:
+            raise NothingFits(no_rate(findings, self._goal))
+        return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
+
+    def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
+        """The exhaustive search that `plan` saves: every candidate of every mode is simulated.
+
+        Returns those that carry `TOLERANCE` more than `rate` requests a second in all, best first,
+        and how many were tried."""
+        fitting, estimator = self._estimated(workload)
+        tasks = [
+            Task(candidate, limits, estimator.rooms[candidate.decode], rate)
+            for candidate, limits in self._priced(fitting, estimator)
+        ]
+        found = _Found(self._site, self._told)
+        self._measure(self._measurer(workload), tasks, found)
+        return found.ranked, len(tasks)
+
+    def _measure(self, measurer: Measurer, tasks: Sequence[Task], found: "_Found") -> None:
+        for done, (index, finding) in enumerate(self._spread(measurer, tasks) if tasks else (), 1):
+            found.came(tasks[index], finding)
+            self._told.progress(found.text, found.count, found.count + len(tasks) - done)
+
+    def _estimated(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Estimator]:
+        """The layouts in which such requests fit, and what prices candidates of them."""
+        demand, site, search = Demand.of(workload), self._site, self._search
+        fitting = fitting_layouts(self._geometry, site, demand.longest_tokens, search.dtype)
+        return fitting, Estimator(site, demand, self._goal, fitting, search.codec, search.fused)
+
+    def _priced(
+        self, fitting: list[Fitting], estimator: Estimator
+    ) -> list[tuple[Candidate, Bounds]]:
+        """All candidates, best first by arithmetic."""
+        listed = [*one_pool(fitting, self._site, self._search.modes)]
+        listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
+        priced: list[tuple[Candidate, Bounds]] = []
+        for index, candidate in enumerate(listed):
+            if index % 50 == 0:
+                self._told.progress(f"{len(listed)} candidates by arithmetic", index, len(listed))
+            priced.append((candidate, estimator.bounds(candidate)))
+        return sorted(priced, key=lambda item: -item[1].rate)
+
+    def _chosen(
+        self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
+    ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
+        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size
+        only)."""
+        chosen: list[list[tuple[Candidate, Bounds]]] = []
+        left_out: list[str] = []
+        chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
+        for item in priced:
+            if item[0].mode is Mode.CHUNKED:
+                chunked.setdefault(item[0].decode, item)
+        for mode in self._search.modes:
+            best = (
+                list(chunked.values())
+                if mode is Mode.CHUNKED
+                else [item for item in priced if item[0].mode is mode]
+            )
+            if not best:
+                needed = 2 * min(item.layout.devices for item in fitting)
+                left_out.append(
+                    f"{mode.value}: two pools need {needed} accelerators at least, there are"
+                    f" {self._site.accelerators}"
+                )
+            chosen.append(best[: self._search.finalists])
+        return chosen, tuple(left_out)
+
+    def _measurer(self, workload: Sequence[Arrival], runner: Runner | None = None) -> Measurer:
+        search = self._search
+        return Measurer(
+            self._goal,
+            workload,
+            Demand.of(workload),
+            self._site.accelerators,
+            runner or self._runner,
+            search.most_requests,
+            search.arrivals,
+            search.seed,
+        )
+
+    def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
+        """Whether the goal is attained with another runner too, at the rate of the run that the
+        finding shows."""
+        if not finding.rate:
+            return True
+        shown = next(item for item in finding.trials if item.report is finding.report)
+        measurer = self._measurer(workload, runner)
+        again = measurer.trial(finding.candidate, shown.rate)
+        return again.lasting_attainment >= self._goal.attainment
+
+    def trial(self, candidate: Candidate, workload: Sequence[Arrival], rate: float) -> Trial:
+        """One rate, in requests a second, judged as `plan_trials` says."""
+        return self._measurer(workload).trial(candidate, rate)
+
+
+class _Found:
+    """What was measured so far: `tried` candidates, and of them the findings."""
+
+    def __init__(self, site: Site, told: Told) -> None:
+        self._told = told
+        self.tried: set[Candidate] = set()
+        self._findings: dict[Candidate, Finding] = {}
+        self.text, self.count = "", 0
+        self._site = site
+
+    def came(self, task: Task, finding: Finding | None) -> None:
+        candidate = task.candidate
+        self.tried.add(candidate)
+        self.count += 1
+        self.text = f"{candidate.mode.value} {candidate.name}"
+        if finding is None:
+            self._told.answer(f"{self.text}: no more than {task.rival_rate:.3g} requests/s in all")
+            return
+        self._findings[candidate] = finding
+        self._told.answer(
+            f"{self.text}: {finding.per_accelerator:.3g} requests/s an accelerator, bound by"
+            f" {finding.binding}"
+        )
+
+    def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
+        """What is to be measured closely, after all have been roughly: of each mode those that may
+        carry as much as its best has been seen to, the best itself among them."""
+        tasks: list[Task] = []
+        best: dict[Mode, float] = {}
+        for item in self.ranked:
+            most = best.setdefault(item.candidate.mode, item.rate)
+            missed = [one.rate for one in item.trials if one.lasting_attainment < wanted]
+            ceiling = min([rate for rate in missed if rate > item.rate], default=0.0)
+            close = ceiling <= item.rate * (1 + TOLERANCE)
+            if item.rate and not close and ceiling > most:
+                room = rooms[item.candidate.decode]
+                tasks.append(Task(item.candidate, item.bounds, room, trials=item.trials))
+        return tasks
+
+    @property
+    def ranked(self) -> list[Finding]:
+        """Best first; of equals, one pool, then as arithmetic ranks them."""
+        return sorted(
+            self._findings.values(),
+            key=lambda item: (
+                -item.per_accelerator,
+                item.candidate.mode is Mode.DISAGGREGATED,
+                -item.bounds.rate,
+                item.candidate.name,
+            ),
+        )
+
+
+def neighbours(
+    found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
+) -> list[tuple[tuple[Candidate, Bounds], float]]:
+    """Candidates not tried yet that lie beside the best chunked one (the next chunk sizes) and the
+    best of two pools (one prefill instance more or less), with the rate that they have to beat: the
+    arithmetic that ranked them is coarser than the simulator."""
+    chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
+    for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
+        best = next((item for item in found.ranked if item.candidate.mode is mode), None)
+        if best is None or not best.rate:
+            continue
+        chosen += [
+            (item, best.rate)
+            for item in priced
+            if item[0] not in found.tried and beside(item[0], best.candidate)
+        ]
+    return chosen
+
+
+def beside(one: Candidate, other: Candidate) -> bool:
+    """Of the same mode and layouts, a step of the chunk sizes apart, or a prefill instance."""
+    if (one.mode, one.decode, one.prefill) != (other.mode, other.decode, other.prefill):
+        return False
+    if one.mode is Mode.CHUNKED:
+        return max(one.chunk_tokens, other.chunk_tokens) == 2 * min(
+            one.chunk_tokens, other.chunk_tokens
+        )
+    return abs(one.prefill_instances - other.prefill_instances) == 1

@@ -1,0 +1,218 @@
+"""What a planner's findings say in words: what binds a candidate, which mode wins and by how much,
+and what speaks for it.
+
+Knows figures that were found (`Finding`), runs nothing. A reason is named only where a figure shows
+it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.config import Mode
+from jdisagg.simulator.planning.bounds import Bounds, Estimator, Goal
+from jdisagg.simulator.planning.candidates import Candidate, Site
+from jdisagg.simulator.report import Report
+
+CLOSE = 0.05  # two modes within this are as good as each other
+FUSED = (
+    "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program;"
+    " this engine takes turns and carries less."
+)
+TURNS = (
+    "Chunked prefill is priced as this engine runs it, a chunk and a decode step in turns; an"
+    " engine that runs both in one program carries more."
+)
+MORE = (
+    "give a longer workload, or one that names no blocks and may be repeated, or more requests a"
+    " run (most_requests)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One rate tried: parts of the judged requests that attained the goal, and that missed by each
+    limit. `overload`: they attained it only because arrivals ended before the queue that grew was
+    long enough; `short`: they ended too soon to tell. `reason`: why requests did not finish, that
+    of most of them."""
+
+    rate: float
+    attainment: float
+    late_first: float
+    late_tokens: float
+    unfinished: float
+    report: Report
+    overload: bool = False
+    short: bool = False
+    reason: str = ""
+
+    @property
+    def lasting_attainment(self) -> float:
+        """What is known to be attained for as long as requests come: nothing, where more come than
+        are served."""
+        return 0.0 if self.overload or self.short else self.attainment
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A candidate after simulation. `rate`: requests a second of all of it at the wanted
+    attainment; `report` of the highest rate tried that attains it (of the lowest rate tried where
+    none does). `kv_share`: of the decode side's room that requests held on average. `short`: beyond
+    the rate arrivals ended too soon to tell whether more is carried."""
+
+    candidate: Candidate
+    bounds: Bounds
+    rate: float
+    per_accelerator: float
+    trials: tuple[Trial, ...]
+    report: Report
+    binding: str
+    link_share: float
+    kv_share: float
+    kv_tokens: int
+    short: bool = False
+
+
+def binding_limit(trial: Trial, limits: Bounds) -> str:
+    """What fails first just beyond the rate: the limit missed most often in the simulator, and the
+    arithmetic's word for it."""
+    known = dict(limits.limits)
+    tokens = {
+        name: rate
+        for name, rate in known.items()
+        if name in ("TPOT", "compute") or name.startswith(("hand-off", "link"))
+    }
+    first = {
+        name: rate
+        for name, rate in known.items()
+        if name in ("TTFT", "KV memory", "prefill compute", "compute")
+    }
+    if trial.short:
+        return "too few requests to tell"
+    if trial.unfinished > max(trial.late_first, trial.late_tokens):
+        return "requests refused or unfinished"
+    # What grows in an overload is the wait for the first token, however few have missed it yet.
+    side, kind = (
+        (tokens, "TPOT")
+        if trial.late_tokens >= trial.late_first and not trial.overload
+        else (first, "TTFT")
+    )
+    name = min(side, key=lambda one: side[one])
+    return kind if name == kind or name == "compute" else f"{kind}, by {name}"
+
+
+def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
+    """What arithmetic says of the best of each mode, before anything is simulated; `chosen` mode by
+    mode, best first."""
+    best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
+    lines = [
+        f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
+        f" an accelerator, bound by {bounds.binding[0]}"
+        for item, bounds in sorted(best.values(), key=lambda pair: -pair[1].rate)
+    ]
+    return "\n".join(["By arithmetic, now to be simulated:", *lines])
+
+
+def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
+    """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
+    said = _compared(findings, estimator, left_out)
+    if any(item.candidate.mode is Mode.CHUNKED for item in findings):
+        said += f" {FUSED if estimator.fused else TURNS}"
+    if short := [
+        f"{item.candidate.mode.value} {item.candidate.name}"
+        for item in findings
+        if item.short and item.rate
+    ]:
+        said += (
+            f" At least that: of more, the requests end too soon to tell ({'; '.join(short)});"
+            f" {MORE}."
+        )
+    return said
+
+
+def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
+    two = next((item for item in findings if item.candidate.prefill), None)
+    one = next((item for item in findings if not item.candidate.prefill), None)
+    best = findings[0]
+    if two is None or one is None:
+        only = f"Best: {_said(best)}."
+        return (
+            f"{only} Nothing to compare with ({'; '.join(left_out)})."
+            if left_out
+            else f"{only} Nothing else was looked at."
+        )
+    if not two.rate:
+        never = f"Two pools do not attain the goal at any rate (first to bind: {two.binding})."
+        return f"One pool: {_said(one)}. {never} {_why(one, two, estimator)}".strip()
+    if not one.rate:
+        return (
+            f"Two pools: {_said(two)}. One pool does not attain the goal at any rate (first to"
+            f" bind: {one.binding})."
+        )
+    gain = two.rate / one.rate
+    if abs(gain - 1) <= CLOSE:
+        return (
+            f"No clear winner: {_said(two)}; {_said(one)}. Within {CLOSE:.0%} of each other: take"
+            " one pool, which is simpler."
+        )
+    if gain > 1:
+        return (
+            f"Two pools win by {gain - 1:.0%} against {one.candidate.mode.value}: {_said(two)};"
+            f" best of one pool: {_said(one)}, bound by {one.binding}."
+        )
+    rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
+    why = _why(one, two, estimator)
+    wins = f"One pool wins by {1 / gain - 1:.0%}, {one.candidate.mode.value}"
+    return f"{wins}: {_said(one)}; {rival} {why}".strip()
+
+
+def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
+    """Why no candidate attains the goal, in words."""
+    best = max(findings, key=lambda item: max(trial.attainment for trial in item.trials))
+    trial = max(best.trials, key=lambda item: item.attainment)
+    name = f"{best.candidate.mode.value} {best.candidate.name}"
+    if trial.short:
+        return (
+            f"nothing fits, because no rate is known to be carried: {name} keeps"
+            f" {trial.attainment:.0%} at {trial.rate:.3g} requests/s, but the requests end too soon"
+            f" to tell for how long; {MORE}"
+        )
+    missed, remedy = (
+        f"{trial.late_first:.0%} miss TTFT, {trial.late_tokens:.0%} TPOT",
+        "relax what is missed, or give faster accelerators or links",
+    )
+    if trial.unfinished > max(trial.late_first, trial.late_tokens):
+        missed, remedy = (
+            f"{trial.unfinished:.0%} do not finish",
+            f"most of these because: {trial.reason}",
+        )
+    return (
+        f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT"
+        f" {goal.ttft_seconds:g} s and TPOT {goal.tpot_seconds:g} s at any rate: the nearest,"
+        f" {name}, keeps {trial.attainment:.0%} at {trial.rate:.3g} requests/s ({missed}); {remedy}"
+    )
+
+
+def _said(finding: Finding) -> str:
+    return (
+        f"{finding.candidate.mode.value} {finding.candidate.name} carries"
+        f" {finding.per_accelerator:.3g} requests/s an accelerator"
+    )
+
+
+def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
+    """What the figures say of the reasons; empty where none stands out."""
+    reasons = []
+    if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
+        reasons.append("the link is slow for what is handed off")
+    each = float(estimator.prefill_seconds(one.candidate.decode, one.candidate.chunk_tokens).mean())
+    share = one.rate * each / (one.candidate.decode_instances * one.candidate.decode.dp)
+    if share < 0.3:
+        reasons.append(f"prefill is {share:.0%} of one pool's time and disturbs decode little")
+    idle = estimator.site.accelerators - two.candidate.devices
+    if idle:
+        reasons.append(f"two pools leave {idle} accelerators idle")
+    busy = two.report.utilisation
+    few = two.candidate.prefill_instances + two.candidate.decode_instances <= 8
+    if len(busy) == 2 and max(busy.values()) > 2 * min(busy.values()) and few:
+        roles = ", ".join(f"{role} {value:.0%}" for role, value in sorted(busy.items()))
+        reasons.append(f"few instances allow no better ratio (busy: {roles})")
+    return f"Why: {'; '.join(reasons)}." if reasons else ""

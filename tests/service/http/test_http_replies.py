@@ -1,0 +1,432 @@
+"""The OpenAI-compatible door by OpenAI's own client: every reply is what its types say, and holds
+what the path made."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
+
+from jdisagg.request import FinishReason, StreamEvent, Usage
+from jdisagg.service.http.replies import (
+    ChatReply,
+    CompletionReply,
+    Heading,
+    Pieces,
+    Reply,
+    ReplyChoice,
+)
+from jdisagg.service.http.requests import Streaming
+from tests.service.doors import CACHED, TEMPLATE, FakePath, expected_tokens, text_of
+from tests.service.http_doors import HttpDoor, events, http_door
+
+CHAT: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[HttpDoor]:
+    async with http_door() as one:
+        yield one
+
+
+@pytest.fixture
+async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with door.client() as one:
+        yield one
+
+
+def strict(reply: Any, kind: type) -> None:
+    """The client builds its objects of whatever comes; this holds the reply against their types."""
+    kind.model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
+
+
+def made(path: FakePath, child: int = 0, request: int = 0) -> str:
+    return text_of(expected_tokens(path.requests[request], child))
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+@pytest.mark.parametrize("usage", [None, False, True], ids=["unsaid", "at the end", "each"])
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+def test_a_frame_is_the_same_to_the_byte_whatever_it_has_to_say(
+    kind: type[Reply], usage: bool | None, token_ids: bool
+) -> None:
+    """Held against the object written down as a whole."""
+    streaming = Streaming(usage is not None, bool(usage))
+    reply = kind(
+        Heading("x-1", 7, "tiny", None), streaming, Pieces(lambda one: "", {}, False), token_ids
+    )
+    choice = ReplyChoice(2, (3, 4))
+    for number, (text, reason) in enumerate(
+        [(" a", None), (' "\n\u00e4', None), ("", None), ("z", FinishReason.STOP)]
+    ):
+        event = StreamEvent(0, number, (5, 6), text, finish_reason=reason)
+        frame = reply.chunk(choice, event, number == 0, lambda: Usage(2, 9))
+        chat = kind is ChatReply
+        said: Any = {"text": text}
+        if chat:
+            role = {"role": "assistant"} if number == 0 else {}
+            said = {"delta": role | ({"content": text} if text else {})}
+        rest: dict[str, Any] = {"logprobs": None, "finish_reason": reason and reason.value}
+        rest |= {"token_ids": [5, 6]} if token_ids else {}
+        prompt = {"prompt_token_ids": [3, 4]} if token_ids and number == 0 else {}
+        used = {
+            "prompt_tokens": 2,
+            "completion_tokens": 9,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        whole = {
+            "id": "x-1",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 7,
+            "model": "tiny",
+            "system_fingerprint": None,
+            "choices": [{"index": 2, **said, **rest, **({} if chat else prompt)}],
+            **(prompt if chat else {}),
+            **({} if usage is None else {"usage": used if usage else None}),
+        }
+        written = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
+        assert frame.decode() == f"data: {written}\n\n"
+
+
+async def test_the_model_that_is_served_is_listed(client: openai.AsyncOpenAI) -> None:
+    models = [model async for model in client.models.list()]
+    assert [model.id for model in models] == ["tiny"]
+    strict(models[0], Model)
+    assert (await client.models.retrieve("tiny")).model_dump()["max_model_len"] == 512
+    with pytest.raises(openai.NotFoundError, match="'tiny', the one that is served, got 'other'"):
+        await client.models.retrieve("other")
+
+
+async def test_a_chat_is_answered_whole(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(
+        model="tiny", messages=CHAT, max_completion_tokens=5, n=2, logprobs=True, top_logprobs=1
+    )
+    strict(reply, ChatCompletion)
+    for child, choice in enumerate(reply.choices):
+        assert choice.message.content == made(door.path, child)
+        assert (choice.index, choice.finish_reason) == (child, "length")
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        tokens = [one.token for one in choice.logprobs.content]
+        assert "".join(tokens) == choice.message.content
+        assert [one.bytes for one in choice.logprobs.content] == [[ord(one)] for one in tokens]
+        assert {one.top_logprobs[0].logprob for one in choice.logprobs.content} == {-0.5}
+    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
+    assert prompt == "<user>hi<assistant>"
+    assert reply.usage is not None and reply.usage.prompt_tokens == len(prompt)
+    assert (reply.usage.completion_tokens, reply.usage.total_tokens) == (10, 10 + len(prompt))
+
+
+async def test_a_chat_is_streamed_and_ends_with_its_usage(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(
+            model="tiny",
+            messages=CHAT,
+            max_tokens=5,
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    ]
+    for chunk in chunks:
+        strict(chunk, ChatCompletionChunk)
+    *some, last = chunks
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in some) == made(door.path)
+    assert some[0].choices[0].delta.role == "assistant" and some[0].choices[0].delta.content
+    assert [chunk.choices[0].finish_reason for chunk in some] == [None] * 4 + ["length"]
+    assert [chunk.usage for chunk in some] == [None] * 5 and last.choices == []
+    assert last.usage is not None and last.usage.completion_tokens == 5
+    assert len({chunk.id for chunk in chunks}) == 1 and last.id.startswith("chatcmpl-")
+
+
+async def test_usage_may_come_with_every_chunk(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=4, stream=True, stream_options=options
+    )
+    usages = [chunk.usage async for chunk in stream]
+    assert all(usage is not None and usage.prompt_tokens == 3 for usage in usages)
+    assert [usage.completion_tokens for usage in usages if usage] == [1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", [(97, 98)]),
+        (["ab", "c"], [(97, 98), (99,)]),
+        ([97, 98], [(97, 98)]),
+        ([[97, 98], [99]], [(97, 98), (99,)]),
+    ],
+)
+async def test_a_prompt_is_text_or_ids_or_several_of_a_kind(
+    door: HttpDoor, client: openai.AsyncOpenAI, prompt: Any, prompts: list[tuple[int, ...]]
+) -> None:
+    reply = await client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=3, n=2, logprobs=1
+    )
+    strict(reply, Completion)
+    requests = door.path.requests
+    assert [request.prompt_token_ids for request in requests] == prompts
+    texts = [made(door.path, child, number) for number in range(len(prompts)) for child in (0, 1)]
+    assert [choice.text for choice in reply.choices] == texts
+    assert [choice.index for choice in reply.choices] == list(range(len(texts)))
+    logprobs = reply.choices[-1].logprobs
+    assert logprobs is not None and logprobs.text_offset == [0, 1, 2]
+    assert logprobs.tokens == list(texts[-1]) and logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.top_logprobs == [{letter: -0.5} for letter in texts[-1]]
+    assert reply.usage is not None and reply.usage.prompt_tokens == sum(map(len, prompts))
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.model_dump(exclude_none=True) == {
+        "cached_tokens": len(prompts) * CACHED.total,
+        "cached_tokens_by_tier": {
+            tier: len(prompts) * tokens for tier, tokens in CACHED.by_tier().items()
+        },
+    }
+    streamed: dict[int, str] = {}
+    async for chunk in await client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=3, n=2, stream=True
+    ):
+        choice = chunk.choices[0]
+        streamed[choice.index] = streamed.get(choice.index, "") + choice.text
+    assert [streamed[index] for index in sorted(streamed)] == texts
+
+
+async def test_a_completion_may_begin_with_its_prompt(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    whole = await client.completions.create(model="tiny", prompt="ab", max_tokens=3, echo=True)
+    assert whole.choices[0].text == "ab" + made(door.path)
+    stream = await client.completions.create(
+        model="tiny", prompt=[97, 98], max_tokens=3, echo=True, stream=True
+    )
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "ab" + made(door.path)
+
+
+async def test_token_ids_come_where_they_are_asked_for(door: HttpDoor) -> None:
+    asked = {"max_tokens": 3, "return_token_ids": True, "prompt": "ab"}
+    choice = (await door.ask("/v1/completions", asked)).fields["choices"][0]
+    expected = list(expected_tokens(door.path.requests[0], 0))
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], expected)
+    reply = (await door.ask("/v1/chat/completions", asked | {"messages": CHAT})).fields
+    chat = door.path.requests[1]
+    assert reply["prompt_token_ids"] == list(chat.prompt_token_ids)
+    assert reply["choices"][0]["token_ids"] == list(expected_tokens(chat, 0))
+    answer = await door.ask("/v1/completions", asked | {"stream": True, "logprobs": 0})
+    data = events(answer.body)
+    assert data[-1] == "[DONE]" and '"prompt_token_ids":[97,98]' in data[0]
+    assert [
+        f'"token_ids":[{token}]' in one for token, one in zip(expected, data, strict=False)
+    ] == [True] * 3
+    assert not any("prompt_token_ids" in one for one in data[1:])
+
+
+async def test_the_path_gets_what_was_asked_for(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+    await client.completions.create(
+        model="tiny",
+        prompt="x",
+        max_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        seed=9,
+        stop=["end", "."],
+        logit_bias={"3": 1.5},
+        best_of=1,
+        user="me",
+        extra_body={
+            "top_k": -1,
+            "min_p": 0.1,
+            "repetition_penalty": 1.5,
+            "min_tokens": 1,
+            "stop_token_ids": [7],
+            "ignore_eos": True,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "priority": 2,
+            "tenant": "t",
+            "request_id": "r",
+            "deadline_seconds": 20,
+        },
+    )
+    request = door.path.requests[0]
+    sampling = request.sampling
+    assert (request.request_id, request.tenant, request.priority) == ("r", "t", 2)
+    assert (request.deadline_seconds, request.stop_ids) == (20.0, (7,))
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 0, 0.9)
+    assert (sampling.min_p, sampling.seed, sampling.stop) == (0.1, 9, ("end", "."))
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
+    assert (sampling.repetition_penalty, sampling.logit_bias) == (1.5, ((3, 1.5),))
+    assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (1, (7,), True)
+    assert sampling.include_stop_str_in_output and not sampling.skip_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ([], ""),
+        (None, ""),
+    ],
+)
+async def test_content_may_come_in_parts(door: HttpDoor, content: Any, text: str) -> None:
+    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": content}]
+    await door.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
+    assert prompt == f"<system>s<user>{text}<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({}, "<user>hi<assistant>he said"),
+        ({"add_generation_prompt": False}, "<user>hi<assistant>he said"),
+        ({"continue_final_message": True}, "<user>hi<assistant>he said"),
+    ],
+)
+async def test_a_chat_ends_where_the_client_wants(
+    door: HttpDoor, how: dict[str, Any], text: str
+) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "he said"}]
+    tokens = (await door.ask("/tokenize", {"messages": messages, **how})).fields["tokens"]
+    assert bytes(tokens).decode() == text + ("<assistant>" if not how else "")
+    await door.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1, **how})
+    assert list(door.path.requests[0].prompt_token_ids) == tokens
+
+
+async def test_texts_become_tokens_and_back(door: HttpDoor) -> None:
+    tokens = (await door.ask("/tokenize", {"prompt": "hé", "return_token_strs": True})).fields
+    assert tokens["tokens"] == list("hé".encode()) and tokens["count"] == 3
+    assert tokens["token_strs"][0] == "h" and tokens["max_model_len"] == 512
+    chat = (await door.ask("/tokenize", {"messages": CHAT})).fields
+    assert bytes(chat["tokens"]).decode() == "<user>hi<assistant>"
+    back = await door.ask("/detokenize", {"tokens": tokens["tokens"]})
+    assert back.fields == {"prompt": "hé"}
+
+
+async def test_what_is_not_known_is_named_and_passed_over(door: HttpDoor) -> None:
+    asked = {"prompt": "x", "max_tokens": 1, "foo": 1, "a\r\nb: c": 2, "user": "me"}
+    answer = await door.ask("/v1/completions", asked)
+    assert answer.status == 200
+    assert answer.headers["jdisagg-ignored-fields"] == "foo, and 1 more"
+
+
+async def test_a_request_bears_the_clients_name_for_it(door: HttpDoor) -> None:
+    asked = {"prompt": "x", "max_tokens": 1}
+    answers = [await door.ask("/v1/completions", asked, x_request_id="mine") for _ in range(2)]
+    names = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(names)) == 2 and all(name.startswith("mine-") for name in names)
+    assert [answer.fields["id"] for answer in answers] == [f"cmpl-{name}" for name in names]
+    assert [request.request_id for request in door.path.requests] == names
+
+
+async def test_version_health_and_metrics_are_there(door: HttpDoor) -> None:
+    assert "version" in (await door.ask("/version")).fields
+    assert (await door.ask("/health")).status == 200
+    await door.server.set_ready(False)
+    assert (await door.ask("/health")).status == 503
+    assert (await door.ask("/metrics")).status == 404
+
+
+async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+    given: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "message", "role": "assistant", "content": "ho"},
+    ]
+    reply = await client.responses.create(
+        model="tiny",
+        instructions="be",
+        input=given,
+        max_output_tokens=4,
+        top_logprobs=1,
+        include=["message.output_text.logprobs"],
+    )
+    strict(reply, Response)
+    assert reply.output_text == made(door.path) and reply.status == "incomplete"
+    assert reply.incomplete_details and reply.incomplete_details.reason == "max_output_tokens"
+    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
+    assert prompt == "<system>be<user>hi<assistant>ho<assistant>"
+    usage = reply.usage
+    assert usage and (usage.input_tokens, usage.output_tokens) == (len(prompt), 4)
+    assert usage.input_tokens_details.cached_tokens == CACHED.total
+    extra = usage.input_tokens_details.model_dump()
+    assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
+
+
+async def test_a_response_says_again_what_was_asked(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    asked: dict[str, Any] = {
+        "instructions": "be",
+        "max_output_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "truncation": "auto",
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "reasoning": {"effort": "low"},
+    }
+    reply = await client.responses.create(model="tiny", input="hi", **asked)
+    stream = await client.responses.create(model="tiny", input="hi", stream=True, **asked)
+    *_, last = [event async for event in stream]
+    assert last.type == "response.incomplete"
+    for response in (reply, last.response):
+        strict(response, Response)
+        said = response.model_dump(exclude_unset=True, by_alias=True)
+        assert {name: said[name] for name in asked} == asked
+    plain = await client.responses.create(model="tiny", input="hi", max_output_tokens=1)
+    assert (plain.tool_choice, plain.tools, plain.parallel_tool_calls) == ("auto", [], True)
+
+
+async def test_how_much_a_response_is_to_think_is_said_to_the_chat_template() -> None:
+    async with http_door(template=TEMPLATE + "{{ reasoning_effort or '' }}") as door:
+        asked = {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
+        assert (await door.ask("/v1/responses", asked)).status == 200
+        assert bytes(door.path.requests[0].prompt_token_ids).endswith(b"low")
+
+
+async def test_the_tokens_of_a_response_are_counted_without_making_it(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    asked: Any = {"input": [{"role": "user", "content": "hi"}], "instructions": "be"}
+    counted = await client.responses.input_tokens.count(model="tiny", **asked)
+    strict(counted, type(counted))
+    assert not door.path.requests
+    made = await client.responses.create(model="tiny", max_output_tokens=1, **asked)
+    assert made.usage and counted.input_tokens == made.usage.input_tokens > 0
+
+
+async def test_a_response_is_streamed_as_the_events_that_build_it_up(
+    door: HttpDoor, client: openai.AsyncOpenAI
+) -> None:
+    stream = await client.responses.create(
+        model="tiny", input="hi", max_output_tokens=3, stream=True
+    )
+    said = [event async for event in stream]
+    for event in said:
+        strict(event, type(event))
+    assert [event.sequence_number for event in said] == list(range(11))
+    deltas = [event.delta for event in said if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == made(door.path)
+    assert [event.type.removeprefix("response.") for event in said] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 3,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    last = said[-1]
+    assert last.type == "response.incomplete" and last.response.output_text == made(door.path)

@@ -1,0 +1,320 @@
+"""The planner's arithmetic, against cases whose answer follows from a line of algebra."""
+
+import math
+
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, link
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning.bounds import FULL, Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.candidates import (
+    Candidate,
+    NothingFits,
+    Site,
+    fitting_layouts,
+    handoff_path,
+    one_pool,
+    two_pools,
+)
+from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+
+PERFECT = Efficiency(
+    1,
+    1,
+    1,
+    1,
+    0,
+    0,
+    launch_seconds=0,
+    prefill_launch_seconds=0,
+    step_seconds=0,
+    prefill_seconds=0,
+    sequence_seconds=0,
+    collective_seconds=0,
+)
+
+
+def machine(**changed: object) -> Accelerator:
+    """No overheads: an operation takes its FLOP or its bytes, whichever is longer."""
+    fast = Link("fast", 1e12, 0.0, 1.0)
+    described = {
+        "peak_flops": 1e14,
+        "memory_bytes_per_second": 1e12,
+        "memory_bytes": 80e9,
+        "domain_devices": 8,
+    }
+    return Accelerator(
+        "perfect",
+        **{**described, **changed},
+        scale_up=fast,
+        host=fast,
+        scale_out=fast,
+        efficiency=PERFECT,
+    )  # type: ignore[arg-type]
+
+
+MODEL = CostGeometry(
+    "square", 4096, 32, 32000, GroupedAttention(32, 32, 128), 16384, context_tokens=1 << 20
+)
+
+
+def estimator(site: Site, demand: Demand, goal: Goal, model: CostGeometry = MODEL) -> Estimator:
+    return Estimator(site, demand, goal, fitting_layouts(model, site, demand.longest_tokens))
+
+
+def demand(prompt: int, output: int) -> Demand:
+    return Demand.of([Arrival(0, prompt, output)] * 10)
+
+
+def test_a_demand_is_its_means():
+    mixed = Demand.of([Arrival(0, 100, 11), Arrival(1, 300, 1)])
+    assert (mixed.prompt_mean, mixed.steps_mean, mixed.longest_tokens) == (200, 5, 301)
+    assert mixed.context_mean == 105.5  # only the first decodes
+    with pytest.raises(ConfigError, match="no requests to plan for"):
+        Demand.of([])
+
+
+# ---- what fits
+
+
+def test_a_model_that_does_not_fit_is_told_with_what_is_missing():
+    with pytest.raises(
+        NothingFits,
+        match=(
+            r"nothing fits, because the weights of llama-3-70b \(141 GB in bfloat16\).* up to 1"
+            r" h100 of 80 GB"
+        ),
+    ):
+        fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 1), 1000)
+    assert [
+        item.layout.tp
+        for item in fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 8), 1000)
+    ] == [2, 4, 8]
+
+
+def test_a_request_that_no_rank_holds_is_told_with_the_room_there_is():
+    with pytest.raises(
+        NothingFits, match=r"longest request has 900,000 tokens .* room for [\d,]+ at most"
+    ):
+        fitting_layouts(geometry("llama-3.1-70b"), Site(accelerator("h100"), 4), 900_000)
+
+
+def test_a_model_whose_heads_no_layout_divides_is_told():
+    odd = CostGeometry("odd", 4099, 32, 32000, GroupedAttention(7, 7, 128), 16385 * 64)
+    assert [
+        item.layout for item in fitting_layouts(odd, Site(machine(memory_bytes=4e12), 4), 10)
+    ] == [Layout()]
+    with pytest.raises(NothingFits, match="odd"):
+        fitting_layouts(odd, Site(machine(memory_bytes=10e9), 4), 10)
+
+
+def test_experts_lie_over_all_devices_or_are_cut():
+    layouts = {
+        item.layout
+        for item in fitting_layouts(
+            geometry("qwen3-235b-a22b"), Site(accelerator("gb200-nvl72"), 16), 20_000
+        )
+    }
+    assert {Layout(dp=16, tp=1, ep=16), Layout(dp=4, tp=4, ep=16), Layout(tp=8)} <= layouts
+    assert Layout(tp=8, ep=8) not in layouts  # it costs what tp=8 costs
+    assert all(layout.ep in (1, layout.devices) for layout in layouts)
+
+
+def test_dp_ranks_that_share_experts_may_lie_in_several_domains_and_tp_in_one():
+    """DeepSeek-V3 in bfloat16 needs ten H200, which stand eight to a domain."""
+    site = Site(accelerator("h200"), 32)
+    layouts = [item.layout for item in fitting_layouts(geometry("deepseek-v3"), site, 9000)]
+    assert layouts and all(item.devices > 8 >= item.tp for item in layouts)
+    assert Layout(dp=16, tp=1, ep=16) in layouts and Layout(dp=4, tp=8, ep=32) in layouts
+    with pytest.raises(NothingFits, match="leave no room"):
+        fitting_layouts(geometry("deepseek-v3"), Site(accelerator("h200"), 8), 9000)
+    dense = fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h200"), 32), 9000)
+    assert max(item.layout.devices for item in dense) == 8
+
+
+def test_two_pools_use_what_is_left_and_one_pool_all_of_it():
+    site = Site(accelerator("h100"), 10)
+    fitting = fitting_layouts(geometry("llama-3-70b"), site, 1000)
+    pools = list(two_pools(fitting, site))
+    assert all(item.devices <= 10 and item.prefill for item in pools)
+    assert {(item.prefill_instances, item.decode_instances) for item in pools if item.prefill == item.decode == Layout(tp=2)} == {  # noqa: E501
+        (1, 4), (2, 3), (3, 2), (4, 1)
+    }  # fmt: skip
+    assert {item.decode_instances for item in one_pool(fitting, site, (Mode.UNIFIED,))} == {5, 2, 1}
+    assert not list(
+        two_pools(
+            fitting_layouts(geometry("llama-3-8b"), Site(accelerator("h100"), 1), 1000),
+            Site(accelerator("h100"), 1),
+        )
+    )
+
+
+def test_a_hand_off_stays_in_a_domain_where_a_whole_unit_fits_into_one():
+    site = Site(accelerator("h100"), 16)
+    near = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 2, prefill=Layout(tp=4), prefill_instances=2)
+    far = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=2), prefill_instances=6)
+    assert near.unit_devices() == 8 and far.unit_devices() == 16
+    assert handoff_path(site, near) == (link("nvlink4"), 4)
+    assert handoff_path(site, far) == (link("infiniband-ndr"), 2)
+
+
+# ---- limits
+
+
+def test_prefill_compute_is_peak_over_the_flop_of_a_prompt():
+    site, asked = Site(machine(), 2), demand(2048, 2)
+    candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
+    limits = dict(estimator(site, asked, Goal(100.0, 100.0)).bounds(candidate).limits)
+    products = 2 * 2048 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 16384)
+    attention = 4 * 4096 * 32 * 2048 * 2049 / 2
+    assert limits["prefill compute"] == pytest.approx(1e14 / (products + attention), rel=0.06)
+
+
+def test_a_short_ttft_limit_allows_less_than_a_long_one_and_none_below_the_prefill_itself():
+    site, asked = Site(machine(), 2), demand(2048, 50)
+    candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
+    seconds = float(
+        estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0]
+    )
+    rates = [
+        dict(estimator(site, asked, Goal(seconds * times, 1)).bounds(candidate).limits)["TTFT"]
+        for times in (0.9, 1.5, 3, 30)
+    ]
+    assert rates[0] == 0 and rates == sorted(rates) and rates[1] > 0
+    assert rates[3] == pytest.approx(0.98 / seconds, rel=0.1)
+
+
+def test_the_ttft_limit_of_equal_prompts_is_that_of_the_waiting_time_in_mean():
+    """M/D/1: at the rate found, busy * exp(-left * busy / mean wait) = 1 - attainment, the mean
+    wait by Pollaczek and Khinchine."""
+    site, asked = Site(machine(), 2), demand(2048, 50)
+    candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
+    seconds = float(
+        estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0]
+    )
+    rate = dict(estimator(site, asked, Goal(4 * seconds, 1)).bounds(candidate).limits)["TTFT"]
+    busy = rate * seconds
+    wait = seconds * busy / (2 * (1 - busy))
+    assert busy * math.exp(-3 * seconds * busy / wait) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_answers_of_one_token_have_no_tpot_that_could_bind():
+    """What binds is the prefill; a limit on what comes after the first token, however strict,
+    changes nothing."""
+    asked, candidate = demand(800, 1), Candidate(Mode.UNIFIED, Layout(), 1)
+    site = Site(machine(), 1)
+    strict, loose = (
+        dict(estimator(site, asked, Goal(10, tpot)).bounds(candidate).limits)
+        for tpot in (1e-6, 100)
+    )
+    assert strict == loose and strict["TPOT"] >= strict["compute"]
+
+
+def test_kv_memory_bounds_the_batch_and_the_batch_the_rate():
+    asked = demand(4000, 401)
+    small, large = (Site(machine(memory_bytes=size), 2) for size in (40e9, 80e9))
+    candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
+    first, second = (
+        dict(estimator(site, asked, Goal(100, 100)).bounds(candidate).limits)["KV memory"]
+        for site in (small, large)
+    )
+    model = estimator(small, asked, Goal(100, 100)).models[Layout()]
+    rooms = model.kv_tokens_per_rank() / (asked.context_mean * 1.1)
+    step = model.decode_of(math.ceil(rooms), rooms * asked.context_mean).seconds
+    assert first == pytest.approx(rooms / (400 * step)) and second > first
+
+
+def test_one_pool_slows_its_steps_by_the_share_of_prefill():
+    """At the TPOT limit, step / (1 - rate x prefill) = limit with rate x steps x TPOT sequences
+    under way (Little)."""
+    site, asked = Site(machine(), 1), demand(1000, 201)
+    goal = Goal(100.0, 0.03)
+    made = estimator(site, asked, goal)
+    rate = dict(made.bounds(Candidate(Mode.UNIFIED, Layout(), 1)).limits)["TPOT"]
+    each = float(made.prefill_seconds(Layout(), 8192).mean())
+    count = rate * 200 * 0.03
+    step = made.models[Layout()].decode_of(math.ceil(count), count * asked.context_mean).seconds
+    assert step / (1 - rate * each) == pytest.approx(0.03, rel=0.02)
+
+
+def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_of_a_prompt():
+    asked = demand(4000, 100)
+    candidate = Candidate(
+        Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1
+    )
+    rates = []
+    for name in ("infiniband-ndr", "ethernet-100g", "ethernet-10g"):
+        site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link(name))
+        found = estimator(site, asked, Goal(5.0, 0.1), geometry("llama-3.1-70b")).bounds(candidate)
+        speed = link(name).bytes_per_second * link(name).efficiency * 4
+        assert dict(found.limits)[f"link {name}"] == pytest.approx(speed / (4000 * 327_680))
+        assert found.link_share == pytest.approx(4000 * 327_680 / speed)
+        rates.append(found.rate)
+    assert rates[0] > rates[2] and found.binding[0] == "link ethernet-10g"
+
+
+def test_short_answers_over_a_slow_link_are_bound_by_the_hand_off():
+    asked = demand(4000, 3)
+    site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
+    candidate = Candidate(
+        Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1
+    )
+    found = estimator(site, asked, Goal(5.0, 0.05), geometry("llama-3.1-70b")).bounds(candidate)
+    assert found.binding == ("hand-off over ethernet-10g", 0.0)
+
+
+def test_twice_the_instances_carry_twice_as_much():
+    asked = Demand.of(poisson(1.0, 300, Fixed(900, 100), seed=3))
+    site = Site(accelerator("h100"), 16)
+    made = estimator(site, asked, Goal(1.0, 0.05), geometry("llama-3-70b"))
+
+    def found(prefill: int, decode: int) -> Bounds:
+        return made.bounds(
+            Candidate(
+                Mode.DISAGGREGATED,
+                Layout(tp=4),
+                decode,
+                prefill=Layout(tp=4),
+                prefill_instances=prefill,
+            )
+        )
+
+    for name in ("prefill compute", "TPOT", "KV memory"):
+        assert dict(found(2, 2).limits)[name] == pytest.approx(2 * dict(found(1, 1).limits)[name])
+    # A shared queue is better than two.
+    assert dict(found(2, 1).limits)["TTFT"] > 2.05 * dict(found(1, 1).limits)["TTFT"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"ttft_seconds": 0.0},
+        {"tpot_seconds": -1.0},
+        {"attainment": 1.0},
+        {"ttft_seconds": math.nan},
+    ],
+)
+def test_a_goal_that_means_nothing_is_refused(bad: dict[str, float]):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Goal(**{"ttft_seconds": 1.0, "tpot_seconds": 0.1, **bad})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest_of_four"), [((4096, 16384), (1 / 16, 15 / 16)), ((4096, 4096), (0.5, 0.5))]
+)
+def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
+    lengths: tuple[int, int], longest_of_four: tuple[float, float]
+):
+    site = Site(accelerator("gb200-nvl72"), 8)
+    mixed = Demand.of([Arrival(0, length, 2) for length in lengths] * 64)
+    estimate = estimator(site, mixed, Goal(1e6, 1e6), geometry("qwen3-235b-a22b"))
+    spread, together = Layout(dp=4, ep=4), Layout(tp=4)
+    short, long = (estimate.prefill_seconds(spread, 2048)[at] for at in (0, -1))
+    limits = dict(
+        estimate.bounds(Candidate(Mode.DISAGGREGATED, together, 1, 2048, spread, 1)).limits
+    )
+    batch = longest_of_four[0] * short + longest_of_four[1] * long
+    assert limits["prefill compute"] == pytest.approx(FULL * 4 / batch, rel=0.01)

@@ -1,0 +1,464 @@
+"""The planner's search over runs whose answer is known: a fake runner with a capacity of its own,
+no simulator."""
+
+import bisect
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from jdisagg.config import Mode
+from jdisagg.costs.hardware import accelerator, link
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning.bounds import Demand, Goal
+from jdisagg.simulator.planning.candidates import Candidate, NothingFits, Site
+from jdisagg.simulator.planning.measure import MOST_RUNS, highest_rate
+from jdisagg.simulator.planning.planner import Plan, Planner, Search, Told, beside
+from jdisagg.simulator.planning.trials import (
+    Loss,
+    Lost,
+    Runner,
+    TrialRun,
+    Trier,
+    requests_at,
+    settled,
+)
+from jdisagg.simulator.planning.verdict import Finding, Trial
+from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment
+from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
+
+SITE = Site(accelerator("h100"), 8)
+GOAL = Goal(0.5, 0.05)
+WORKLOAD = poisson(5.0, 200, Fixed(900, 100), seed=1)
+
+Capacity = Callable[[Candidate], float]
+
+
+class Servers:
+    """Serves up to `capacity(candidate)` requests a second in time and all above that late; notes
+    who was asked."""
+
+    def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
+        self._capacity, self._late = capacity, late
+        self.asked: list[Candidate] = []
+
+    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
+        self.asked.append(candidate)
+        in_time = min(1.0, self._capacity(candidate) / mean_rate(arrivals))
+        outcomes = []
+        for index, item in enumerate(arrivals):
+            good = (index * 0.618034) % 1 < in_time
+            first = item.at_seconds + (0.1 if good or self._late != "ttft" else 9.0)
+            finish = first + (item.output_tokens - 1) * (
+                0.01 if good or self._late != "tpot" else 0.9
+            )
+            end = "finished" if good or self._late != "refused" else "refused"
+            reason = "" if end == "finished" else "no pages"
+            outcomes.append(
+                RequestOutcome(
+                    str(index),
+                    item.at_seconds,
+                    finish,
+                    item.prompt_tokens,
+                    item.output_tokens,
+                    first,
+                    end=end,
+                    reason=reason,
+                )  # type: ignore[arg-type]
+            )
+        return TrialRun(
+            tuple(outcomes),
+            (WorkerUsage("a", "prefill", 4, 1.0), WorkerUsage("b", "decode", 4, 9.0)),
+        )
+
+
+def one_server(seconds_each: float) -> Runner:
+    """Answers of one token, one after the other: carries 1 / seconds_each a second and no more
+    (Lindley's recursion)."""
+
+    def run(candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
+        free, outcomes = 0.0, []
+        for item in arrivals:
+            free = max(free, item.at_seconds) + seconds_each
+            outcomes.append(RequestOutcome("", item.at_seconds, free, item.prompt_tokens, 1, free))
+        return TrialRun(tuple(outcomes))
+
+    return run
+
+
+def batch(most: int, seconds: float) -> Runner:
+    """Each request stays `seconds`; its tokens are late where `most` came before it within that
+    time: carries most / seconds a second."""
+
+    def run(candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
+        times = [item.at_seconds for item in arrivals]
+        late = [
+            index - bisect.bisect_left(times, at - seconds) >= most
+            for index, at in enumerate(times)
+        ]
+        return TrialRun(
+            tuple(
+                RequestOutcome("", at, at + seconds * (10 if slow else 1), 900, 100, at + 0.1)
+                for at, slow in zip(times, late, strict=True)
+            )
+        )
+
+    return run
+
+
+def tried(
+    runner: Runner, rate: float, goal: Goal, workload: Sequence[Arrival], most_requests: int = 4000
+) -> Trial:
+    return Trier(goal, workload, Demand.of(workload), most_requests).trial(
+        runner, Candidate(Mode.UNIFIED, Layout(), 1), rate
+    )
+
+
+def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
+    servers, search = Servers(capacity, late), Search(**options)  # type: ignore[arg-type]
+    return Planner(geometry("llama-3-70b"), site, GOAL, servers, search).plan(WORKLOAD)
+
+
+def best_of(found: Plan, mode: Mode) -> Finding | None:
+    return next((item for item in found.findings if item.candidate.mode is mode), None)
+
+
+@pytest.mark.parametrize("guess", [0.3, 1.0, 7.0, 40.0])
+def test_bisection_finds_a_known_capacity_from_guesses_far_and_near(guess: float):
+    calls: list[float] = []
+
+    def attained(rate: float) -> float:
+        calls.append(rate)
+        return min(1.0, 6.0 / rate)  # 90 % at 6.67
+
+    found = highest_rate(attained, guess, 0.9)
+    assert found == pytest.approx(6.0 / 0.9, rel=0.04) and len(calls) <= MOST_RUNS
+
+
+def test_a_search_goes_on_from_what_was_tried_before():
+    tries: list[tuple[float, float]] = []
+
+    def attained(rate: float) -> float:
+        tries.append((rate, min(1.0, 6.0 / rate)))
+        return tries[-1][1]
+
+    roughly = highest_rate(attained, 7.0, 0.9, tolerance=0.3)
+    rough = list(tries)
+    closely = highest_rate(attained, 7.0, 0.9, known=rough)
+    assert roughly <= closely == pytest.approx(6.0 / 0.9, rel=0.04)
+    bracket = roughly, min(rate for rate, part in rough if part < 0.9)
+    assert len(tries) > len(rough)
+    assert all(bracket[0] < rate < bracket[1] for rate, _ in tries[len(rough) :])
+
+
+def test_only_what_may_be_the_best_of_its_mode_is_measured_closely():
+    """Of two pools the second carries half of the first and the third a hair less than it."""
+    seen: dict[Candidate, float] = {}
+
+    def capacity(item: Candidate) -> float:
+        if item.mode is not Mode.DISAGGREGATED:
+            return 4.0
+        return seen.setdefault(item, (8.0, 4.0, 7.9, 1.0)[min(3, len(seen))])
+
+    found = plan(capacity)
+    gaps: dict[float, float] = {}
+    for item in found.findings:
+        beyond = [one.rate for one in item.trials if one.lasting_attainment < GOAL.attainment]
+        gaps[seen.get(item.candidate, 0.0)] = min(beyond) / item.rate
+    assert gaps[8.0] <= 1.04 and gaps[7.9] <= 1.04 < gaps[4.0] <= 1.15
+    best = found.findings[0]
+    assert seen[best.candidate] == 8.0 and best.rate == pytest.approx(8 / 0.9, rel=0.04)
+
+
+def test_what_is_never_attained_is_zero_after_three_tries():
+    calls: list[float] = []
+    assert highest_rate(lambda rate: calls.append(rate) or 0.5, 10.0, 0.9) == 0.0
+    assert len(calls) == 3 and min(calls) == pytest.approx(0.1)
+
+
+def test_the_better_mode_wins_by_what_it_carries_more():
+    found = plan(lambda item: 10.0 if item.mode is Mode.DISAGGREGATED else 8.0)
+    assert found.findings[0].candidate.mode is Mode.DISAGGREGATED
+    assert found.findings[0].rate == pytest.approx(10 / 0.9, rel=0.04)
+    assert found.findings[0].per_accelerator == found.findings[0].rate / 8
+    assert found.verdict.startswith("Two pools win by 2") and "carries" in found.verdict
+    assert found.verdict.split(":")[0].endswith(("against chunked", "against unified"))
+    assert {item.candidate.mode for item in found.findings} == {
+        Mode.DISAGGREGATED,
+        Mode.CHUNKED,
+        Mode.UNIFIED,
+    }
+    rates = [item.per_accelerator for item in found.findings]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_one_pool_wins_plainly_and_the_figures_say_why():
+    found = plan(lambda item: 4.0 if item.mode is Mode.DISAGGREGATED else 8.0)
+    assert found.findings[0].candidate.prefill is None
+    assert found.verdict.startswith("One pool wins by 1") or found.verdict.startswith(
+        "One pool wins by 9"
+    )
+    assert "few instances allow no better ratio (busy: decode" in found.verdict
+
+
+@pytest.mark.parametrize(("fused", "said"), [(True, "one program"), (False, "in turns")])
+def test_the_verdict_says_which_chunked_rival_it_is_against(fused: bool, said: str):
+    assert said in plan(lambda item: 8.0, fused=fused).verdict
+    assert said not in plan(lambda item: 8.0, fused=fused, modes=(Mode.UNIFIED,)).verdict
+
+
+def test_equals_are_called_equal():
+    assert plan(lambda item: 8.0).verdict.startswith("No clear winner")
+
+
+@pytest.mark.parametrize(
+    ("late", "binding"), [("ttft", "TTFT"), ("tpot", "TPOT"), ("refused", "refused")]
+)
+def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: str):
+    found = plan(lambda item: 5.0, late)
+    assert all(binding in item.binding for item in found.findings)
+    assert all(item.report.attainment and item.report.attainment >= 0.9 for item in found.findings)
+
+
+def test_too_few_accelerators_for_two_pools_are_said():
+    found = plan(lambda item: 5.0, site=Site(accelerator("h100"), 2))
+    assert found.left_out == ("disaggregated: two pools need 4 accelerators at least, there are 2",)
+    assert (
+        "Nothing to compare with (disaggregated" in found.verdict
+        and best_of(found, Mode.DISAGGREGATED) is None
+    )
+
+
+def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
+    with pytest.raises(
+        NothingFits,
+        match=(
+            r"nothing fits, because no candidate keeps 90% of requests within TTFT 0.5 s .* miss"
+            r" TTFT"
+        ),
+    ):
+        plan(lambda item: 0.0)
+    with pytest.raises(NothingFits, match=r"100% do not finish\); most of these because: no pages"):
+        plan(lambda item: 0.0, "refused")
+    with pytest.raises(NothingFits, match="the weights of llama-3-70b"):
+        plan(lambda item: 1.0, site=Site(accelerator("l40s"), 2))
+
+
+class Noted(Told):
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, int]] = []
+        self.answers: list[str] = []
+
+    def progress(self, text: str, done: int, total: int) -> None:
+        self.steps.append((text, done, total))
+
+    def answer(self, text: str) -> None:
+        self.answers.append(text)
+
+
+def test_only_the_best_of_each_mode_by_arithmetic_are_simulated():
+    servers = Servers(lambda item: 6.0)
+    found = Planner(geometry("llama-3-70b"), SITE, GOAL, servers, Search(finalists=2)).plan(
+        WORKLOAD
+    )
+    assert len(found.findings) == 6 and found.considered > 20
+    simulated = {item.candidate for item in found.findings}
+    assert all(
+        any(beside(item, other) for other in simulated)  # tried at what the best carries
+        for item in set(servers.asked) - simulated
+    )
+    said = Noted()
+    Planner(
+        geometry("llama-3-70b"),
+        SITE,
+        GOAL,
+        servers,
+        Search(modes=(Mode.UNIFIED,), finalists=1),
+        said,
+    ).plan(WORKLOAD)
+    assert (
+        said.steps[-1][0] == "done"
+        and said.steps[-1][1] == said.steps[-1][2]
+        and any(text.startswith("unified") for text, _, _ in said.steps)
+    )
+
+
+def test_a_first_answer_by_arithmetic_comes_before_anything_is_simulated_and_one_for_each_after():
+    said = Noted()
+    servers = Servers(lambda item: (_ for _ in ()).throw(KeyError) if not said.answers else 6.0)
+    site, search = SITE, Search(finalists=1)
+    found = Planner(geometry("llama-3-70b"), site, GOAL, servers, search, said).plan(WORKLOAD)
+    first = said.answers[0].splitlines()
+    assert len(first) == 4 and all("requests/s an accelerator" in line for line in first[1:])
+    assert len(said.answers) > 1 + len(found.findings)  # those beside the best were tried, too
+    for item in found.findings:
+        name = f"{item.candidate.mode.value} {item.candidate.name}: {item.per_accelerator:.3g}"
+        assert any(line.startswith(name) for line in said.answers[1:])
+
+
+def test_what_lies_beside_the_best_is_tried_as_long_as_it_carries_more():
+    """Arithmetic ranks chunks of 512 first; here chunks of 2048 carry half as much again."""
+
+    def capacity(item: Candidate) -> float:
+        if item.mode is Mode.CHUNKED:
+            return {512: 6.0, 1024: 7.5, 2048: 9.0}.get(item.chunk_tokens, 3.0)
+        return 5.0
+
+    found = plan(capacity, finalists=1)
+    best = found.findings[0]
+    assert (best.candidate.mode, best.candidate.chunk_tokens) == (Mode.CHUNKED, 2048)
+    assert best.rate == pytest.approx(9.0 / 0.9, rel=0.04)
+    chunks = [
+        item.candidate.chunk_tokens
+        for item in found.findings
+        if item.candidate.mode is Mode.CHUNKED
+    ]
+    assert 4096 not in chunks and 512 in chunks
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_goal_is_called_lost_only_where_the_whole_run_misses_it(seed: int):
+    arrivals = poisson(5.0, 300, Fixed(900, 100), seed=seed)
+    bad = np.random.default_rng(seed).random(300) < 0.02 * (seed + 3)
+    outcomes = [
+        RequestOutcome(
+            str(index), item.at_seconds, item.at_seconds + 2, 900, 100, item.at_seconds + 9.0 * late
+        )
+        for index, (item, late) in enumerate(zip(arrivals, bad, strict=True))
+    ]
+    loss = Loss(GOAL, arrivals, 5.0)
+    lost = [index for index, item in enumerate(outcomes) if loss(item)]
+    kept = attainment(settled(outcomes, 5.0), GOAL.slo)
+    assert not (lost and kept >= GOAL.attainment)
+    assert lost or kept > GOAL.attainment - 0.02
+    if lost:
+        early = Loss(GOAL, arrivals, 5.0)
+        for item in outcomes[: lost[0] + 1]:
+            early(item)
+        assert attainment(early.judged, GOAL.slo) < GOAL.attainment
+
+
+def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
+    found = Planner(
+        geometry("llama-3-70b"),
+        SITE,
+        GOAL,
+        Servers(lambda item: 6.0),
+        Search(modes=(Mode.CHUNKED,), finalists=3),
+    ).plan(WORKLOAD)
+    layouts = [item.candidate.decode for item in found.findings]
+    assert len(layouts) > 1 and len(layouts) == len(set(layouts))
+
+
+def test_a_slow_link_is_named_where_it_binds():
+    site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
+    found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
+    two = best_of(found, Mode.DISAGGREGATED)
+    assert two is not None and two.candidate.prefill is not None
+    side_by_side = min(two.candidate.prefill.tp, two.candidate.decode.tp)
+    assert two.link_share == pytest.approx(
+        1.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
+    )
+    assert (
+        "ethernet-10g" in two.binding and "the link is slow for what is handed off" in found.verdict
+    )
+
+
+def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at_every_rate():
+    one, two = (
+        requests_at(WORKLOAD, 10.0, 500, "poisson", 3),
+        requests_at(WORKLOAD, 20.0, 500, "poisson", 3),
+    )
+    assert len(one) == 500 and mean_rate(one) == pytest.approx(10, rel=0.1)
+    assert [item.at_seconds for item in two] == pytest.approx([item.at_seconds / 2 for item in one])
+    own = requests_at(WORKLOAD, 10.0, 100, "trace", 3)
+    assert mean_rate(own) == pytest.approx(10) and len(own) == 100
+    named = [Arrival(index, 600, 5, (index, index + 1)) for index in range(20)]
+    assert len(requests_at(named, 10.0, 500, "poisson", 3)) == 20, "named blocks are not sent twice"
+    assert len(requests_at([Arrival(0.0, 10, 5), *named], 10.0, 500, "poisson", 3)) == 21, (
+        "whichever request names them"
+    )
+
+
+def test_requests_that_arrive_while_the_cluster_fills_are_not_judged():
+    def outcomes(times: Sequence[float]) -> list[RequestOutcome]:
+        return [RequestOutcome("", at, at + 1, 10, 10, at + 0.5) for at in times]
+
+    assert [item.arrival for item in settled(outcomes(range(10)), 2.0)] == list(range(2, 10))
+    assert [item.arrival for item in settled(outcomes(range(10)), 50.0)] == list(range(3, 10))
+
+
+def test_a_queue_that_grows_too_slowly_to_miss_the_limit_within_a_run_is_an_overload():
+    """At 1000 a second 4000 requests last 4 seconds: half of them wait for the other half, and none
+    for more than the limit of 10."""
+    goal, workload = Goal(10.0, 0.05), poisson(1.0, 100, Fixed(800, 1))
+    found = highest_rate(
+        lambda rate: tried(one_server(1 / 500), rate, goal, workload).lasting_attainment, 800.0, 0.9
+    )
+    assert found == pytest.approx(500, rel=0.04)
+    over = tried(one_server(1 / 500), 1000.0, goal, workload)
+    assert over.attainment == 1 and over.overload and not over.lasting_attainment
+
+
+def test_a_batch_that_has_not_filled_when_arrivals_end_is_tried_for_longer():
+    """5000 requests of 4 seconds are 1250 a second; a run of 4000 never has that many at once."""
+    for rate, carried in ((1180.0, True), (1350.0, False), (9000.0, False)):
+        found = tried(batch(5000, 4.0), rate, GOAL, WORKLOAD)
+        assert (found.lasting_attainment >= 0.9) == carried, rate
+        assert found.report.requests > 8000
+
+
+def test_a_run_that_is_long_enough_is_not_made_twice():
+    servers = Servers(lambda item: 8.0)
+    assert tried(servers, 8.0, GOAL, WORKLOAD).lasting_attainment >= 0.9 and len(servers.asked) == 1
+
+
+def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_least():
+    """Named blocks are not sent twice: 200 requests that stay 1.1 seconds show 60 a second for
+    three such stays, and no more."""
+    named = [
+        Arrival(item.at_seconds, item.prompt_tokens, item.output_tokens, (index,))
+        for index, item in enumerate(WORKLOAD)
+    ]
+    asked = Planner(
+        geometry("llama-3-70b"),
+        SITE,
+        GOAL,
+        Servers(lambda item: 1e9),
+        Search(modes=(Mode.UNIFIED,), finalists=1),
+    )
+    found = asked.plan(named)
+    assert (
+        found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05)
+        and found.findings[0].short
+    )
+    assert "At least that: of more, the requests end too soon to tell (unified" in found.verdict
+    with pytest.raises(
+        NothingFits,
+        match=(
+            "no rate is known to be carried: .* end too soon to tell for how long; give a longer"
+            " workload"
+        ),
+    ):
+        Planner(
+            geometry("llama-3-70b"),
+            SITE,
+            GOAL,
+            one_server(0.1),
+            Search(modes=(Mode.UNIFIED,), finalists=1),
+        ).plan(named[:1])
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"finalists": 0}, "finalists=0"),
+        ({"modes": ()}, "no mode"),
+        ({"most_requests": 1}, "most_requests"),
+    ],
+)
+def test_a_search_that_could_find_nothing_is_refused(bad: dict[str, object], said: str):
+    with pytest.raises(ConfigError, match=said):
+        plan(lambda item: 1.0, **bad)  # type: ignore[arg-type]
