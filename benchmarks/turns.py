@@ -15,8 +15,8 @@ mesh. Its second turn goes one of these ways:
 Each of the first three sends what the decode worker lacks, no more. The router's prices are those
 of this machine, fitted in the same run (`node/commands/cost_measurement.py`). A first turn serves
 all ways, each with new words behind it, in an order that changes with each round; the first round
-only compiles. "busy": two other streams run on the decode mesh, and the longest gap between two tokens
-of theirs is told.
+only compiles. "busy": two other streams run on the decode mesh, and the longest gap between two
+tokens of theirs is told.
 
 A request that the router sent some way is one more that went so. "of the best": the median of the
 way that the router took, over that of the fastest of the ways that were open to it. Seconds of all
