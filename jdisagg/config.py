@@ -1,8 +1,9 @@
-"""Configuration: frozen dataclasses, composed; recipes in `configs/` return one, flags override
-fields by path.
+"""Configuration: frozen dataclasses that compose into one tree.
 
-Each component gets only its own part. No environment variable changes behaviour. Sizes are tokens,
-pages and seconds."""
+Recipes in `configs/` return a config, and flags override its fields by path. Each component
+receives only its own part. No environment variable changes behaviour. The reference table
+in docs/ is generated from the `Attributes:` sections below, one entry a field. Sizes are in tokens,
+pages or bytes and times in seconds, as the field's name or its description states."""
 
 import dataclasses
 import enum
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
-from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # one of the parts
+from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
 from jdisagg.timeouts import Timeouts
 
 KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
@@ -22,8 +23,11 @@ _ORIGIN = re.compile(r"https?://[^/\s,]+")
 
 
 class Mode(enum.Enum):
-    """DISAGGREGATED: two meshes. CHUNKED: one mesh, prefill chunks mixed between decode steps.
-    UNIFIED: one mesh, whole prefills."""
+    """How prefill and decode share devices.
+
+    DISAGGREGATED has one mesh for each. CHUNKED has one mesh, which mixes prefill chunks into
+    decode steps. UNIFIED has one mesh, which runs whole prefills between decode steps.
+    """
 
     DISAGGREGATED = "disaggregated"
     CHUNKED = "chunked"
@@ -32,19 +36,18 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is served.
+    """The model to serve and the data types of its weights and KV.
 
-    Args:
-        directory: Hugging Face or Orbax form.
-        dtype: of weights and KV: float32 or bfloat16.
-        weights: what the matrices of layers are quantized to: int8, int4 or fp8; "": kept in
-            `dtype`.
-        kv_dtype: what KV is kept and sent in: fp8; "": in `dtype`.
-        context_tokens: caps the model's own limit; None: that limit, or as much of it as one
-            sequence finds memory for (engine/memory_plan.py).
+    Attributes:
+        directory: Folder with the checkpoint, in Hugging Face or Orbax format.
+        dtype: Data type of weights and KV, float32 or bfloat16.
+        context_tokens: Cap on the model's context length, in tokens. None uses the model's own
+            limit, or the longest sequence that fits into memory (engine/memory_plan.py).
+        weights: Quantized type of the layers' matrices: int8, int4 or fp8. Empty keeps `dtype`.
+        kv_dtype: Data type in which KV is stored and transferred: fp8. Empty keeps `dtype`.
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
     directory: str = ""
@@ -70,38 +73,38 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class InstanceConfig:
-    """One model replica on one mesh. Sizes are tokens unless another unit stands there.
+    """One model replica on one mesh.
 
-    Args:
-        layout: of its mesh, sizes of dp, tp and ep.
-        page_size: tokens a page of KV.
-        pages_per_rank: of each dp rank; None: enough for `slots_per_rank` sequences of full
-            context, or as many as memory has room for (engine/memory_plan.py).
-        slots_per_rank: sequences that decode at once on each dp rank.
-        chunk_tokens: the largest packed prefill chunk of a dp rank; smaller buckets are made down
-            to `min_chunk_tokens`.
-        min_chunk_tokens: the smallest one.
-        layer_groups: how many programs a chunk is chained of, each of which gives a block that
-            leaves while the next computes; the same on both sides. None: by the model's bytes
-            (engine/limits.py).
-        block_bytes: blocks of a short prompt that would have fewer bytes carry several layer
-            groups; the same on both sides. 0: each carries one; None: 4 MiB, and 0 where
-            `layer_groups` is given.
-        steps_per_dispatch: decode steps of one command; the host looks at tokens in between.
-        stream_tokens: so many new tokens of a sequence are sent together (its first at once); above
-            1 saves the host work and makes streams less smooth.
-        queue_limit: requests that wait at this instance.
-        growth_tokens: for which a decoding sequence gets pages ahead of its need.
-        ahead_sequences: how many may have pages beyond the slots, so that a freed slot finds its
-            next sequence ready; None: a quarter of the slots.
-        codec: how KV that this instance receives travels (transfer/codec.py).
-        hardware: what its devices are, so that the router can predict seconds: a name of
-            costs/hardware.py, or a file that launch.measure_costs wrote; empty: not known.
-        memory_fraction: of each device's memory, that this instance may take; None: 0.9 of an
-            accelerator's, 0.5 of a host's.
+    Attributes:
+        layout: Sizes of the mesh axes dp, tp and ep.
+        page_size: Tokens per KV page.
+        pages_per_rank: KV pages of each dp rank. None takes enough for `slots_per_rank` sequences
+            of full context, or as many as fit into memory (engine/memory_plan.py).
+        slots_per_rank: Sequences that decode at the same time on each dp rank.
+        chunk_tokens: Tokens of the largest packed prefill chunk of a dp rank. Smaller chunk buckets
+            halve down to `min_chunk_tokens`.
+        min_chunk_tokens: Tokens of the smallest prefill chunk bucket.
+        layer_groups: Number of programs that compute a chunk in sequence. The KV block of each is
+            sent while the next one computes. Both sides need the same value. None derives it from
+            the model's bytes (engine/limits.py).
+        block_bytes: Smallest KV block to send, in bytes. Smaller blocks of a short prompt are
+            merged over several layer groups. Both sides need the same value. 0 never merges. None
+            means 4 MiB, or 0 if `layer_groups` is set.
+        steps_per_dispatch: Decode steps of one command. The host reads the tokens after the last.
+        stream_tokens: New tokens of a sequence that are sent together; the first is sent at once.
+            Values above 1 save host work and make streams less smooth.
+        queue_limit: Requests that may wait at this instance.
+        growth_tokens: Tokens for which a decoding sequence receives pages in advance.
+        ahead_sequences: Sequences beyond the slots that may hold pages, so that a freed slot finds
+            its next sequence ready. None takes a quarter of the slots.
+        codec: Compression of the KV that this instance receives (transfer/codec.py).
+        hardware: Name from costs/hardware.py or file written by `jdisagg measure_costs`, from which
+            the router predicts seconds. Empty disables the predictions.
+        memory_fraction: Fraction of each device's memory that this instance may use. None means 0.9
+            on accelerators and 0.5 on hosts.
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
     layout: Layout = Layout()
@@ -151,23 +154,23 @@ class InstanceConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """Bounds of requests, and how long each part of one may take.
+    """Bounds of requests and of the time that each part of a request may take.
 
-    Args:
-        max_waiting_requests: that wait at the router for their first token.
-        max_prompt_bytes: of a prompt's text.
-        default_deadline_seconds: of a request whose client gave none.
-        handoff_lease_seconds: of each state of a hand-off in which the other side is waited for;
-            receivers renew it by heartbeats.
-        reservation_lease_seconds: of a reservation until a sequence takes it over.
-        max_attempts: of each child of a request.
-        pull_seconds: for each try of a transfer.
-        step_seconds: for each command on a mesh.
-        verify: check hand-offs by keyed checksums after insertion.
-        timeouts: all other waits, heartbeats and retries.
+    Attributes:
+        max_waiting_requests: Requests that may wait at the router for their first token.
+        max_prompt_bytes: Largest prompt text accepted, in UTF-8 bytes.
+        default_deadline_seconds: Deadline of requests that set none, in seconds.
+        handoff_lease_seconds: Lease of each hand-off state that waits for the other side, in
+            seconds. Heartbeats of the receiver renew it.
+        reservation_lease_seconds: Lease of a reservation until its sequence uses it, in seconds.
+        max_attempts: Attempts per sequence of a request.
+        pull_seconds: Time limit of each try of a KV transfer, in seconds.
+        step_seconds: Time limit of each command on a mesh, in seconds.
+        verify: Whether KV is checked by keyed checksums after its insertion.
+        timeouts: All other waits, heartbeats and retries.
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
     max_waiting_requests: int = 256
@@ -191,36 +194,39 @@ class LimitsConfig:
                 f"limits.handoff_lease_seconds={self.handoff_lease_seconds} must be at least"
                 f" {handoff.least_lease_seconds:g}, 1.5 times"
                 f" limits.timeouts.handoff.heartbeat_seconds={handoff.heartbeat_seconds:g}: a"
-                " heartbeat that is late must not end it"
+                " late heartbeat must not end the lease"
             )
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How the router places and admits. Predictions need `hardware` of every worker; without, the
-    least loaded are chosen and none refused.
+    """Placement and admission at the router.
 
-    Args:
-        ttft_slo_seconds: a request whose first token would come later is refused; None: its
-            deadline alone counts.
-        tpot_slo_seconds: no sequence is placed where a decode step would take longer; None: no
-            bound.
-        hold_seconds: requests wait at the router, in fair order, while every prefill worker has
-            this much to do.
-        local_gain: in [0, 1): by how much prefilling on the decode worker must be cheaper, first
-            token and hand-off together, to be chosen.
-        far_link: what joins workers without a common rack (a name of costs/hardware.py).
-        output_quantile: in (0, 1): of the output lengths seen lately, how long an answer is
-            expected to be; None: max_tokens.
-        tenant_weights: "name=number,name=number": shares under load; 1 where none is given.
-        tenant_quotas: the same form: tokens a second; no bound where none is given.
-        quota_burst_seconds: of a quota that may be used at once.
-        peer_fetch: prefill workers fetch what others keep; fetch_from_decode: decode workers, too.
-        far_prefill_tokens: prompts of fewer unknown tokens are prefilled in the decode worker's
-            rack; 0: predicted seconds alone decide.
+    Predicted times need `hardware` of every worker. Without it the router chooses the least loaded
+    workers and refuses no request for its latency.
+
+    Attributes:
+        ttft_slo_seconds: Highest predicted time to first token at which a request is admitted, in
+            seconds. None applies the request's deadline only.
+        tpot_slo_seconds: Highest predicted decode step time at which a sequence is placed on a
+            worker, in seconds. None sets no bound.
+        hold_seconds: Queued work of every prefill worker, in seconds, above which requests wait at
+            the router in fair order.
+        local_gain: Fraction in [0, 1) by which prefill on the decode worker must be cheaper, over
+            first token and hand-off together, to be chosen.
+        far_link: Link between workers without a common rack, a name from costs/hardware.py.
+        output_quantile: Quantile in (0, 1) of recent output lengths that predicts the length of an
+            answer. None predicts max_tokens.
+        tenant_weights: Shares under load, as "name=number,name=number". The default share is 1.
+        tenant_quotas: Tokens per second, as "name=number,name=number". Other tenants have no quota.
+        quota_burst_seconds: Seconds of a quota that a tenant may use at once.
+        peer_fetch: Whether prefill workers fetch cached KV from other workers.
+        fetch_from_decode: Whether `peer_fetch` also fetches from decode workers.
+        far_prefill_tokens: Uncached prompt tokens below which prefill stays in the decode worker's
+            rack. 0 decides by predicted seconds only.
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
     ttft_slo_seconds: float | None = None
@@ -244,8 +250,8 @@ class RoutingConfig:
             raise ConfigError(f"routing.local_gain must be in [0, 1), got {self.local_gain}")
         if self.output_quantile is not None and not 0 < self.output_quantile < 1:
             raise ConfigError(
-                f"routing.output_quantile must be within 0 and 1, got {self.output_quantile}; none"
-                " takes max_tokens"
+                f"routing.output_quantile must be in (0, 1), got {self.output_quantile}; none"
+                " predicts max_tokens"
             )
         if self.far_prefill_tokens < 0:
             raise ConfigError(
@@ -264,34 +270,36 @@ class RoutingConfig:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """Where a process listens, and whom it lets in.
+    """Listening addresses of a process, its credentials and its KV channel.
 
-    Args:
-        host: address or name to bind to.
-        port: 0: the system chooses one.
-        max_message_bytes: of each gRPC message.
-        drain_seconds: for running requests to finish when the process is asked to end.
-        tls_certificate: PEM file; with it and `tls_key` the port speaks TLS alone.
-        tls_key: PEM file.
-        tls_client_ca: PEM file; clients, too, must show a certificate that it signed.
-        token_file: bearer tokens of clients, one a line; behind it whose it is and how much
-            it may use (docs/security.md).
-        cluster_token_file: the token that our processes show each other.
-        kv_channel: how KV comes from other processes. auto: on one host by shared memory; else
-            NIXL where both have it and RDMA, else JAX's engine; engine: not by NIXL; nixl: by it
-            always; cuda: as auto, but on one host from GPU to GPU where both lend their memory
-            (never run on a GPU yet).
-        http_port: of the OpenAI-compatible door, with the same host, TLS and tokens; None: there
-            is none.
-        http_cors_origins: of the pages whose scripts may use the HTTP door, by commas, such as
-            https://chat.example.com; *: of any.
-        http_guide: the web page's guide may simulate, in a process beside this one.
-        tool_parser: how the model writes calls of tools, of jdisagg.chat.formats; auto: as its chat
-            template shows, none: it writes none.
-        reasoning_parser: how it writes what it thinks before it answers, likewise.
+    Attributes:
+        host: Address or host name to bind to.
+        port: Port of the gRPC service. 0 lets the system choose one.
+        http_port: Port of the OpenAI-compatible HTTP API, with the same host, TLS and tokens. None
+            disables it.
+        http_cors_origins: Origins of web pages whose scripts may use the HTTP API, separated by
+            commas, such as https://chat.example.com. "*" allows every origin.
+        http_guide: Whether the web page's planning guide may run simulations in a separate process.
+        tool_parser: Format of the model's tool calls, a name from jdisagg.chat.formats. "auto"
+            detects it from the chat template. "none" disables tool parsing.
+        reasoning_parser: Format of the model's reasoning before its answer, with the same values.
+        max_message_bytes: Largest gRPC message, in bytes.
+        drain_seconds: Time that running requests have to finish at shutdown, in seconds.
+        tls_certificate: PEM file with the server certificate. Together with `tls_key` it makes the
+            port accept TLS only.
+        tls_key: PEM file with the private key of `tls_certificate`.
+        tls_client_ca: PEM file with the authority that must have signed clients' certificates.
+            Empty requires no client certificate.
+        token_file: File with the clients' bearer tokens, one a line, each followed by its tenant
+            and its limits (docs/security.md).
+        cluster_token_file: File with the token that the processes of a cluster authenticate with.
+        kv_channel: Channel for KV from other processes. "auto" uses shared memory on one host, and
+            otherwise NIXL if both sides have it with RDMA, or else JAX's transfer engine. "engine"
+            never uses NIXL, "nixl" always does. "cuda" is "auto" with CUDA IPC between GPUs of one
+            host (not yet run on a GPU).
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
     host: str = "127.0.0.1"
@@ -312,15 +320,18 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         if self.kv_channel not in KV_CHANNELS:
-            raise ConfigError(f"service.kv_channel must be in {KV_CHANNELS}: {self.kv_channel!r}")
+            raise ConfigError(
+                f"service.kv_channel must be one of {', '.join(KV_CHANNELS)}, got"
+                f" {self.kv_channel!r}"
+            )
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError(
-                "service.tls_certificate and service.tls_key go together; give both or none"
+                "service.tls_certificate and service.tls_key go together; set both or neither"
             )
         if self.tls_client_ca and not self.tls_certificate:
             raise ConfigError(
-                "service.tls_client_ca asks for clients' certificates, which needs TLS; give"
-                " tls_certificate and tls_key"
+                "service.tls_client_ca requires TLS; set service.tls_certificate and"
+                " service.tls_key"
             )
         if not 0 <= self.port <= 65535:
             raise ConfigError(
@@ -333,13 +344,13 @@ class ServiceConfig:
             )
         if self.http_port and self.http_port == self.port:
             raise ConfigError(
-                f"service.http_port={self.http_port} is service.port, too; give each door its own"
+                f"service.http_port={self.http_port} equals service.port; set two different ports"
             )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     "service.http_cors_origins must be * or origins such as"
-                    f" https://chat.example.com, by commas, got {origin!r}; leave paths out"
+                    f" https://chat.example.com, separated by commas, got {origin!r}; omit paths"
                 )
         _positive("service.max_message_bytes", self.max_message_bytes)
         if not self.drain_seconds >= 0:
@@ -349,29 +360,29 @@ class ServiceConfig:
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        """Of `http_cors_origins`, each."""
+        """Returns the entries of `http_cors_origins`."""
         origins = (origin.strip() for origin in self.http_cors_origins.split(","))
         return tuple(filter(None, origins))
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The embedded cluster.
+    """The embedded cluster: both meshes and the router in one process.
 
-    Args:
-        model: what is served.
-        mode: one mesh or two.
-        prefill: the prefill mesh's instance; not used in the one-mesh modes.
-        decode: the decode mesh's instance, or the one mesh's.
-        limits: bounds and waits of requests.
-        routing: how requests are placed and admitted.
-        prefix: KV that stays for later requests.
-        service: where the gRPC service listens.
-        warm_up: compile every bucket before serving.
-        compilation_cache: folder in which compiled programs are kept.
+    Attributes:
+        model: Model to serve.
+        mode: How prefill and decode share devices.
+        prefill: Instance on the prefill mesh. The one-mesh modes do not use it.
+        decode: Instance on the decode mesh, or on the only mesh.
+        limits: Bounds and time limits of requests.
+        routing: Placement and admission of requests.
+        prefix: Prefix cache.
+        service: Addresses and credentials of the service.
+        warm_up: Whether every bucket is compiled before serving.
+        compilation_cache: Folder of the persistent cache of compiled programs.
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: `prefix` contradicts `mode`.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -388,31 +399,31 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.prefix.disk_gib and self.mode is not Mode.DISAGGREGATED:
             raise ConfigError(
-                f"prefix.disk_gib={self.prefix.disk_gib:g} is for prefill workers, and"
-                f" mode={self.mode.value} has none; leave --disk_cache_dir out, or say"
+                f"prefix.disk_gib={self.prefix.disk_gib:g} needs prefill workers, and"
+                f" mode={self.mode.value} has none; omit --disk_cache_dir, or use"
                 " --mode=disaggregated"
             )
         if self.prefix.append_tokens and self.mode is not Mode.DISAGGREGATED:
             raise ConfigError(
-                f"prefix.append_tokens={self.prefix.append_tokens} is for decode workers beside"
-                f" prefill workers, and mode={self.mode.value} has one mesh, which computes all;"
-                " leave --append_tokens out, or say --mode=disaggregated"
+                f"prefix.append_tokens={self.prefix.append_tokens} needs separate decode and"
+                f" prefill workers, and mode={self.mode.value} has one mesh;"
+                " omit --append_tokens, or use --mode=disaggregated"
             )
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What one worker is.
+    """One worker process.
 
-    Args:
-        model: what is served.
-        mode: of a mixed worker: CHUNKED or UNIFIED; the others do not read it.
-        instance: its mesh.
-        limits: bounds and waits of requests.
-        prefix: KV that stays for later requests.
-        service: where it listens.
-        warm_up: compile every bucket before serving.
-        compilation_cache: folder in which compiled programs are kept.
+    Attributes:
+        model: Model to serve.
+        mode: CHUNKED or UNIFIED, for mixed workers. Prefill and decode workers ignore it.
+        instance: Instance on the worker's mesh.
+        limits: Bounds and time limits of requests.
+        prefix: Prefix cache.
+        service: Addresses and credentials of the worker.
+        warm_up: Whether every bucket is compiled before serving.
+        compilation_cache: Folder of the persistent cache of compiled programs.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -427,7 +438,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """`text` for the field that `names` lead to; `path` is how the user wrote it."""
+    """Assigns `text` to the field at `names`. `path` is the path as the user wrote it."""
 
     names: tuple[str, ...]
     text: str
@@ -435,18 +446,21 @@ class _Change:
 
 
 def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
-    """Sets fields of a nested config dataclass by path. All fields of a dataclass change together
-    before it is validated, so that the order of assignments does not matter.
+    """Sets fields of a nested config dataclass by path.
+
+    All fields of a dataclass change together before it is validated, so that the order of
+    assignments does not matter.
 
     Args:
-        config: a config dataclass; it is not changed.
-        assignments: each "path.to.field=value", its value parsed by the field's type.
+        config: Config dataclass. It is not changed.
+        assignments: Strings of the form "path.to.field=value". Each value is parsed by the type of
+            its field.
 
     Returns:
         The changed copy.
 
     Raises:
-        ConfigError: naming the path and the fields that there are, or what the value must be.
+        ConfigError: A path names no field, or a value does not fit its field.
     """
     changes: list[_Change] = []
     for assignment in assignments:
@@ -490,7 +504,7 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
     if dataclasses.is_dataclass(kind) and kind is not Layout:
         raise ConfigError(
-            f"override {path!r}: it is no single value; set one of its fields,"
+            f"override {path!r}: {kind.__name__} is not a single value; set one of its fields:"
             f" {', '.join(typing.get_type_hints(kind))}"
         )
     try:
@@ -518,7 +532,7 @@ def _positive(name: str, value: float) -> None:
 
 
 def _by_name(field_name: str, text: str) -> dict[str, float]:
-    """Reads "name=number,name=number"; numbers are positive."""
+    """Parses "name=number,name=number" into positive numbers."""
     numbers: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, number = part.rpartition("=")

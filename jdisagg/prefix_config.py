@@ -1,4 +1,4 @@
-"""KV that stays, as one configures it: a part of `jdisagg/config.py`, where it is imported from."""
+"""Configuration of the prefix cache. `jdisagg/config.py` re-exports it as one of its parts."""
 
 import math
 from dataclasses import dataclass
@@ -8,31 +8,35 @@ from jdisagg.errors import ConfigError
 
 @dataclass(frozen=True)
 class PrefixConfig:
-    """KV that stays in device memory for later requests that begin alike (docs/prefix_reuse.md).
+    """Prefix cache: KV in device memory, host memory and on disk for requests with a shared prefix.
 
-    Args:
-        reuse: whether any stays.
-        grain_tokens: of the blocks in which beginnings are known, the same on all workers.
-        grid_tokens: prefill chunks are cut, and computing goes on behind what is known, at
-            multiples of it (None: the grain). With `chunk_tokens` a hit runs the programs of a
-            miss on the same rows, and gives the same bits in bfloat16 too; answers are not kept
-            then, for decode steps round otherwise.
-        host_gib: host memory of each worker, in GiB, for sequences that it sets aside, and with
-            `reuse` for blocks that the pages of a prefill worker have no room for; 0: none.
-        restores: when KV comes back from there: "priced", where that was measured to be faster than
-            computing it, or "always".
-        disk_dir: folder on disk of the prefill workers of this host, for blocks that were used
-            twice; they go there and come back through host memory. "": none.
-        disk_gib: of it, for each prefill worker, in GiB.
-        disk_ttl_hours: blocks that were written there longer ago are removed, and not used; 0: they
-            stay while there is room.
-        peer_fetch: as `routing.peer_fetch`, of workers. None: no; of a cluster: where any gives.
-        append_tokens: what a decode worker lacks of a prompt it computes itself, behind what it
-            keeps, where that is no more than so many tokens and the router reckons it to be
-            cheaper; 0: prefill workers compute all.
+    docs/prefix_reuse.md describes the tiers and what each costs.
+
+    Attributes:
+        reuse: Whether KV is cached for later requests.
+        grain_tokens: Block size of the cache, in tokens, the same on all workers.
+        grid_tokens: Token multiple at which prefill chunks are cut and computing resumes after a
+            cache hit. None uses `grain_tokens`. With the value of `chunk_tokens` a hit runs the
+            programs of a miss on the same rows and gives the same bits in bfloat16. Any set
+            value keeps the KV of answers out of the cache, because decode steps round differently.
+        host_gib: Host memory of each worker, in GiB, for swapped-out sequences and, with `reuse`,
+            for blocks evicted from the pages of a prefill worker. 0 disables it.
+        restores: When KV is restored from host memory or disk: "priced", if that was measured to be
+            faster than computing it, or "always".
+        disk_dir: Folder in which prefill workers of this host store blocks that were used twice.
+            Blocks pass through host memory in both directions. Empty disables the disk tier.
+        disk_gib: Disk space of each prefill worker in `disk_dir`, in GiB.
+        disk_ttl_hours: Age at which blocks on disk expire, in hours. 0 keeps them until the space
+            is needed.
+        peer_fetch: Whether workers fetch KV from each other, as `routing.peer_fetch` states for the
+            router. None means no for a single worker. A cluster enables it if a worker can serve
+            KV.
+        append_tokens: Longest uncached rest of a prompt that a decode worker computes itself behind
+            its cached prefix, in tokens, if the router estimates this to be cheaper. 0 leaves all
+            prompts to prefill workers.
 
     Raises:
-        ConfigError: naming the field, its value and the rule.
+        ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
     reuse: bool = False
@@ -55,20 +59,20 @@ class PrefixConfig:
         return int(self.disk_gib * (1 << 30))
 
     def host_tokens(self, page_size: int) -> int:
-        """Of a block in host memory, where pages are of so many tokens; 0: there is none."""
+        """Returns the tokens of a block in host memory, or 0 without a host tier."""
         keeps = self.reuse and self.host_bytes
         return math.lcm(self.grain_tokens, page_size) if keeps else 0
 
     def peer_tokens(self, page_size: int) -> int:
-        """Of a block that another worker gives, where pages are of so many tokens; 0: none does."""
+        """Returns the tokens of a block fetched from another worker, or 0 without peer fetch."""
         return math.lcm(self.grain_tokens, page_size) if self.reuse and self.peer_fetch else 0
 
     def __post_init__(self) -> None:
         grain, grid = self.grain_tokens, self.grid_tokens
         if grain < 1 or grain % 16:
             raise ConfigError(
-                f"prefix.grain_tokens must be a multiple of 16, the smallest block that a hand-off"
-                f" sends, got {grain}"
+                f"prefix.grain_tokens must be a multiple of 16, the smallest block that a"
+                f" hand-off sends, got {grain}"
             )
         if grid is not None and (grid < 1 or grid % grain):
             raise ConfigError(
@@ -87,24 +91,24 @@ class PrefixConfig:
             )
         if not 0 <= self.disk_ttl_hours < math.inf:
             raise ConfigError(
-                f"prefix.disk_ttl_hours must be 0 or more, got {self.disk_ttl_hours}; with 0 blocks"
-                " stay while there is room"
+                f"prefix.disk_ttl_hours must be 0 or more, got {self.disk_ttl_hours}; 0 keeps"
+                " blocks until the space is needed"
             )
         if self.disk_ttl_hours and not self.disk_gib:
             raise ConfigError(
-                f"prefix.disk_ttl_hours={self.disk_ttl_hours:g} is of what lies on disk, and"
-                " prefix.disk_gib=0 keeps nothing there; give --disk_cache_dir and"
-                " --disk_cache_gib, or leave it out"
+                f"prefix.disk_ttl_hours={self.disk_ttl_hours:g} needs the disk tier, and"
+                " prefix.disk_gib=0 disables it; give --disk_cache_dir and"
+                " --disk_cache_gib, or omit the limit"
             )
         if self.disk_gib and not self.reuse:
             raise ConfigError(
-                f"prefix.disk_gib={self.disk_gib:g} keeps what prefix.reuse=False throws away; say"
-                " --prefix_cache, too"
+                f"prefix.disk_gib={self.disk_gib:g} needs the prefix cache, and prefix.reuse=False"
+                " disables it; add --prefix_cache"
             )
         if self.disk_gib and not self.host_gib:
             raise ConfigError(
-                f"prefix.disk_gib={self.disk_gib:g}: blocks go to disk and come back through host"
-                " memory, and prefix.host_gib=0 has none; give --host_cache_gib, too"
+                f"prefix.disk_gib={self.disk_gib:g} needs host memory to stage its blocks, and"
+                " prefix.host_gib=0 reserves none; add --host_cache_gib"
             )
         self._check_append()
 
@@ -112,17 +116,16 @@ class PrefixConfig:
         append = self.append_tokens
         if append < 0 or append % 16:
             raise ConfigError(
-                "prefix.append_tokens must be a multiple of 16, where rows of a chunk begin, or 0,"
-                f" got {append}"
+                "prefix.append_tokens must be 0 or a multiple of 16, the alignment of rows in a"
+                f" chunk, got {append}"
             )
         if append and not self.reuse:
             raise ConfigError(
-                f"prefix.append_tokens={append}: a decode worker appends to what it keeps, and"
-                " prefix.reuse=False keeps nothing; say --prefix_cache, too"
+                f"prefix.append_tokens={append} needs the prefix cache, and prefix.reuse=False"
+                " disables it; add --prefix_cache"
             )
         if append and self.grid_tokens is not None:
             raise ConfigError(
-                f"prefix.append_tokens={append}: prefix.grid_tokens={self.grid_tokens} promises the"
-                " bits of one grid of chunks, and a decode worker appends in smaller ones; leave"
-                " one of the two out"
+                f"prefix.append_tokens={append} contradicts prefix.grid_tokens={self.grid_tokens}:"
+                " a decode worker appends in chunks smaller than the grid; omit one of the two"
             )

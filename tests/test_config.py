@@ -1,4 +1,4 @@
-"""Overrides of a recipe's fields, as `launch.serve --set` gives them."""
+"""Overrides of a recipe's fields, as `jdisagg serve --set` passes them."""
 
 import pytest
 
@@ -50,7 +50,10 @@ def test_of_two_overrides_of_a_field_the_later_counts():
         ),
         ("decoder.page_size=4", "EngineConfig has no field 'decoder'"),
         ("decode.page_size.x=4", "'decode.page_size.x': int has no fields"),
-        ("decode=4", "'decode': it is no single value; set one of its fields, layout"),
+        (
+            "decode=4",
+            "'decode': InstanceConfig is not a single value; set one of its fields: layout",
+        ),
         ("decode.page_size", "must have the form path.to.field=value"),
         ("decode.page_size=many", "'many' is not a int"),
         ("mode=magic", "'magic' is not a Mode: one of disaggregated, chunked, unified"),
@@ -93,8 +96,8 @@ def test_a_service_that_cannot_be_is_refused(fields: dict[str, float]):
         ({"disk_dir": "/kv"}, "prefix.disk_dir='/kv' and prefix.disk_gib=0 go together"),
         ({"disk_gib": 1.0}, "prefix.disk_dir='' and prefix.disk_gib=1 go together"),
         ({"disk_gib": -1.0}, "prefix.disk_gib must be 0 or more"),
-        ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "give --host_cache_gib, too"),
-        ({"disk_ttl_hours": 1.0}, "prefix.disk_ttl_hours=1 is of what lies on disk"),
+        ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "add --host_cache_gib"),
+        ({"disk_ttl_hours": 1.0}, "prefix.disk_ttl_hours=1 needs the disk tier"),
         ({"disk_ttl_hours": -1.0}, "prefix.disk_ttl_hours must be 0 or more, got -1"),
         ({"disk_ttl_hours": float("nan")}, "prefix.disk_ttl_hours must be 0 or more, got nan"),
     ],
@@ -107,10 +110,10 @@ def test_a_disk_for_kv_that_cannot_be_is_refused(fields: dict[str, object], mess
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"append_tokens": 24}, "prefix.append_tokens must be a multiple of 16"),
-        ({"append_tokens": -16}, "or 0, got -16"),
-        ({"append_tokens": 64, "reuse": False}, "say --prefix_cache, too"),
-        ({"append_tokens": 64, "grid_tokens": 128}, "leave one of the two out"),
+        ({"append_tokens": 24}, "prefix.append_tokens must be 0 or a multiple of 16"),
+        ({"append_tokens": -16}, "in a chunk, got -16"),
+        ({"append_tokens": 64, "reuse": False}, "add --prefix_cache"),
+        ({"append_tokens": 64, "grid_tokens": 128}, "omit one of the two"),
     ],
 )
 def test_appending_what_cannot_be_is_refused(fields: dict[str, object], message: str):
@@ -121,14 +124,14 @@ def test_appending_what_cannot_be_is_refused(fields: dict[str, object], message:
 def test_appending_is_refused_where_one_mesh_computes_all():
     prefix = PrefixConfig(True, append_tokens=64)
     assert EngineConfig(prefix=prefix).prefix.append_tokens == 64
-    with pytest.raises(ConfigError, match="leave --append_tokens out"):
+    with pytest.raises(ConfigError, match="omit --append_tokens"):
         EngineConfig(mode=Mode.CHUNKED, prefix=prefix)
 
 
 def test_a_disk_for_kv_is_refused_where_there_is_no_prefill_worker():
     prefix = PrefixConfig(True, host_gib=1.0, disk_dir="/kv", disk_gib=1.0)
     assert EngineConfig(prefix=prefix).prefix.disk_bytes == 1 << 30
-    with pytest.raises(ConfigError, match="leave --disk_cache_dir out"):
+    with pytest.raises(ConfigError, match="omit --disk_cache_dir"):
         EngineConfig(mode=Mode.CHUNKED, prefix=prefix)
-    in_memory = PrefixConfig(host_gib=1.0)  # for sequences that are set aside
+    in_memory = PrefixConfig(host_gib=1.0)  # for swapped-out sequences
     assert EngineConfig(mode=Mode.CHUNKED, prefix=in_memory).prefix.host_bytes == 1 << 30

@@ -364,7 +364,7 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
         read_tokens(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="go together"):
         ServiceConfig(tls_key="x")
-    with pytest.raises(ConfigError, match="needs TLS"):
+    with pytest.raises(ConfigError, match="requires TLS"):
         ServiceConfig(tls_client_ca="x")
     assert "secret" not in repr(Credentials(token="secret"))
 
