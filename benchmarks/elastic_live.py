@@ -24,8 +24,8 @@ from absl import app, flags
 
 from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save
+from benchmarks.soak.load import Kind, known_kinds
 from jdisagg.service.internal.role_services import cluster_roles
-from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Shift, shifted
 
 _CONCURRENT = flags.DEFINE_integer("concurrent", 16, "Streams at any time.")

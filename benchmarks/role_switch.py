@@ -26,9 +26,9 @@ from absl import app, flags
 
 from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save
+from benchmarks.soak.load import Kind, known_kinds
 from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
-from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Change, Load, change, load
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Of all four changes.")

@@ -235,7 +235,7 @@ METRICS = {
         Metric(codec, "", "", "codecs", f"*bfloat16|{codec}|of_none")
         for codec in ("int8", "int4", "fp8")
     ],
-    "Faults: `tests.chaos`, ten minutes at random": [
+    "Faults: `benchmarks.soak`, ten minutes at random": [
         Metric("streams interrupted", "", "", "chaos", _CHAOS + "streams_interrupted"),
         Metric("scenarios that went wrong", "at most 0", "", "chaos", _CHAOS + "wrong"),
         Metric(
@@ -328,7 +328,7 @@ SCRIPTS = {
     "handoff": "benchmarks.handoff",
     "low_load": "benchmarks.low_load",
     "codecs": "benchmarks.codecs",
-    "chaos": "tests.chaos",
+    "chaos": "benchmarks.soak",
     "messages": "benchmarks.messages",
     "followers": "benchmarks.followers",
     "placement": "benchmarks.placement",

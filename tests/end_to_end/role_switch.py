@@ -11,12 +11,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.soak.load import Kind, Stream
 from jdisagg.client import AsyncClient
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import cluster_roles
-from tests.chaos.load import Kind, Stream
 
 
 @dataclass

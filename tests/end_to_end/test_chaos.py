@@ -2,7 +2,7 @@
 is wrong, no page is lost.
 
 One cluster for the file, hurt again and again. The short form runs by default; `-m slow` runs every
-moment, victim and deed, and `python -m tests.chaos` random ones for as long as one likes."""
+moment, victim and deed, and `python -m benchmarks.soak` random ones for as long as one likes."""
 
 import asyncio
 import signal
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from benchmarks.soak.cluster import ROUTER, ChaosCluster, Shape
+from benchmarks.soak.load import Kind, Stream, known_kinds
+from benchmarks.soak.moments import Moment
+from benchmarks.soak.report import table
+from benchmarks.soak.scenarios import Harness, Outcome, Scenario, all_scenarios
 from jdisagg.client import AsyncClient
 from jdisagg.errors import DeadlineExceededError, JdisaggError, UnavailableError
-from tests.chaos.cluster import ROUTER, ChaosCluster, Shape
-from tests.chaos.load import Kind, Stream, known_kinds
-from tests.chaos.moments import Moment
-from tests.chaos.report import table
-from tests.chaos.scenarios import Harness, Outcome, Scenario, all_scenarios
 from tests.programs import PROGRAMS
 
 STREAMS = 8

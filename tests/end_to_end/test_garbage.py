@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from benchmarks.soak.cluster import ChaosCluster, Shape
+from benchmarks.soak.garbage import ENDS, MESSAGES, idle_connections, listening_ports, send
+from benchmarks.soak.load import Kind, Stream, known_kinds
 from jdisagg.client import AsyncClient
 from tests import time_scale
-from tests.chaos.cluster import ChaosCluster, Shape
-from tests.chaos.garbage import ENDS, MESSAGES, idle_connections, listening_ports, send
-from tests.chaos.load import Kind, Stream, known_kinds
 from tests.programs import PROGRAMS
 
 IDLE = 1000

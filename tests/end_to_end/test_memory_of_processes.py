@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.soak.cluster import ChaosCluster, Shape
+from benchmarks.soak.load import Kind, Stream, known_kinds
 from jdisagg.client import AsyncClient
-from tests.chaos.cluster import ChaosCluster, Shape
-from tests.chaos.load import Kind, Stream, known_kinds
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.ci

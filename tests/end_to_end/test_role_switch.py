@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak.load import Kind, known_kinds
 from jdisagg.client import Client
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.axes import Layout
@@ -21,7 +22,6 @@ from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import cluster_roles
 from tests import time_scale
-from tests.chaos.load import Kind, known_kinds
 from tests.end_to_end.role_switch import Change, change, load, shifted
 from tests.end_to_end.test_cluster import ROOT, RunningCluster, all_free, cluster, wait_until
 

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from benchmarks.soak.faults import AroundPull
 from jdisagg.messages.ports import (
     HandoffEnd,
     Offer,
@@ -32,7 +33,6 @@ from jdisagg.messages.ports import (
     Span,
 )
 from jdisagg.transfer.channel import Pull, PullTarget
-from tests.chaos.faults import AroundPull
 
 
 class Moment(enum.Enum):

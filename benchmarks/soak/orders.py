@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.chaos.moments import Moment, Moments, Order
+from benchmarks.soak.moments import Moment, Moments, Order
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ scenario."""
 import statistics
 from collections.abc import Sequence
 
-from tests.chaos.scenarios import Outcome
+from benchmarks.soak.scenarios import Outcome
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -19,12 +19,12 @@ from itertools import product
 
 import psutil
 
+from benchmarks.soak.cluster import ROUTER, ChaosCluster, stand_still
+from benchmarks.soak.load import DEADLINE_SECONDS, Kind, Stream
+from benchmarks.soak.moments import Moment
+from benchmarks.soak.orders import Reached
 from jdisagg.client import AsyncClient
 from tests import time_scale
-from tests.chaos.cluster import ROUTER, ChaosCluster, stand_still
-from tests.chaos.load import DEADLINE_SECONDS, Kind, Stream
-from tests.chaos.moments import Moment
-from tests.chaos.orders import Reached
 
 HOLD_SECONDS = 8.0
 REACH_SECONDS = time_scale.seconds(30.0)

@@ -1,7 +1,7 @@
 """How long a worker that was killed is away: until its new process serves, until the router counts
 it, until a stream went through it.
 
-    python -m tests.chaos.restarts --rounds=3 python -m tests.chaos.restarts --rounds=2
+    python -m benchmarks.soak.restarts --rounds=3 python -m benchmarks.soak.restarts --rounds=2
     --processes=2 --prefill=tp=2 --decode=dp=2
 
 One worker of each role, so that a stream must go through the one that was killed; nothing else
@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.soak.cluster import PAUSE_SECONDS, ChaosCluster, Shape
 from jdisagg.client import AsyncClient
-from tests.chaos.cluster import PAUSE_SECONDS, ChaosCluster, Shape
 
 AWAY_SECONDS = 120.0
 PROMPT = list(range(40))
@@ -63,7 +63,7 @@ async def run(asked: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos.restarts",
+        prog="python -m benchmarks.soak.restarts",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,10 +1,10 @@
 """Chaos for as long as one likes: random scenarios from a seed, each judged, with a table of
 recovery times at the end.
 
-    python -m tests.chaos --minutes=10 --seed=1
-    python -m tests.chaos --minutes=10 --seed=1 --rate=0.05              # besides, every worker's channel goes wrong
-    python -m tests.chaos --minutes=10 --processes=2 --prefill=tp=2 --decode=dp=2
-    python -m tests.chaos --only="SIGSTOP prefill" --times=5             # these alone, in order, five times over
+    python -m benchmarks.soak --minutes=10 --seed=1
+    python -m benchmarks.soak --minutes=10 --seed=1 --rate=0.05              # besides, every worker's channel goes wrong
+    python -m benchmarks.soak --minutes=10 --processes=2 --prefill=tp=2 --decode=dp=2
+    python -m benchmarks.soak --only="SIGSTOP prefill" --times=5             # these alone, in order, five times over
 
 Ends with 1 when the service broke its word in any of them."""  # noqa: E501
 
@@ -17,16 +17,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.soak.cluster import ChaosCluster, Shape
+from benchmarks.soak.load import known_kinds
+from benchmarks.soak.report import summary, table
+from benchmarks.soak.scenarios import Harness, Outcome, all_scenarios
 from jdisagg.engine.compilation import use_compilation_cache
-from tests.chaos.cluster import ChaosCluster, Shape
-from tests.chaos.load import known_kinds
-from tests.chaos.report import summary, table
-from tests.chaos.scenarios import Harness, Outcome, all_scenarios
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos",
+        prog="python -m benchmarks.soak",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

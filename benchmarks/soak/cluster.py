@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.soak.orders import OrderDesk
 from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, override
@@ -26,7 +27,6 @@ from jdisagg.supervisor.supervisor import GroupSpec, SupervisedGroup
 from jdisagg.timeouts import Backoff, ProcessTimeouts
 from launch.shipped import SHIPPED_MODEL
 from tests import time_scale
-from tests.chaos.orders import OrderDesk
 
 HOST = "127.0.0.1"
 ROUTER = "router"
@@ -256,7 +256,7 @@ class ChaosCluster:
                 f"--chaos_rate={self.shape.rate}",
                 f"--chaos_seed={self.shape.seed}",
             )
-            start = (sys.executable, "-u", "-m", "tests.chaos.worker_main")
+            start = (sys.executable, "-u", "-m", "benchmarks.soak.worker_main")
             arguments = (*start, *own, *arguments[arguments.index("worker") + 1 :])
         return replace(command, arguments=arguments, environment=environment)
 

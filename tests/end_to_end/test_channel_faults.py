@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.soak.faults import Fault, FaultPlan, FaultyChannel, everything, garbled
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.engine import embedded
 from jdisagg.transfer.channel import PullTarget, block_sharding
 from jdisagg.transfer.in_process import InProcessChannel
 from tests import time_scale
-from tests.chaos.faults import Fault, FaultPlan, FaultyChannel, everything, garbled
 from tests.end_to_end.clusters import Completed, Running, config, running
 
 # A busy machine takes longer than one for a sound pull, again and again.

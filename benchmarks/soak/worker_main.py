@@ -1,7 +1,7 @@
 """`launch.worker` that takes orders from the chaos harness, and whose channel may go wrong by
 itself.
 
-    python -m tests.chaos.worker_main --chaos_socket=PATH [--chaos_rate=0.05 --chaos_seed=1]
+    python -m benchmarks.soak.worker_main --chaos_socket=PATH [--chaos_rate=0.05 --chaos_seed=1]
     ...flags of launch.worker
 
 The first arguments are this file's own; the rest is launch.worker's, which runs as it is, with its
@@ -11,13 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
+from benchmarks.soak.faults import FaultPlan, FaultyChannel, everything
+from benchmarks.soak.moments import watch_workers
+from benchmarks.soak.orders import OrderTaker
 from jdisagg.clock import MonotonicClock
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from jdisagg.transfer import jax_transfer
 from jdisagg.transfer.channel import Channel
-from tests.chaos.faults import FaultPlan, FaultyChannel, everything
-from tests.chaos.moments import watch_workers
-from tests.chaos.orders import OrderTaker
 
 COUNT_SECONDS = 1.0
 
