@@ -1,0 +1,82 @@
+"""Resolves a model's name to a local checkpoint folder: a folder stays as it is, and `org/name` is
+looked up in the Hugging Face cache and downloaded if it is not there.
+
+`huggingface_hub` reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. It is imported only for a
+name that is not a folder, since its import takes most of a second. Imports no JAX."""
+
+import re
+from pathlib import Path
+
+from jdisagg.errors import CheckpointError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Weights in other formats (PyTorch pickles, ONNX, GGUF) would double the download and are not read.
+_CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_WEIGHTS = ("*.safetensors",)
+# Original formats and exports that some repositories keep beside the safetensors files.
+_LEFT_OUT = ("original/*", "onnx/*", "consolidated*", "metal/*")
+_WAIT_SECONDS = 10.0
+
+
+def local_model(name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """Returns the folder of a checkpoint. Blocks while files are downloaded, with a progress bar on
+    stderr.
+
+    Args:
+        name: A folder, or `org/name` of a Hugging Face repository. A folder of that name wins.
+        revision: Branch, tag or commit of the repository; None is its default branch.
+        weights: Whether weights are needed; without, configuration and tokenizer alone are
+            downloaded.
+
+    Raises:
+        CheckpointError: If the name is `org/name`, is not in the cache and cannot be downloaded.
+            The error gives the command that downloads it elsewhere. A name of another form is
+            returned as a path, for `check_model_folder` to refuse.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists() or not _HUB_NAME.fullmatch(name):
+        if revision:
+            raise CheckpointError(
+                f"--revision={revision} applies to a Hugging Face name (org/name), got {name!r}"
+            )
+        return folder
+    from huggingface_hub import constants, errors, snapshot_download
+
+    patterns = [*_CONFIGURATION, *(_WEIGHTS if weights else ())]
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=list(_LEFT_OUT),
+                etag_timeout=_WAIT_SECONDS,
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"model {name!r} is gated: accept its licence on its page, and set HF_TOKEN to a token"
+            " of that account"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"model {name!r} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"model {name!r} is neither a folder nor a Hugging Face repository that this account"
+            " can read; check the name, and set HF_TOKEN if it is private"
+        ) from error
+    except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
+        at = f" --revision {revision}" if revision else ""
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _reason(error)
+        raise CheckpointError(
+            f"model {name!r} is neither a folder nor in the Hugging Face cache"
+            f" ({constants.HF_HUB_CACHE}), and was not downloaded: {why}. Run `hf download"
+            f" {name}{at} --local-dir DIR` where there is a network, and give DIR as the model"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause: the hub's own texts span paragraphs."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,155 @@
+"""Names of models: folders, and Hugging Face names from the cache or from a hub. The hub is a real
+server on loopback that speaks the part of the hub's HTTP API that `huggingface_hub` uses; each case
+runs in a process of its own, since the library reads its environment at import."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickle",
+    "original/consolidated.00.safetensors": b"twice",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One repository, org/small; `asked` keeps what was requested, with the token."""
+
+    asked: list[tuple[str, str | None]] = []
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("authorization")))
+        path = self.path.partition("?")[0]
+        if "/org/gated" in path:
+            return self._answer(403, b"", {"x-error-code": "GatedRepo"})
+        if "/org/small" not in path:
+            return self._answer(404, b"", {"x-error-code": "RepoNotFound"})
+        if path.startswith("/api/models/"):
+            if "/revision/" in path and path.rpartition("/")[2] not in ("main", "v1", COMMIT):
+                return self._answer(404, b"", {"x-error-code": "RevisionNotFound"})
+            if "/tree/" in path:
+                tree = [
+                    {"type": "file", "path": name, "size": len(data), "oid": _digest(data)}
+                    for name, data in FILES.items()
+                ]
+                return self._answer(200, json.dumps(tree).encode(), _JSON)
+            siblings = [{"rfilename": name} for name in FILES]
+            found = {"id": "org/small", "sha": COMMIT, "siblings": siblings}
+            return self._answer(200, json.dumps(found).encode(), _JSON)
+        name = path.split(f"/resolve/{COMMIT}/")[-1]
+        data = FILES[name]
+        headers = {"etag": f'"{_digest(data)}"', "x-repo-commit": COMMIT}
+        return self._answer(200, data, headers)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+_JSON = {"content-type": "application/json"}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def resolved(name: str, home: Path, endpoint: str, **more: str) -> dict[str, str]:
+    """What `local_model` gives in a process with that environment: its path or its error."""
+    code = (
+        "import json, sys\n"
+        "from jdisagg.errors import CheckpointError\n"
+        "from models.hub import local_model\n"
+        "arguments = json.loads(sys.argv[1])\n"
+        "try: print(json.dumps({'path': str(local_model(**arguments))}))\n"
+        "except CheckpointError as error: print(json.dumps({'error': str(error)}))\n"
+    )
+    arguments: dict[str, object] = {"name": name}
+    if revision := more.pop("revision", ""):
+        arguments["revision"] = revision
+    if more.pop("weights", "yes") == "no":
+        arguments["weights"] = False
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(arguments)],
+        env={**clean, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **more},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_name_is_downloaded_once_without_what_is_not_read_and_then_found_offline(
+    hub: str, tmp_path: Path
+) -> None:
+    first = resolved("org/small", tmp_path, hub, HF_TOKEN="hf_secret")
+    folder = Path(first["path"])
+    found = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    assert found == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    tokens = {token for path, token in Hub.asked if "/org/small" in path}
+    assert tokens == {"Bearer hf_secret"}
+    Hub.asked = []
+    again = resolved("org/small", tmp_path, hub, HF_HUB_OFFLINE="1")
+    assert again == first and not [path for path, _ in Hub.asked if "/org/small" in path]
+    unreachable = resolved("org/small", tmp_path, "http://127.0.0.1:9")
+    assert unreachable == first
+
+
+def test_a_planner_downloads_no_weights(hub: str, tmp_path: Path) -> None:
+    folder = Path(resolved("org/small", tmp_path, hub, weights="no")["path"])
+    assert (folder / "config.json").is_file() and not (folder / "model.safetensors").exists()
+
+
+def test_a_revision_is_taken_and_an_unknown_one_is_refused(hub: str, tmp_path: Path) -> None:
+    assert "path" in resolved("org/small", tmp_path, hub, revision="v1")
+    error = resolved("org/small", tmp_path, hub, revision="v9")["error"]
+    assert error == "model 'org/small' has no revision 'v9'"
+
+
+def test_errors_name_the_model_the_cause_and_the_remedy(hub: str, tmp_path: Path) -> None:
+    missing = resolved("org/other", tmp_path, hub)["error"]
+    assert "'org/other'" in missing and "check the name" in missing
+    assert "accept its licence" in resolved("org/gated", tmp_path, hub)["error"]
+    for endpoint, more in ((hub, {"HF_HUB_OFFLINE": "1"}), ("http://127.0.0.1:9", {})):
+        error = resolved("org/small", tmp_path / "empty", endpoint, **more)["error"]
+        assert "hf download org/small --local-dir DIR" in error and str(tmp_path) in error
+
+
+def test_a_folder_wins_over_a_name_and_takes_no_revision(hub: str, tmp_path: Path) -> None:
+    assert resolved(str(tmp_path), tmp_path, hub) == {"path": str(tmp_path)}
+    assert resolved("no-such-folder", tmp_path, hub) == {"path": "no-such-folder"}
+    assert "org/name" in resolved(str(tmp_path), tmp_path, hub, revision="v1")["error"]
+    assert not Hub.asked
