@@ -6,6 +6,7 @@ a truncated file before a tensor of it is read. Only the pages of a slice are re
 nothing of models."""
 
 import json
+import logging
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from jdisagg.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -89,17 +92,21 @@ class SafetensorsFiles:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "SafetensorsFiles":
-        """Reads all headers; files come from the index where there is one."""
-        tensors: dict[str, StoredTensor] = {}
-        for path in _files(directory):
-            for name, tensor in _read_header(path).items():
-                if name in tensors:
-                    raise CheckpointError(
-                        f"tensor {name!r} is in both {tensors[name].path.name} and {path.name};"
-                        " fetch the checkpoint again"
-                    )
-                tensors[name] = tensor
-        return cls(tensors)
+        """Reads all headers. Where there is an index, it decides which file each tensor is read
+        from; a copy in another file, and a tensor that it does not name, are ignored."""
+        weight_map = _weight_map(directory)
+        if weight_map is None:
+            return cls(_read_header(directory / _SINGLE))
+        headers = {file: _read_header(directory / file) for file in set(weight_map.values())}
+        if absent := sorted(name for name, file in weight_map.items() if name not in headers[file]):
+            raise CheckpointError(
+                f"{weight_map[absent[0]]} does not hold tensor {absent[0]!r}, which {_INDEX} places"
+                f" there ({len(absent)} tensors in all); fetch the checkpoint again"
+            )
+        ignored = sum(map(len, headers.values())) - len(weight_map)
+        if ignored:
+            _log.warning("%s: ignored %d tensors that its index does not name", directory, ignored)
+        return cls({name: headers[file][name] for name, file in weight_map.items()})
 
     def text_part(self) -> "SafetensorsFiles":
         """Of a model that sees: the tensors of its text part under the names of a text model; the
@@ -176,19 +183,20 @@ def _text_name(name: str) -> str:
     return name
 
 
-def _files(directory: Path) -> list[Path]:
+def _weight_map(directory: Path) -> dict[str, str] | None:
+    """Tensor name -> file name by the index, or None for a single file without an index."""
     index_path = directory / _INDEX
     if not index_path.is_file():
         if (directory / _SINGLE).is_file():
-            return [directory / _SINGLE]
+            return None
         raise CheckpointError(
             f"{directory} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not"
             " supported"
         )
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-        missing = [name for name in names if not (directory / name).is_file()]
+        weight_map = dict(index["weight_map"])
+        missing = [x for x in sorted(set(weight_map.values())) if not (directory / x).is_file()]
     except _UNREADABLE as error:
         raise CheckpointError(
             f"{index_path} has no readable 'weight_map' ({error}); fetch it again"
@@ -197,7 +205,7 @@ def _files(directory: Path) -> list[Path]:
         raise CheckpointError(
             f"{index_path} names files that are missing: {', '.join(missing)}; fetch them"
         )
-    return [directory / name for name in names]
+    return weight_map
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -263,7 +263,8 @@ def test_layers_behind_the_last_one_are_left_aside(name: str, tmp_path: Path) ->
     tensors = {f"model.layers.{layer}.eh_proj.weight": np.zeros((4, 4)) for layer in (3, 4)}
     save_file(tensors, directory / "more.safetensors")
     names = {
-        "weight_map": {name: "more.safetensors" for name in tensors} | {"": "model.safetensors"}
+        "weight_map": {name: "more.safetensors" for name in tensors}
+        | {name: "model.safetensors" for name in load_file(directory / "model.safetensors")}
     }
     (directory / "model.safetensors.index.json").write_text(json.dumps(names))
     with pytest.raises(CheckpointError, match=r"1 not known: model\.layers\.4\.eh_proj"):
@@ -410,6 +411,30 @@ def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Pat
     )
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_index_decides_which_file_a_tensor_is_read_from(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second shard holds a stale copy of one tensor and one that the index does not name."""
+    own = load_file(checkpoint / "model.safetensors")
+    stale = {"model.norm.weight": own["model.norm.weight"] + 1, "unnamed": np.zeros(3, np.float32)}
+    moved = {"model.embed_tokens.weight": own.pop("model.embed_tokens.weight")}
+    expected = {**own, **moved}
+    save_file(own, checkpoint / "model.safetensors")
+    save_file({**stale, **moved}, checkpoint / "second.safetensors")
+    index = {name: "model.safetensors" for name in own} | dict.fromkeys(moved, "second.safetensors")
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    files = SafetensorsFiles.from_directory(checkpoint)
+    assert files.shapes().keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(files.read(name, (slice(None),) * tensor.ndim), tensor)
+    assert "ignored 2 tensors" in caplog.text
+    _load(checkpoint)
+    index["absent"] = "second.safetensors"
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match=r"second\.safetensors does not hold tensor 'absent'"):
+        _load(checkpoint)
 
 
 @pytest.mark.parametrize(
