@@ -17,15 +17,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.simulator_engines.cluster import simulate
+from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Accelerator, Link, accelerator
 from jdisagg.costs.kernels import OURS, Kernels
 from jdisagg.costs.model_geometry import CostGeometry, geometry
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
+from jdisagg.simulator.fleet import INSTANCE, LIMITS, Pool
 from jdisagg.simulator.report import RequestOutcome
-from jdisagg.simulator.run import simulate
 from jdisagg.simulator.step_costs import ModelCosts
 from jdisagg.simulator.workloads import Arrival
 
@@ -85,14 +86,14 @@ class SimulatedEngine:
             ep=self.ranks * self.decode_tp if self.ranks > 1 else 1,
         )
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> StudyFleet:
         common = replace(INSTANCE, page_size=16, growth_tokens=16, ahead_sequences=0)
         decode = replace(common, slots_per_rank=self.slots, layout=self.layout)
         if self.kind == "distserve":
             # Four chunks of KV may wait to be fetched: what the memory of two such cards holds
             # beside the weights.
             prefill = replace(common, chunk_tokens=40960, layout=Layout(tp=self.prefill_tp))
-            return Fleet(
+            return StudyFleet(
                 OPT,
                 self._pool(OPT, decode, self.stages),
                 self._pool(OPT, prefill),
@@ -108,7 +109,7 @@ class SimulatedEngine:
                 memory_reserve=0.06,
             )
         if self.kind == "vllm":
-            return Fleet(
+            return StudyFleet(
                 OPT,
                 self._pool(OPT, replace(decode, chunk_tokens=self.chunk_tokens)),
                 mode=Mode.UNIFIED,
@@ -117,7 +118,7 @@ class SimulatedEngine:
             )
         model = geometry(self.model)
         instance = replace(decode, chunk_tokens=self.chunk_tokens)
-        fleet = Fleet(
+        fleet = StudyFleet(
             model,
             self._pool(model, instance),
             mode=Mode.CHUNKED,

@@ -14,11 +14,13 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from absl import app, flags
 
+from benchmarks.simulator_engines.cluster import simulate
+from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
@@ -31,7 +33,7 @@ from jdisagg.router.elastic_signals import SloTarget
 from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.faults import Broken, Cancels, Death, SlowLink, Stall, schedule
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.run import Result, simulate
+from jdisagg.simulator.run import Result
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, merge, poisson
 from tests.simulator.fleets import LENGTHS, small_fleet
@@ -81,6 +83,12 @@ def ranks(fleet: Fleet) -> Fleet:
     """Its instances of two dp ranks each."""
     wide = replace(fleet.decode, instance=replace(fleet.decode.instance, layout=Layout(dp=2)))
     return replace(fleet, decode=wide, prefill=wide if fleet.prefill else None)
+
+
+def late(fleet: Fleet) -> Fleet:
+    """The same fleet, whose decode pages are reserved after the prefill, by a loop that drains."""
+    same = {spec.name: getattr(fleet, spec.name) for spec in fields(fleet)}
+    return StudyFleet(**same, late_reservation=True, drains=True)
 
 
 def plain(fleet: Fleet, rate: float, count: int = 200) -> Simulation:
@@ -139,7 +147,7 @@ RUNS: dict[str, Simulation] = {
     "chunked, two ranks": plain(ranks(small_fleet(Mode.CHUNKED, 256)), 12.0),
     "fused": plain(replace(small_fleet(Mode.CHUNKED, 256), fused=True), 8.0),
     "unified": plain(small_fleet(Mode.UNIFIED, 256), 5.0),
-    "late": plain(replace(small_fleet(pages=256), late_reservation=True, drains=True), 5.0),
+    "late": plain(late(small_fleet(pages=256)), 5.0),
     "reuse": reuse,
     "faults": struck,
     "roles": roles,

@@ -13,6 +13,7 @@ from benchmarks.engines import SimulatedEngine, starts
 from benchmarks.measured_runs import distserve_runs
 from benchmarks.papers.runs import RESULTS, Load, Serve, Tally, best
 from benchmarks.run_fitting import from_report
+from benchmarks.simulator_engines.cluster import simulate
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
@@ -20,7 +21,6 @@ from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.report import RequestOutcome
-from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, LogNormal, poisson, within_context
 
 A100 = accelerator("a100")

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.papers.runs import Load, Serve, Tally, best
+from benchmarks.simulator_engines.cluster import simulate
+from benchmarks.simulator_engines.fleet import StudyFleet, StudyPool
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.hardware import LINKS, Accelerator, Link, accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.fleet import INSTANCE
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.trials import requests_at, settled
 from jdisagg.simulator.report import RequestOutcome
-from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, LogNormal, poisson
 
 H200 = accelerator("h200")
@@ -46,26 +47,26 @@ def workload(count: int) -> Sequence[Arrival]:
     return [item for item in drawn if 128 <= item.prompt_tokens <= 131072][:count]
 
 
-def pool(count: int, card: Accelerator, site: str = "") -> Pool:
+def pool(count: int, card: Accelerator, site: str = "") -> StudyPool:
     instance = replace(
         INSTANCE, layout=Layout(tp=8, ep=8), page_size=64, chunk_tokens=8192, min_chunk_tokens=256
     )
-    return Pool(count, card, instance, site=site)
+    return StudyPool(count, card, instance, site=site)
 
 
-def homogeneous(prefills: int, instances: int = HOMOGENEOUS) -> Fleet:
-    return Fleet(MODEL, pool(instances - prefills, H20), pool(prefills, H20), overlap=OVERLAP)
+def homogeneous(prefills: int, instances: int = HOMOGENEOUS) -> StudyFleet:
+    return StudyFleet(MODEL, pool(instances - prefills, H20), pool(prefills, H20), overlap=OVERLAP)
 
 
-def naive(link: Link = ETHERNET) -> Fleet:
+def naive(link: Link = ETHERNET) -> StudyFleet:
     """Every prompt is prefilled far away."""
     far = pool(REMOTE, H200, "far")
-    return Fleet(MODEL, pool(LOCAL, H20), far, site_link=link, overlap=OVERLAP)
+    return StudyFleet(MODEL, pool(LOCAL, H20), far, site_link=link, overlap=OVERLAP)
 
 
-def selective(prefills: int, threshold: int = 0, link: Link = ETHERNET) -> Fleet:
+def selective(prefills: int, threshold: int = 0, link: Link = ETHERNET) -> StudyFleet:
     """`prefills` of the near instances prefill, too; `threshold` 0: the router's price decides."""
-    return Fleet(
+    return StudyFleet(
         MODEL,
         pool(LOCAL - prefills, H20),
         pool(prefills, H20),
@@ -76,17 +77,18 @@ def selective(prefills: int, threshold: int = 0, link: Link = ETHERNET) -> Fleet
     )
 
 
-def served(fleet: Fleet, load: Load, rate: float, count: int) -> list[RequestOutcome]:
+def served(fleet: StudyFleet, load: Load, rate: float, count: int) -> list[RequestOutcome]:
     arrivals = requests_at(load.workload, rate, count, "poisson", load.seed)
     return settled(simulate(fleet, arrivals).outcomes, 30.0)
 
 
-def went_far(outcome: RequestOutcome, fleet: Fleet) -> bool:
-    near = fleet.prefill.count if fleet.prefill and not fleet.prefill.site else 0
+def went_far(outcome: RequestOutcome, fleet: StudyFleet) -> bool:
+    pool = fleet.prefill
+    near = pool.count if isinstance(pool, StudyPool) and not pool.site else 0
     return int(outcome.prefill.rpartition("-")[2]) >= near
 
 
-def divided(outcomes: Sequence[RequestOutcome], fleet: Fleet) -> tuple[float, int, float]:
+def divided(outcomes: Sequence[RequestOutcome], fleet: StudyFleet) -> tuple[float, int, float]:
     """(part of the prompts that went far, the threshold that says best which, the part that it says
     rightly)."""
     lengths = np.array([item.prompt_tokens for item in outcomes])
@@ -97,7 +99,9 @@ def divided(outcomes: Sequence[RequestOutcome], fleet: Fleet) -> tuple[float, in
     return float(far.mean()), int(marks[at]), right[at]
 
 
-def told(name: str, fleet: Fleet, load: Load, rate: float, at: float, tally: Tally) -> list[object]:
+def told(
+    name: str, fleet: StudyFleet, load: Load, rate: float, at: float, tally: Tally
+) -> list[object]:
     """A row: goodput, and at one rate for all the first tokens and who went where."""
     tally.runs += 1
     outcomes = served(fleet, load, at, min(load.requests, 800))
@@ -124,7 +128,7 @@ class Chosen:
 def compared(load: Load, tally: Tally) -> tuple[list[list[object]], Chosen]:
     """Rows of all deployments, and what the others are compared with."""
 
-    def servers(fleets: dict[str, Fleet]) -> dict[str, tuple[Serve, int]]:
+    def servers(fleets: dict[str, StudyFleet]) -> dict[str, tuple[Serve, int]]:
         return {name: (tally.server(fleet), 1) for name, fleet in fleets.items()}
 
     alone = {f"64 H20, {count} + {LOCAL - count}": homogeneous(count, LOCAL) for count in (6,)}

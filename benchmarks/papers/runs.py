@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.simulator_engines.cluster import simulate
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.trials import Loss, requests_at, settled
 from jdisagg.simulator.report import RequestOutcome, attainment
-from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

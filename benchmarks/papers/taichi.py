@@ -3,7 +3,7 @@ chunks and against two pools, under limits that lean to the first token, to the 
 neither.
 
 Ours: prefill workers, which take long chunks and do not decode, and decode workers that prefill in
-short chunks what the router leaves to them (`Pool.prefills`), within the bound on a step. What
+short chunks what the router leaves to them (`StudyPool.prefills`), within the bound on a step. What
 TaiChi has besides, decoding on the instances with long chunks and sequences that move between the
 kinds while they run, is not here."""
 
@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.papers.runs import Load, Serve, Tally, best
+from benchmarks.simulator_engines.cluster import simulate
+from benchmarks.simulator_engines.fleet import StudyFleet, StudyPool
 from jdisagg.config import Mode, RoutingConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.trials import requests_at, settled
-from jdisagg.simulator.run import simulate
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival
 
@@ -42,7 +43,7 @@ def workload() -> Sequence[Arrival]:
 
 def pool(count: int, chunk: int, prefills: bool = False) -> Pool:
     instance = replace(INSTANCE, chunk_tokens=chunk, min_chunk_tokens=min(256, chunk))
-    return Pool(count, CARD, instance, prefills=prefills)
+    return StudyPool(count, CARD, instance, prefills=prefills)
 
 
 def one_pool(chunk: int, fused: bool = True) -> Fleet:
@@ -58,7 +59,7 @@ def two_kinds(prefills: int, chunk: int, bound: float | None, fused: bool = True
     """`bound`: seconds that the router lets a step of a decode worker take with a chunk in it."""
     routing = RoutingConfig(tpot_slo_seconds=bound)
     decode = pool(DEVICES - prefills, chunk, prefills=True)
-    return Fleet(
+    return StudyFleet(
         geometry(MODEL), decode, pool(prefills, WHOLE), overlap=4, fused=fused, routing=routing
     )
 

@@ -73,9 +73,7 @@ class SimulatedChannel:
     """`link(place, place)`: the kind of link between two workers. `trunk`: one of these that there
     is only one of, in one direction. `stalled`: workers whose pulls never end (a fault)."""
 
-    def __init__(
-        self, link: Callable[[str, str], Link], overlap: int = 2, trunk: Link | None = None
-    ) -> None:
+    def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
         self.offered: dict[int, SimulatedOffer] = {}
         self.ends: dict[str, ChannelEnd] = {}
         self.gone: set[str] = set()
@@ -83,8 +81,6 @@ class SimulatedChannel:
         self._link = link
         self._overlap = overlap
         self._ways: dict[tuple[str, str, bool], Way] = {}
-        self._trunk = trunk
-        self._shared = (Way(trunk.bytes_per_second * trunk.efficiency),) if trunk else ()
         self._slowed: dict[str, float] = {}
         self._links: dict[tuple[str, str], tuple[Link, tuple[Way, ...], float]] = {}
 
@@ -112,10 +108,6 @@ class SimulatedChannel:
             for (name, _, outward), way in self._ways.items()
             if name == worker and outward
         )
-
-    def crossed_bytes(self) -> float:
-        """What has gone over the trunk so far."""
-        return sum(way.moved_bytes for way in self._shared)
 
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
@@ -150,7 +142,6 @@ class SimulatedChannel:
         flow = _Flow(ways, size_bytes, most, asyncio.get_running_loop().time(), done)
         for way in ways:
             way.flows[flow] = None
-        for way in (ways[0], *ways[2:]):  # once where it leaves, once on the trunk
             way.moved_bytes += size_bytes
         self._share_again(ways)
 
@@ -177,8 +168,8 @@ class SimulatedChannel:
         flow.done()
 
     def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
-        """The kind of link, the ways (out, in, and the trunk where it goes over that), and the most
-        bytes a second that one pull may have."""
+        """Returns the link, the ways that a pull takes (sender's out, receiver's in), and the cap
+        on one pull in bytes a second."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]
@@ -189,8 +180,7 @@ class SimulatedChannel:
                 * min(end.lanes or end.links for end in ends)
             )
             ways = self._way(sender, link, True), self._way(receiver, link, False)
-            shared = self._shared if link is self._trunk else ()
-            known = self._links[sender, receiver] = link, (*ways, *shared), most
+            known = self._links[sender, receiver] = link, ways, most
         return known
 
     def _way(self, worker: str, link: Link, outward: bool) -> Way:

@@ -7,10 +7,8 @@ and use it inside a virtual loop."""
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-
-import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.config import Mode
@@ -25,12 +23,12 @@ from jdisagg.messages.kept_blocks import KeptMark
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import ModelCard, WorkerCard
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
+from jdisagg.router.decision import PlacementPolicy
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
 from jdisagg.simulator.crashable import Crash, Crashable
-from jdisagg.simulator.deferred_reservation import ComputedPrompts, DeferredReservation
 from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.host_memory import HostMemory
@@ -86,16 +84,17 @@ class Seat:
     place: str
 
 
-class PrefillingDecodeWorker(DecodeWorker):
-    """A live mixed worker that takes hand-offs as well: it says that it decodes and can prefill, so
-    that the router weighs both for each prompt."""
-
-    def _status(self) -> WorkerStatus:
-        return msgspec.structs.replace(super()._status(), role=WorkerRole.DECODE)
-
-
 class SimulatedCluster:
-    """`mortal`: workers may be killed, which costs a little for every call."""
+    """A fleet of live workers on simulated meshes, behind the live request path.
+
+    Studies of other engines subclass it and pass the subclass to `simulate`
+    (benchmarks/simulator_engines/cluster.py).
+
+    Args:
+      mortal: Whether workers may be killed, which costs a little on every call.
+    """
+
+    executor: Callable[..., SimulatedExecutor] = SimulatedExecutor
 
     def __init__(
         self,
@@ -113,14 +112,9 @@ class SimulatedCluster:
         # whose requests are under way, in order of arrival
         self.clients: dict[asyncio.Task[None], None] = {}
         self.counters = Counters()
-        self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap, fleet.site_link)
+        self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
         self._random = random.Random(seed)
         self._mortal = mortal
-        self._computed = ComputedPrompts(
-            self._computes,
-            lambda source: self._peer(source, None),
-            fleet.limits.timeouts.handoff.heartbeat_seconds,
-        )
         self._costs = [fleet.costs_of(pool) for pool in fleet.pools]
         self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
         self._model = _model_card(fleet)
@@ -130,14 +124,7 @@ class SimulatedCluster:
         self._names = _names(fleet, self.book)
         self.known = KnownBlocks(SECRET, names=self._named) if self._names else None
         self.membership = Membership(clock, self._open_ports, known=self.known)
-        policy = rules_of(fleet.routing, fleet.limits.timeouts)
-        settings = PlacerSettings(
-            fleet.routing,
-            # The router is to expect the network that there is.
-            replace(policy, decode_first=not fleet.late_reservation, far=fleet.far),
-            self.known,
-            events,
-        )
+        settings = PlacerSettings(fleet.routing, self._policy(), self.known, events)
         self.path = RequestPath(
             cluster_ports(self.membership), _no_text, fleet.limits, clock, settings, self.new_id
         )
@@ -177,13 +164,13 @@ class SimulatedCluster:
         fleet, instance = self.fleet, seat.pool.instance
         longest = min(30.0, fleet.limits.step_seconds / 4)
         fused = fleet.fused and seat.role is not WorkerRole.PREFILL  # there is no step to join
-        mesh = SimulatedExecutor(
+        mesh = self.executor(
             name,
             self._limits[index],
             self._costs[index],
             self.channel,
             timeline,
-            EngineTraits(fleet.run_ahead, fused, seat.pool.stages, fleet.drains, longest),
+            EngineTraits(fused, seat.pool.stages, longest),
             self._host_memory(seat),
         )
         crash = Crash() if self._mortal else None
@@ -254,8 +241,17 @@ class SimulatedCluster:
         if role is WorkerRole.PREFILL:
             fetches = self._names is not None and self.fleet.routing.peer_fetch
             return PrefillWorker(context, mesh, instance, limits, peers if fetches else None)
-        kind = PrefillingDecodeWorker if pool.prefills else DecodeWorker
-        return kind(context, mesh, instance, limits, peers, self.fleet.mode_of(pool))
+        return self._decode_worker(pool)(
+            context, mesh, instance, limits, peers, self.fleet.mode_of(pool)
+        )
+
+    def _decode_worker(self, pool: Pool) -> type[DecodeWorker]:
+        return DecodeWorker
+
+    def _policy(self) -> PlacementPolicy:
+        """The placement rules, with the network that the simulated fleet has."""
+        rules = rules_of(self.fleet.routing, self.fleet.limits.timeouts)
+        return replace(rules, far=self.fleet.far)
 
     def _host_memory(self, seat: Seat) -> HostMemory | None:
         """Of a worker that keeps KV there."""
@@ -275,24 +271,16 @@ class SimulatedCluster:
 
     def _open_ports(self, card: WorkerCard) -> WorkerPorts:
         process = self.processes[card.name]
-        worker, crash, late = process.worker, process.crash, self.fleet.late_reservation
+        worker, crash = process.worker, process.crash
         if isinstance(worker, PrefillWorker):
             prefill: PrefillPort = worker
             if crash:
                 prefill = through(PrefillPort, prefill, Crashable(crash))
-            return WorkerPorts(
-                prefill=through(PrefillPort, prefill, self._computed) if late else prefill
-            )
+            return WorkerPorts(prefill=prefill)
         decode: DecodePort = worker
         if crash:
             decode = through(DecodePort, decode, Crashable(crash))
-        if late:
-            deferred = DeferredReservation(self._computed, card.name, self.new_id)
-            decode = through(DecodePort, decode, deferred)
         return WorkerPorts(decode=decode)
-
-    def _computes(self, name: str) -> bool:
-        return name in self.seats and self.seats[name].role is WorkerRole.PREFILL
 
     async def switch_role(
         self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None

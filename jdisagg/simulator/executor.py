@@ -48,7 +48,6 @@ from jdisagg.messages.step_commands import (
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.channel import SimulatedChannel, SimulatedOffer
 from jdisagg.simulator.host_memory import HostMemory
-from jdisagg.simulator.serial_loop import SerialLoop
 from jdisagg.simulator.step_costs import Pace, StepCosts
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.turns import Load, Turns, load_of
@@ -59,9 +58,9 @@ ISSUE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
-class _Span:
-    """Decode steps under way. `steps` may be cut; `delay`: seconds that insertions took in their
-    midst; `after`: those behind them."""
+class Span:
+    """Decode steps under way. `steps` may be reduced; `delay`: seconds that insertions took between
+    them."""
 
     command: DecodeSteps
     future: Result
@@ -70,7 +69,6 @@ class _Span:
     steps: int
     timer: asyncio.TimerHandle | None = None
     delay: float = 0.0
-    after: float = 0.0
 
     def end_of(self, steps: int) -> float:
         return self.start + self.delay + self.pace.seconds(steps)
@@ -80,20 +78,25 @@ class _Span:
 class EngineTraits:
     """How the simulated engine runs its commands.
 
-    `run_ahead`: decode commands issued before the first is read. `fused`: a chunk and a decode step
-    run as one. `stages`: pipeline stages; `drains`: they run empty between steps.
-    `longest_span_seconds`: a span ends by itself after about so long, so that a mesh that hangs can
-    be told from one that works."""
+    Attributes:
+      fused: A prefill chunk and a decode step run as one step.
+      stages: Pipeline stages.
+      longest_span_seconds: Cap on a span, so that a hung mesh can be told from a busy one.
+    """
 
-    run_ahead: int = 1
     fused: bool = False
     stages: int = 1
-    drains: bool = False
     longest_span_seconds: float = 30.0
 
 
 class SimulatedExecutor:
-    """Implements `InterruptibleExecutor` by a cost model on a virtual clock."""
+    """Implements `InterruptibleExecutor` by a cost model on a virtual clock.
+
+    Subclasses model other engines by overriding `_pace` and `_insert`
+    (benchmarks/simulator_engines/executor.py)."""
+
+    # Decode commands issued before the first result is read, as the live step loop does.
+    run_ahead = 1
 
     def __init__(
         self,
@@ -114,18 +117,14 @@ class SimulatedExecutor:
         self.steps_run = 0
         self._costs = costs
         self._channel = channel
-        self._run_ahead = engine.run_ahead
         self._fused = engine.fused
         self._longest_span_seconds = engine.longest_span_seconds
-        self._drains = engine.drains
-        stages, staged = engine.stages, limits.ranks if engine.stages > 1 else 0
-        serial = staged if engine.drains else 0
-        self._turns = [Turns(stages, self._step_parts) for _ in range(staged - serial)]
-        self._loops = [SerialLoop(stages, self._step_parts) for _ in range(serial)]
+        staged = limits.ranks if engine.stages > 1 else 0
+        self._turns = [Turns(engine.stages, self._step_parts) for _ in range(staged)]
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
         self._prefills = False  # chunks have run here
-        self._span: _Span | None = None
+        self._span: Span | None = None
         self._held: tuple[PrefillChunk, Result] | None = None
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
         self._limit = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
@@ -250,33 +249,28 @@ class SimulatedExecutor:
         loads = []
         for rank, (positions, slots) in enumerate(zip(self._positions, command.slots, strict=True)):
             if self._turns:
-                loads.append(self._turns[rank].fullest(slots, _admitted(command, rank), positions))
+                loads.append(self._turns[rank].fullest(slots, admitted(command, rank), positions))
             else:
                 loads.append(load_of(slots, positions))
         start = max(self._loop.time(), self._free_at)
-        steps = command.steps
-        if self._loops:
-            ranks = enumerate(zip(self._loops, command.slots, self._positions, strict=True))
-            cycles = [
-                loop.cycle(start, slots, _admitted(command, rank), positions)
-                for rank, (loop, slots, positions) in ranks
-            ]
-            pace, steps = Pace(max(cycles)), 1
-        else:
-            sequences, tokens, longest = map(max, zip(*loads, strict=True))
-            pace = self._costs.decode(sequences, tokens, steps, longest)
+        pace, steps = self._pace(command, loads, start)
         if pace.seconds(steps) > self._longest_span_seconds:
             steps = max(1, pace.steps_begun(self._longest_span_seconds))
-        span = self._span = _Span(command, future, start, pace, steps)
+        span = self._span = Span(command, future, start, pace, steps)
         if self._held is not None:
             self._fuse(span, loads)
         self._reschedule(span)
+
+    def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
+        """Returns the pace of a span that begins at `start`, and its number of steps."""
+        sequences, tokens, longest = map(max, zip(*loads, strict=True))
+        return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
 
     def _step_parts(self, sequences: int, context_tokens: int, longest: int) -> tuple[float, float]:
         host = self._costs.host(sequences)
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
-    def _fuse(self, span: _Span, loads: Sequence[Load]) -> None:
+    def _fuse(self, span: Span, loads: Sequence[Load]) -> None:
         """The chunk runs within the span's first step, which takes so much longer: as long as the
         rank that takes longest."""
         assert self._held is not None
@@ -298,19 +292,18 @@ class SimulatedExecutor:
         self._offer(chunk.rows, span.start, end)
         self._loop.call_at(end, self._end_chunk, chunk, future, span.start, end - span.start)
 
-    def _reschedule(self, span: _Span) -> None:
+    def _reschedule(self, span: Span) -> None:
         if span.timer is not None:
             span.timer.cancel()
-        end = span.end_of(span.steps)
-        self._free_at = end + span.after
-        span.timer = self._loop.call_at(end, self._end_span, span)
+        self._free_at = span.end_of(span.steps)
+        span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
-    def _boundary(self, span: _Span) -> int:
+    def _boundary(self, span: Span) -> int:
         """After how many of the span's steps a command issued now has its turn."""
         begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
-        return min(span.steps, max(1, begun) + self._run_ahead)
+        return min(span.steps, max(1, begun) + self.run_ahead)
 
-    def _end_span(self, span: _Span) -> None:
+    def _end_span(self, span: Span) -> None:
         self._span = span.timer = None
         steps, command = span.steps, span.command
         self.busy_seconds += self._free_at - span.start
@@ -388,15 +381,6 @@ class SimulatedExecutor:
 
     def _insert(self, command: InsertBlock, future: Result) -> None:
         seconds = self._costs.insert(command.valid_tokens)
-        if self._drains:
-            if self._loops:
-                self._loops[command.rank].came(
-                    self._loop.time(), command.start + command.valid_tokens, seconds
-                )
-            else:
-                self._insert_drained(seconds)
-            future.set_result(InsertResult(command.step, command.offer_id, 0))
-            return
         self.busy_seconds += seconds
         span = self._span
         if span is None:
@@ -413,18 +397,6 @@ class SimulatedExecutor:
             else:
                 self._free_at = at
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
-
-    def _insert_drained(self, seconds: float) -> None:
-        """The loop that issues steps waits for it at the next boundary; who came joins the step
-        behind it."""
-        span = self._span
-        if span is None:
-            self._free_at = max(self._loop.time(), self._free_at) + seconds
-            self.busy_seconds += seconds
-        else:
-            span.steps = self._boundary(span)
-            span.after += seconds
-            self._reschedule(span)
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
         """A running sequence's pages are copied out between steps, those of a prompt behind the
@@ -454,7 +426,7 @@ def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
     return [(len(row.tokens), row.start) for row in rows]
 
 
-def _admitted(command: DecodeSteps, rank: int) -> list[int]:
+def admitted(command: DecodeSteps, rank: int) -> list[int]:
     return [admit.slot for admit in command.admits if admit.rank == rank]
 
 

@@ -32,6 +32,7 @@ INSTANCE = InstanceConfig(
     stream_tokens=256,
     queue_limit=1_000_000,
 )
+HOSTS_PER_RACK = 4
 # Nothing is refused for waiting unless asked for; pulls of long prompts over slow links take their
 # time; there are no bytes to verify.
 LIMITS = LimitsConfig(
@@ -41,17 +42,21 @@ LIMITS = LimitsConfig(
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`count` instances of `stages` x instance.layout.devices each. `costs` in place of the cost
-    model's (for closed forms). `site`: where they stand, where a fleet has several sites.
-    `prefills`: decode instances that prefill what the router leaves to them, too."""
+    """Identical instances.
+
+    Attributes:
+      count: Number of instances.
+      hardware: The accelerator of every instance.
+      instance: Configuration of one instance, as a live worker reads it.
+      stages: Pipeline stages; an instance has `stages` x `instance.layout.devices` devices.
+      costs: Step costs that replace the cost model's, or None.
+    """
 
     count: int
     hardware: Accelerator
     instance: InstanceConfig = INSTANCE
     stages: int = 1
     costs: StepCosts | None = None
-    site: str = ""
-    prefills: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -59,42 +64,44 @@ class Pool:
 
     @property
     def devices(self) -> int:
-        """Of one instance."""
+        """Devices of one instance."""
         return self.instance.layout.devices * self.stages
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`prefill` None in the one-mesh modes, where `decode` does both. `more_prefill`: pools of
-    other hardware, or at other sites, beside it.
+    """A model, its pools, and the network between them.
 
-    site_link: what joins the sites, one direction of it shared by all that crosses; hosts of one
-    site then make one rack, so that the router sees who is near. host_devices: devices that share
-    the fast link (0: as the hardware's domain). link: between any two instances (None: scale-up
-    within a host, scale-out beyond). overlap: layer groups of a hand-off (`channel`). run_ahead,
-    fused, drains: as in `executor`. late_reservation: pages for decoding are asked for after the
-    prefill (`late`). prefix: KV that stays in the workers' pages and in host memory, as live
-    workers keep it; the workload names blocks of block_tokens. memory_reserve: the part of memory
-    left to activations."""
+    Methods that a study may override are plain methods: `benchmarks/simulator_engines` adds sites
+    and mixed pools that way.
+
+    Attributes:
+      decode: The decode pool, or the only pool in the one-mesh modes.
+      prefill: The prefill pool; None in the one-mesh modes, where `decode` does both.
+      host_devices: Devices that share the scale-up link; 0 takes the hardware's own number.
+      link: The link between any two instances; None uses scale-up within a host and scale-out
+        beyond it.
+      overlap: Layer groups in which a hand-off is sent.
+      fused: Whether a prefill chunk and a decode step run as one step.
+      context_tokens: Context length; None takes the model's.
+      block_tokens: Tokens that one block name of the workload covers.
+      prefix: Prefix cache settings, as live workers take them.
+      memory_reserve: Fraction of device memory left for activations.
+      heartbeat_seconds: Interval between the heartbeats of a worker.
+    """
 
     geometry: CostGeometry
     decode: Pool
     prefill: Pool | None = None
     mode: Mode = Mode.DISAGGREGATED
-    more_prefill: tuple[Pool, ...] = ()
     limits: LimitsConfig = LIMITS
     routing: RoutingConfig = RoutingConfig()
     dtype: str = "bfloat16"
     kv_dtype: str = ""
     host_devices: int = 0
-    hosts_per_rack: int = 4
     link: Link | None = None
-    site_link: Link | None = None
     overlap: int = 2
-    run_ahead: int = 1
     fused: bool = False
-    drains: bool = False
-    late_reservation: bool = False
     context_tokens: int | None = None
     block_tokens: int = 512
     prefix: PrefixConfig = PrefixConfig()
@@ -107,42 +114,30 @@ class Fleet:
                 f"mode {self.mode.value} with{'out' if self.prefill is None else ''} a prefill"
                 " pool: only two pools have one"
             )
-        if self.more_prefill and self.prefill is None:
-            raise ConfigError(
-                f"mode {self.mode.value} has no prefill workers, and more_prefill adds to them;"
-                " leave it out"
-            )
-        if self.site_link is None and len({pool.site for pool in self.pools}) > 1:
-            raise ConfigError(
-                f"pools stand at sites {sorted({pool.site for pool in self.pools})} with nothing"
-                " between them; say site_link"
-            )
-        for name in ("overlap", "hosts_per_rack", "block_tokens"):
+        for name in ("overlap", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("run_ahead", "host_devices"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.host_devices < 0:
+            raise ConfigError(f"host_devices must not be negative, got {self.host_devices}")
         if self.prefix.disk_gib:
             raise ConfigError(
                 f"prefix.disk_gib={self.prefix.disk_gib:g}: the simulator has no disk; leave it out"
             )
-        if self.prefix.append_tokens and (self.prefill is None or self.late_reservation):
+        if self.prefix.append_tokens and self.prefill is None:
             raise ConfigError(
-                f"prefix.append_tokens={self.prefix.append_tokens} is for decode workers beside"
-                " prefill workers, which reserve before they prefill; leave it out"
+                f"prefix.append_tokens={self.prefix.append_tokens} needs prefill workers beside the"
+                f" decode workers, and mode {self.mode.value} has none; leave it out"
             )
         for pool in self.pools:
             self.limits_of(pool)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        first = () if self.prefill is None else (self.prefill,)
-        return (*first, self.decode, *self.more_prefill)
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     def mode_of(self, pool: Pool) -> Mode:
-        """How an instance of it works: one that decodes and prefills takes chunks in turn."""
-        return Mode.CHUNKED if pool.prefills and self.mode is Mode.DISAGGREGATED else self.mode
+        """Returns the mode that an instance of `pool` runs in."""
+        return self.mode
 
     @property
     def kept_dtype(self) -> str:
@@ -237,55 +232,56 @@ class Fleet:
         return HostLink(pool.hardware.host, pool.devices // pool.instance.layout.dp, kept)
 
     def places(self) -> tuple[tuple[str, ...], ...]:
-        """For each pool the places of its instances, "rack/host/domain/process". Instances of the
-        pools take turns on the hosts of equal hardware at a site, as many of each as their numbers
-        say, so that pairs share a host where they fit."""
+        """Returns each pool's instance places, "rack/host/domain/process".
+
+        Instances of all pools fill hosts of equal hardware in turn, in proportion to their counts,
+        so that a prefill and a decode instance share a host where both fit."""
         turns = sorted(
             ((index + 0.5) / pool.count, number, index)
             for number, pool in enumerate(self.pools)
             for index in range(pool.count)
         )
         found: dict[tuple[int, int], str] = {}
-        free: dict[tuple[str, str], tuple[int, int]] = {}
+        free: dict[str, tuple[int, int]] = {}
         hosts = 0
         for _, number, index in turns:
             pool = self.pools[number]
             size = self.hardware_of(pool).domain_devices
-            kind = pool.hardware.name, pool.site
+            kind = self.hosts_of(pool)
             host, left = free.get(kind, (0, 0))
             if left < min(pool.devices, size):
                 host, left = hosts, math.ceil(pool.devices / size) * size
                 hosts += left // size
             free[kind] = (host, left - pool.devices)
-            rack = f"site-{pool.site}" if self.site_link else f"rack{host // self.hosts_per_rack}"
+            rack = self.rack_of(pool, host)
             found[number, index] = f"{rack}/host{host}/domain{host}/{number}.{index}"
         return tuple(
             tuple(found[number, index] for index in range(pool.count))
             for number, pool in enumerate(self.pools)
         )
 
+    def hosts_of(self, pool: Pool) -> str:
+        """Returns the kind of host that `pool` uses; pools of one kind may share a host."""
+        return pool.hardware.name
+
+    def rack_of(self, pool: Pool, host: int) -> str:
+        return f"rack{host // HOSTS_PER_RACK}"
+
     def link_between(self) -> Callable[[str, str], Link]:
-        """The link between two places: the slower hardware's, or that between sites."""
-        out, sites = self._slowest(lambda hardware: hardware.scale_out), self.site_link
+        """Returns a function from two places to the link between them."""
+        out = self._slowest(lambda hardware: hardware.scale_out)
         up = self._slowest(lambda hardware: hardware.scale_up)
 
         def between(one: str, other: str) -> Link:
-            rack, host = one.split("/")[:2]
-            other_rack, other_host = other.split("/")[:2]
-            if sites is not None and rack != other_rack:
-                return sites
-            return up if (rack, host) == (other_rack, other_host) else out
+            return up if one.split("/")[:2] == other.split("/")[:2] else out
 
         return between
 
     @property
     def far(self) -> Link:
-        """What the router expects between workers that share no rack: of each of the devices that
-        a sequence lies on. Of a link between sites each has its part."""
-        if self.site_link is None:
-            return self._slowest(lambda hardware: hardware.scale_out)
-        lanes = min(pool.instance.layout.tp for pool in self.pools)
-        return replace(self.site_link, bytes_per_second=self.site_link.bytes_per_second / lanes)
+        """The link that the router assumes between workers in different racks, for each device that
+        a sequence lies on."""
+        return self._slowest(lambda hardware: hardware.scale_out)
 
     def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:
         links = (kind(pool.hardware) for pool in self.pools)

@@ -78,6 +78,7 @@ def simulate(
     settle_seconds: float = 0.0,
     enough: Enough | None = None,
     concurrency: int | None = None,
+    cluster: Callable[..., SimulatedCluster] = SimulatedCluster,
 ) -> Result:
     """Runs until every request has ended, and `settle_seconds` more; or until `enough`, asked of
     each outcome as it comes (its id is its place among the arrivals). `mortal`: hooks may kill
@@ -92,7 +93,8 @@ def simulate(
         raise WorkloadError(f"a closed loop must have 1 user or more, got {concurrency}")
 
     async def main() -> Result:
-        run = _Run(fleet, listed, seed, mortal, progress, events)
+        served = cluster(fleet, VirtualClock(), seed, mortal, events)
+        run = _Run(served, listed, progress)
         run.enough, run.users = enough, concurrency
         return await run.run(hooks, settle_seconds)
 
@@ -107,19 +109,12 @@ def simulate(
 
 class _Run:
     def __init__(
-        self,
-        fleet: Fleet,
-        arrivals: Sequence[Arrival],
-        seed: int,
-        mortal: bool,
-        progress: Progress | None,
-        events: RouterEvents,
+        self, cluster: SimulatedCluster, arrivals: Sequence[Arrival], progress: Progress | None
     ) -> None:
-        self._fleet = fleet
+        self.cluster = cluster
+        self._fleet = cluster.fleet
         self._arrivals = arrivals
         self._progress = progress
-        self._clock = VirtualClock()
-        self.cluster = SimulatedCluster(fleet, self._clock, seed, mortal, events)
         self._outcomes: list[RequestOutcome | None] = [None] * len(arrivals)
         self._left = len(arrivals)
         self._over: asyncio.Future[None] | None = None

@@ -8,7 +8,6 @@ through the first and the last step. Pure."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
@@ -154,42 +153,3 @@ class ModelCosts:
 
     def wire_bytes(self, tokens: int) -> float:
         return tokens * self._bytes_per_token
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantCosts:
-    """Seconds that do not depend on the batch, for closed forms: of a prefill (`by_row`: of each of
-    its rows), of a step."""
-
-    prefill_seconds: float = 0.0
-    step_seconds: float = 0.01
-    insert_seconds: float = 0.0
-    bytes_per_token: float = 0.0
-    by_row: bool = False
-
-    def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        seconds = self.prefill_seconds * (len(rows) if self.by_row else 1)
-        return seconds, seconds
-
-    def decode(
-        self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
-    ) -> Pace:
-        return Pace(self.step_seconds)
-
-    def host(self, sequences: int) -> float:
-        return 0.0
-
-    def mixed(
-        self,
-        rows: Sequence[tuple[int, int]],
-        sequences: int,
-        context_tokens: float,
-        elsewhere: int = 0,
-    ) -> float:
-        return self.prefill(rows)[0] + (self.step_seconds if sequences else 0.0)
-
-    def insert(self, tokens: int) -> float:
-        return self.insert_seconds
-
-    def wire_bytes(self, tokens: int) -> float:
-        return tokens * self.bytes_per_token

@@ -2,6 +2,7 @@
 steps."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -24,14 +25,14 @@ def arrivals(
     slow: float = 1.0,
     links: int = 1,
     lanes: int = 0,
-    trunk: Link | None = None,
+    make: Callable[..., SimulatedChannel] = SimulatedChannel,
 ) -> list[float]:
-    """When each pull (at, sender, receiver, bytes) has arrived."""
+    """Returns when each pull (at, sender, receiver, bytes) has arrived."""
     found = [0.0] * len(pulls)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        channel = SimulatedChannel(lambda one, other: trunk or LINK, overlap, trunk)
+        channel = make(lambda one, other: LINK, overlap)
         channel.ends = {name: ChannelEnd(name, links, lanes) for name in ("a", "b", "x", "y")}
         channel.slow("a", slow)
 
@@ -64,13 +65,6 @@ def test_two_pulls_share_the_end_that_they_have_in_common() -> None:
     assert arrivals([(0.0, "a", "x", 200.0), (1.0, "b", "x", 200.0)]) == pytest.approx([3.5, 4.5])
     # Nothing in common.
     assert arrivals([(0.0, "a", "x", 200.0), (0.0, "b", "y", 200.0)]) == pytest.approx([2.5, 2.5])
-
-
-def test_pulls_with_no_end_in_common_share_the_trunk_that_there_is_one_of() -> None:
-    pulls = [(0.0, "a", "x", 100.0), (0.0, "b", "y", 200.0)]
-    assert arrivals(pulls, links=8) == pytest.approx([0.5 + 1 / 8, 0.5 + 2 / 8])
-    # 100 bytes each at half of it, then the longer one alone.
-    assert arrivals(pulls, links=8, trunk=LINK) == pytest.approx([2.5, 3.5])
 
 
 def test_a_pull_has_the_links_of_the_devices_that_its_sequence_lies_on_and_several_ranks_have_theirs() -> (  # noqa: E501

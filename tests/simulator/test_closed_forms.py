@@ -15,13 +15,49 @@ from jdisagg.config import Mode, RoutingConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import WorkloadError
+from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
-from jdisagg.simulator.step_costs import ConstantCosts
+from jdisagg.simulator.step_costs import Pace
 from jdisagg.simulator.workloads import Arrival, Fixed, gamma, poisson
 
 SERVICE = 0.1
 CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantCosts:
+    """Seconds that do not depend on the batch; `stages`: prefills overlap in a pipeline."""
+
+    prefill_seconds: float = SERVICE
+    step_seconds: float = 0.01
+    stages: int = 1
+
+    def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        return self.prefill_seconds, self.prefill_seconds / self.stages
+
+    def decode(
+        self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
+    ) -> Pace:
+        return Pace(self.step_seconds)
+
+    def host(self, sequences: int) -> float:
+        return 0.0
+
+    def mixed(
+        self,
+        rows: Sequence[tuple[int, int]],
+        sequences: int,
+        context_tokens: float,
+        elsewhere: int = 0,
+    ) -> float:
+        return self.prefill_seconds + (self.step_seconds if sequences else 0.0)
+
+    def insert(self, tokens: int) -> float:
+        return 0.0
+
+    def wire_bytes(self, tokens: int) -> float:
+        return 0.0
 
 
 def one_server(mode: Mode, step_seconds: float = 0.02) -> Fleet:
@@ -74,14 +110,6 @@ def test_a_closed_loop_goes_on_when_a_request_is_refused() -> None:
         simulate(one_server(Mode.DISAGGREGATED), arrivals, concurrency=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Pipelined(ConstantCosts):
-    stages: int = 1
-
-    def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        return self.prefill_seconds, self.prefill_seconds / self.stages
-
-
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int) -> None:
     """A single server again: the first stage."""
@@ -89,9 +117,7 @@ def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int)
     assert fleet.prefill is not None
     fleet = replace(
         fleet,
-        prefill=replace(
-            fleet.prefill, stages=stages, costs=Pipelined(SERVICE, 0.02, stages=stages)
-        ),
+        prefill=replace(fleet.prefill, stages=stages, costs=ConstantCosts(SERVICE, 0.02, stages)),
     )
     arrivals = gamma(0.9 * stages / SERVICE, 300, Fixed(CHUNK, 1), 1.0, seed=3)
     wanted = lindley([item.at_seconds for item in arrivals], SERVICE / stages)
@@ -158,19 +184,19 @@ def test_alone_a_request_takes_its_prefill_and_a_step_for_each_token_more(mode: 
     assert outcome.tpot == pytest.approx(step, rel=1e-3)
 
 
-def test_a_batch_steps_together_and_a_joiner_waits_for_the_boundary_and_the_step_behind_it() -> (
-    None
-):
-    """The live loop has issued one step more when a sequence is ready (run_ahead=1); without that
-    it joins at the next boundary."""
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_batch_steps_together_and_a_joiner_waits_for_the_boundary_and_the_step_behind_it(
+    run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The live loop has issued one more step when a sequence is ready (run_ahead=1). Without that
+    the sequence joins at the next boundary."""
+    monkeypatch.setattr(SimulatedExecutor, "run_ahead", run_ahead)
     step = 1.0
     arrivals = [Arrival(0.0, CHUNK, 40), Arrival(10.35, CHUNK, 5)]
-    for run_ahead in (0, 1):
-        fleet = replace(one_server(Mode.DISAGGREGATED, step), run_ahead=run_ahead)
-        first, second = simulate(fleet, arrivals).outcomes
-        assert first.latency == pytest.approx(SERVICE + 39 * step, abs=0.01)
-        assert second.gaps is not None and second.first_token is not None
-        # Its KV is inserted `run_ahead` steps after the boundary at 11.1, and it joins as many
-        # steps after the next.
-        joined = 11.1 + run_ahead * 2 * step
-        assert second.first_token + second.gaps.first == pytest.approx(joined + step, abs=0.01)
+    first, second = simulate(one_server(Mode.DISAGGREGATED, step), arrivals).outcomes
+    assert first.latency == pytest.approx(SERVICE + 39 * step, abs=0.01)
+    assert second.gaps is not None and second.first_token is not None
+    # Its KV is inserted `run_ahead` steps after the boundary at 11.1, and it joins as many steps
+    # after the next.
+    joined = 11.1 + run_ahead * 2 * step
+    assert second.first_token + second.gaps.first == pytest.approx(joined + step, abs=0.01)

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -85,10 +84,9 @@ def check(result: Result, count: int = 40) -> Counter[str]:
     count=st.integers(1, 6),
     mode=st.sampled_from([Mode.DISAGGREGATED, Mode.DISAGGREGATED, Mode.CHUNKED]),
     pages=st.sampled_from([24, 64, 512]),
-    late=st.booleans(),
 )
 def test_every_request_ends_once_and_pages_return_under_random_faults(
-    seed: int, count: int, mode: Mode, pages: int, late: bool
+    seed: int, count: int, mode: Mode, pages: int
 ) -> None:
     workers = (
         ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -96,10 +94,7 @@ def test_every_request_ends_once_and_pages_return_under_random_faults(
         else ("mixed-0", "mixed-1")
     )
     faults = random_faults(seed, workers, 8.0, count, back_after=3.0)
-    fleet = small_fleet(mode, pages)
-    result = run(
-        replace(fleet, late_reservation=late and mode is Mode.DISAGGREGATED), faults, seed=seed
-    )
+    result = run(small_fleet(mode, pages), faults, seed=seed)
     check(result)
     # With all workers of a role gone at once a request fails after its attempts, and says so.
     assert all(outcome.reason for outcome in result.outcomes if outcome.end != "finished")
@@ -115,11 +110,8 @@ def test_every_request_ends_once_and_pages_return_under_random_faults(
     ],
     ids=lambda fault: f"{type(fault).__name__}-{fault.worker}",
 )
-@pytest.mark.parametrize("late", [False, True], ids=["reserved-first", "reserved-late"])
-def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(
-    fault: Fault, late: bool
-) -> None:
-    fleet = replace(small_fleet(), late_reservation=late)
+def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(fault: Fault) -> None:
+    fleet = small_fleet()
     calm, struck = run(fleet, []), run(fleet, [fault])
     assert check(calm) == check(struck) == {"finished": 40}
     assert struck.counters["faults"] == 1
@@ -132,10 +124,8 @@ def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(
     )
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["reserved-first", "reserved-late"])
-def test_running_sequences_move_off_a_worker_that_drains(late: bool) -> None:
-    """To the other decode worker: nobody needs to compute a prompt for that, whenever pages are
-    reserved."""
+def test_running_sequences_move_off_a_worker_that_drains() -> None:
+    """They move to the other decode worker, and no prompt is computed again for that."""
     taken: list[float] = []
 
     async def switch(cluster: SimulatedCluster) -> None:
@@ -144,12 +134,7 @@ def test_running_sequences_move_off_a_worker_that_drains(late: bool) -> None:
         taken.append(cluster.clock.now() - 3.0)
 
     arrivals = poisson(4.0, 12, Fixed(400, 600), 0)
-    result = simulate(
-        replace(small_fleet(pages=512), late_reservation=late),
-        arrivals,
-        hooks=[switch],
-        settle_seconds=60.0,
-    )
+    result = simulate(small_fleet(pages=512), arrivals, hooks=[switch], settle_seconds=60.0)
     assert [outcome.end for outcome in result.outcomes] == [
         "finished"
     ] * 12 and result.pages_lost == 0

@@ -45,7 +45,10 @@ def test_a_simulated_routers_decisions_replay_to_themselves() -> None:
 
 
 @pytest.mark.parametrize("link", [None, LINKS["ethernet-25g"]], ids=["scale-out", "ethernet"])
-def test_the_router_expects_the_network_that_joins_the_simulated_racks(link: Link | None) -> None:
+def test_the_router_expects_the_network_that_joins_the_simulated_racks(
+    link: Link | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdisagg.simulator.fleet.HOSTS_PER_RACK", 1)
     answers: list[PlacementOutcome] = []
 
     class Listed(NoRouterEvents):
@@ -60,7 +63,7 @@ def test_the_router_expects_the_network_that_joins_the_simulated_racks(link: Lin
             answers.append(answer)
 
     pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
-    fleet = Fleet(geometry("llama-3.1-8b"), decode=pool, prefill=pool, hosts_per_rack=1, link=link)
+    fleet = Fleet(geometry("llama-3.1-8b"), decode=pool, prefill=pool, link=link)
     simulate(fleet, [Arrival(0.0, 2000, 4)], events=Listed())
     (decision,) = answers
     assert isinstance(decision, Decision) and decision.terms is not None

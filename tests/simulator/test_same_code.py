@@ -1,5 +1,5 @@
-"""The simulator runs the files that serve: what router and workers of a live cluster are made of,
-it reaches too, and has no copy."""
+"""The simulator runs the modules that serve: it imports what the live router and workers import, and
+holds no copy."""
 
 import ast
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_import_rules import GRAPH, ROOT, reached
 
-# The parts that decide and act on a request, in both worlds.
+# Packages that decide and act on a request, live and simulated.
 SHARED_ROOMS = (
     "jdisagg.costs.",
     "jdisagg.router.",
@@ -15,12 +15,13 @@ SHARED_ROOMS = (
     "jdisagg.worker.",
     "jdisagg.dispatch.",
 )
-# Of a live process alone: the door's text, streams and RPCs, what an operator asks for. No decision
-# on a request among them.
+# Modules that only a live process imports: text, streams, RPCs and operator calls. None of them
+# decides on a request.
 LIVE_ALONE = {
     "jdisagg.dispatch.frontend",
     "jdisagg.dispatch.long_texts",
     "jdisagg.dispatch.token_stream",
+    "jdisagg.dispatch.roles",
     "jdisagg.dispatch.roles.elastic_pools",
     "jdisagg.dispatch.roles.role_switcher",
     "jdisagg.dispatch.routing_status",
@@ -75,8 +76,7 @@ def test_what_serves_a_request_live_serves_it_in_the_simulator() -> None:
     simulated = rooms_of("jdisagg.simulator.run")
     assert set(MUST) <= simulated and set(MUST) <= live
     assert live - simulated <= LIVE_ALONE
-    # What only the simulator reaches of these rooms is not a second path: it is what reads
-    # decisions and plans.
+    # Modules that only the simulator imports read decisions and plans; they are no second path.
     assert {
         module
         for module in simulated - live
@@ -99,7 +99,7 @@ def test_what_serves_a_request_live_serves_it_in_the_simulator() -> None:
     ],
 )
 def test_the_simulator_defines_none_of_them_again(name: str) -> None:
-    for path in (ROOT / "jdisagg" / "simulator").glob("*.py"):
+    for path in (ROOT / "jdisagg" / "simulator").rglob("*.py"):
         defined = {
             node.name
             for node in ast.walk(ast.parse(path.read_text()))

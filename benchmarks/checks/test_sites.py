@@ -4,31 +4,41 @@ workers that prefill."""
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from benchmarks.simulator_engines.cluster import StudyCluster, TrunkChannel, simulate
+from benchmarks.simulator_engines.fleet import StudyFleet, StudyPool
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.hardware import Link, accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
-from jdisagg.simulator.cluster import SimulatedCluster
-from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.run import simulate
+from jdisagg.simulator.fleet import INSTANCE, Pool
 from jdisagg.simulator.workloads import Fixed, Mixture, poisson
+from tests.simulator.test_channel_and_timeline import LINK, arrivals
 
 
-def two_sites(threshold: int = 0) -> Fleet:
+def two_sites(threshold: int = 0) -> StudyFleet:
     """One instance near and one far that prefill, one near that decodes."""
     shape = geometry("llama-3.1-8b")
-    return Fleet(
+    return StudyFleet(
         shape,
         Pool(1, accelerator("a100")),
         Pool(1, accelerator("a100")),
-        more_prefill=(Pool(1, accelerator("h100"), site="far"),),
+        more_prefill=(StudyPool(1, accelerator("h100"), site="far"),),
         site_link=Link("between", 12.5e9, 1e-3, 1.0),
         overlap=1,
         routing=RoutingConfig(far_prefill_tokens=threshold),
     )
+
+
+def test_pulls_with_no_end_in_common_share_the_trunk() -> None:
+    pulls = [(0.0, "a", "x", 100.0), (0.0, "b", "y", 200.0)]
+    assert arrivals(pulls, links=8) == pytest.approx([0.5 + 1 / 8, 0.5 + 2 / 8])
+    # Each sends 100 bytes at half the trunk's speed, then the longer one continues alone.
+    trunk = partial(TrunkChannel, trunk=LINK)
+    assert arrivals(pulls, links=8, make=trunk) == pytest.approx([2.5, 3.5])
 
 
 def test_between_sites_goes_what_the_far_prefill_worker_computed_and_no_more() -> None:
@@ -38,9 +48,10 @@ def test_between_sites_goes_what_the_far_prefill_worker_computed_and_no_more() -
     assert between(far, decode) is fleet.site_link and between(near, decode) is not fleet.site_link
     crossed: list[float] = []
 
-    async def watch(cluster: SimulatedCluster) -> None:
+    async def watch(cluster: StudyCluster) -> None:
         while True:
             await asyncio.sleep(0.5)
+            assert isinstance(cluster.channel, TrunkChannel)
             crossed.append(cluster.channel.crossed_bytes())
 
     arrivals = poisson(2.0, 60, Fixed(4000, 20))
@@ -61,17 +72,17 @@ def test_prompts_below_the_threshold_stay_and_those_above_it_may_go_far() -> Non
 
 
 def test_sites_need_a_link_between_them() -> None:
-    pool = Pool(1, accelerator("a100"))
+    pool = StudyPool(1, accelerator("a100"))
     with pytest.raises(ConfigError, match="site_link"):
-        Fleet(geometry("llama-3.1-8b"), pool, replace(pool, site="far"))
+        StudyFleet(geometry("llama-3.1-8b"), pool, replace(pool, site="far"))
 
 
 def test_a_decode_worker_that_prefills_takes_hand_offs_too() -> None:
     """It computes what fits one chunk."""
     small = replace(INSTANCE, chunk_tokens=2048, min_chunk_tokens=256)
-    fleet = Fleet(
+    fleet = StudyFleet(
         geometry("llama-3.1-8b"),
-        Pool(2, accelerator("a100"), small, prefills=True),
+        StudyPool(2, accelerator("a100"), small, prefills=True),
         Pool(1, accelerator("a100")),
         fused=True,
     )

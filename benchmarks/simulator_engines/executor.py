@@ -1,0 +1,65 @@
+"""A simulated mesh whose loop also fetches KV: nothing is issued while pages are written, and a
+newcomer joins the next step. With pipeline stages the loop is `serial_loop`, moved turn by turn."""
+
+from collections.abc import Sequence
+
+from benchmarks.simulator_engines.serial_loop import SerialLoop
+from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, InsertResult
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.simulator.channel import SimulatedChannel
+from jdisagg.simulator.executor import EngineTraits, Result, SimulatedExecutor, Span, admitted
+from jdisagg.simulator.host_memory import HostMemory
+from jdisagg.simulator.step_costs import Pace, StepCosts
+from jdisagg.simulator.timeline import Timeline
+from jdisagg.simulator.turns import Load
+
+
+class DrainingExecutor(SimulatedExecutor):
+    def __init__(
+        self,
+        name: str,
+        limits: MeshLimits,
+        costs: StepCosts,
+        channel: SimulatedChannel,
+        timeline: Timeline,
+        engine: EngineTraits,
+        host: HostMemory | None,
+    ) -> None:
+        super().__init__(name, limits, costs, channel, timeline, engine, host)
+        loops = len(self._turns)
+        self._turns = []
+        self._loops = [SerialLoop(engine.stages, self._step_parts) for _ in range(loops)]
+        self._after = 0.0  # seconds of insertions behind the span under way
+
+    def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
+        if not self._loops:
+            return super()._pace(command, loads, start)
+        ranks = enumerate(zip(self._loops, command.slots, self._positions, strict=True))
+        cycles = [
+            loop.cycle(start, slots, admitted(command, rank), positions)
+            for rank, (loop, slots, positions) in ranks
+        ]
+        return Pace(max(cycles)), 1
+
+    def _insert(self, command: InsertBlock, future: Result) -> None:
+        seconds = self._costs.insert(command.valid_tokens)
+        if self._loops:
+            position = command.start + command.valid_tokens
+            self._loops[command.rank].came(self._loop.time(), position, seconds)
+        elif (span := self._span) is None:
+            self._free_at = max(self._loop.time(), self._free_at) + seconds
+            self.busy_seconds += seconds
+        else:
+            # The loop waits for the insertion at the next boundary.
+            span.steps = self._boundary(span)
+            self._after += seconds
+            self._reschedule(span)
+        future.set_result(InsertResult(command.step, command.offer_id, 0))
+
+    def _reschedule(self, span: Span) -> None:
+        super()._reschedule(span)
+        self._free_at += self._after
+
+    def _end_span(self, span: Span) -> None:
+        super()._end_span(span)
+        self._after = 0.0
