@@ -1,5 +1,5 @@
-"""The simulator runs the modules that serve: it imports what the live router and workers import, and
-holds no copy."""
+"""The simulator runs the modules that serve: it imports what the live router and workers import,
+and holds no copy."""
 
 import ast
 
