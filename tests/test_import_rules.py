@@ -173,7 +173,13 @@ def flags_defined(path: Path) -> set[str]:
 def test_benchmarks_that_tests_load_define_no_flag_twice() -> None:
     """One process of pytest loads all of them, and absl refuses a flag's second definition."""
     graph = import_graph("tests", "benchmarks")
-    loaded = set().union(*(reached(graph, name)[0] for name in graph if name.startswith("tests.")))
+    loaded = set().union(
+        *(
+            reached(graph, name)[0]
+            for name in graph
+            if name.startswith(("tests.", "benchmarks.checks."))
+        )
+    )
     owners: dict[str, list[str]] = {}
     for path in (ROOT / "benchmarks").rglob("*.py"):
         if module_name(path) in loaded:

@@ -7,7 +7,13 @@ from benchmarks.simulator_engines.serial_loop import SerialLoop
 from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, InsertResult
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.channel import SimulatedChannel
-from jdisagg.simulator.executor import EngineTraits, Result, SimulatedExecutor, Span, admitted
+from jdisagg.simulator.executor import (
+    EngineTraits,
+    Result,
+    SimulatedExecutor,
+    RunningSpan,
+    admitted,
+)
 from jdisagg.simulator.host_memory import HostMemory
 from jdisagg.simulator.step_costs import Pace, StepCosts
 from jdisagg.simulator.timeline import Timeline
@@ -56,10 +62,10 @@ class DrainingExecutor(SimulatedExecutor):
             self._reschedule(span)
         future.set_result(InsertResult(command.step, command.offer_id, 0))
 
-    def _reschedule(self, span: Span) -> None:
+    def _reschedule(self, span: RunningSpan) -> None:
         super()._reschedule(span)
         self._free_at += self._after
 
-    def _end_span(self, span: Span) -> None:
+    def _end_span(self, span: RunningSpan) -> None:
         super()._end_span(span)
         self._after = 0.0

@@ -58,7 +58,7 @@ ISSUE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
-class Span:
+class RunningSpan:
     """Decode steps under way. `steps` may be reduced; `delay`: seconds that insertions took between
     them."""
 
@@ -124,7 +124,7 @@ class SimulatedExecutor:
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
         self._prefills = False  # chunks have run here
-        self._span: Span | None = None
+        self._span: RunningSpan | None = None
         self._held: tuple[PrefillChunk, Result] | None = None
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
         self._limit = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
@@ -256,7 +256,7 @@ class SimulatedExecutor:
         pace, steps = self._pace(command, loads, start)
         if pace.seconds(steps) > self._longest_span_seconds:
             steps = max(1, pace.steps_begun(self._longest_span_seconds))
-        span = self._span = Span(command, future, start, pace, steps)
+        span = self._span = RunningSpan(command, future, start, pace, steps)
         if self._held is not None:
             self._fuse(span, loads)
         self._reschedule(span)
@@ -270,7 +270,7 @@ class SimulatedExecutor:
         host = self._costs.host(sequences)
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
-    def _fuse(self, span: Span, loads: Sequence[Load]) -> None:
+    def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
         """The chunk runs within the span's first step, which takes so much longer: as long as the
         rank that takes longest."""
         assert self._held is not None
@@ -292,18 +292,18 @@ class SimulatedExecutor:
         self._offer(chunk.rows, span.start, end)
         self._loop.call_at(end, self._end_chunk, chunk, future, span.start, end - span.start)
 
-    def _reschedule(self, span: Span) -> None:
+    def _reschedule(self, span: RunningSpan) -> None:
         if span.timer is not None:
             span.timer.cancel()
         self._free_at = span.end_of(span.steps)
         span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
-    def _boundary(self, span: Span) -> int:
+    def _boundary(self, span: RunningSpan) -> int:
         """After how many of the span's steps a command issued now has its turn."""
         begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
         return min(span.steps, max(1, begun) + self.run_ahead)
 
-    def _end_span(self, span: Span) -> None:
+    def _end_span(self, span: RunningSpan) -> None:
         self._span = span.timer = None
         steps, command = span.steps, span.command
         self.busy_seconds += self._free_at - span.start
