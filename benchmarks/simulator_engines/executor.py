@@ -10,8 +10,8 @@ from jdisagg.simulator.channel import SimulatedChannel
 from jdisagg.simulator.executor import (
     EngineTraits,
     Result,
-    SimulatedExecutor,
     RunningSpan,
+    SimulatedExecutor,
     admitted,
 )
 from jdisagg.simulator.host_memory import HostMemory
