@@ -1,6 +1,6 @@
-"""How an address is written: host:port, as gRPC, JAX and people read it."""
+"""Network addresses as text: host:port, the form that gRPC and JAX accept."""
 
 
 def host_port(host: str, port: int) -> str:
-    """Brackets around an IPv6 address."""
+    """Joins host and port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,8 +1,9 @@
-"""Who makes the call that is being served: what its bearer token says, and nothing that its message
-says. A context variable, set by the guard of a door and read where a request is built.
+"""The identity of the caller of the call being served, taken from its bearer token only.
 
-KV is shared only within a scope, which is made of this and of what the message adds: a message can
-narrow what it shares, never widen it."""
+A context variable holds it. The guard of an endpoint sets it, and the code that builds a request
+reads it. KV is shared only within a scope made of this identity and of fields of the message, so a
+message can narrow its scope but never widen it.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What may be used with one token, at each router: None is without bound.
+    """Limits of one token at each router. None means no limit.
 
-    Args:
-        streams: that run at a time.
-        requests_per_second: on average.
-        tokens_per_second: of prompts and answers together, on average.
+    Attributes:
+        streams: Streams that may run at the same time.
+        requests_per_second: Mean rate of requests.
+        tokens_per_second: Mean rate of prompt and answer tokens together.
     """
 
     streams: int | None = None
@@ -28,14 +29,14 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who showed a token.
+    """The holder of a bearer token.
 
-    Args:
-        tenant: whom its token belongs to; empty where the token file does not say.
-        token: a digest of the token, where tokens are asked for and this one names no tenant:
-            then each token is somebody by itself.
-        key: a digest of the token, whoever it belongs to; empty where none is asked for. It and
-            `limits` say nothing of who somebody is.
+    Attributes:
+        tenant: Tenant of the token, or empty if the token file names none.
+        token: Digest of a required token that has no tenant, so that each such token is a scope of
+            its own.
+        key: Digest of any required token, else empty. Like `limits`, it does not identify a tenant.
+        limits: Limits of the token.
     """
 
     tenant: str = ""
@@ -44,12 +45,12 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """The tenant of a request whose message says `said`."""
+        """Returns the tenant of a request whose message names tenant `said`."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:
-        """What narrows whom the request shares KV with, beside its tenant. Parts are told apart,
-        whatever they hold."""
+        """Returns the part of the KV sharing scope beyond the tenant, as JSON, so that no two
+        combinations of parts collide."""
         sub_tenant = said if self.tenant and said != self.tenant else ""
         parts = (self.token, sub_tenant, salt)
         return json.dumps(parts) if any(parts) else ""
@@ -60,7 +61,7 @@ _current: ContextVar[Caller] = ContextVar("jdisagg_caller", default=_ANYBODY)
 
 
 def current() -> Caller:
-    """Who calls; nobody in particular outside of a door that asks for tokens."""
+    """Returns the current caller, or an anonymous one where no endpoint requires tokens."""
     return _current.get()
 
 

@@ -1,8 +1,8 @@
-"""Time as an argument: the one place that reads the machine's clock, and the seam the simulator
-replaces.
+"""Clock seam: the only module that reads the machine's clock. The simulator replaces it.
 
-Deadlines travel between processes as remaining durations (seconds); instants are local monotonic
-seconds and never leave the process."""
+Deadlines travel between processes as remaining seconds. Instants are local monotonic seconds and
+never leave the process.
+"""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Monotonic seconds, and a way to wait on the same clock."""
+    """Monotonic seconds and a sleep on the same clock."""
 
     def now(self) -> float: ...
 
@@ -21,7 +21,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The real clock."""
+    """The machine's clock."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -31,8 +31,8 @@ class MonotonicClock:
 
 
 class limit:
-    """`with limit(seconds): await ...` raises TimeoutError when it takes longer. As
-    `asyncio.timeout`, but entered and left without coroutines: it is around nearly every call
+    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. It works like
+    `asyncio.timeout` without coroutines for entry and exit, because it surrounds nearly every call
     between workers."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
@@ -65,8 +65,7 @@ class limit:
 
 
 async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":
-    """Waits until all tasks have ended, however they do; returns those that have not after so
-    long."""
+    """Waits until all tasks are done, at most `seconds`, and returns those that are not."""
     left = {task for task in tasks if not task.done()}
     if left:
         loop = asyncio.get_running_loop()
@@ -94,8 +93,7 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
 
 
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
-    """Runs a clean-up that whoever is cancelled once more meanwhile does not interrupt; the
-    cancellation follows when it is over."""
+    """Runs a clean-up to its end. A cancellation during the clean-up is raised after it."""
     task, cancelled = asyncio.create_task(clean_up), False
     while not task.done():
         try:
@@ -109,8 +107,8 @@ async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
 
 
 async def within(future: "asyncio.Future[T]", seconds: float) -> T:
-    """The future's result; raises TimeoutError when it takes longer. The future itself goes on,
-    whatever becomes of who waits."""
+    """Returns the future's result, or raises TimeoutError after `seconds`. The future itself is
+    never cancelled, even if the waiting task is."""
     if not future.done():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
@@ -136,6 +134,7 @@ async def within(future: "asyncio.Future[T]", seconds: float) -> T:
 
 
 def _seen(future: "asyncio.Future[T]") -> None:
-    """Nobody waits for it any more: an error of its own is no news."""
+    """Retrieves the error of a future that no task awaits any more, so that asyncio does not log
+    it."""
     if not future.cancelled():
         future.exception()

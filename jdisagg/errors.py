@@ -1,15 +1,14 @@
-"""The errors of jdisagg: each says subject, rule, value and remedy, and carries the gRPC status
-that it becomes.
+"""Errors of jdisagg. Each message gives subject, rule, value and remedy.
 
-`status` is the name of a gRPC status code, so that this file need not import gRPC; `service/` maps
-it. `assert` is kept for what our own code broke."""
+`status` is the name of the gRPC status code that an error becomes. It is text, so that this module
+need not import gRPC; `service/` maps it. `assert` is reserved for violations by our own code.
+"""
 
 from typing import ClassVar
 
 
 class JdisaggError(Exception):
-    """Base of all our errors. `retry_after_seconds` is a hint for the client, where waiting
-    helps."""
+    """Base of all errors. `retry_after_seconds` is a hint for the client if waiting helps."""
 
     status: ClassVar[str] = "INTERNAL"
 
@@ -20,80 +19,78 @@ class JdisaggError(Exception):
 
 
 class InvalidRequestError(JdisaggError):
-    """A field of a request is outside what is allowed; names the field, the value and the limit."""
+    """A request field is outside its allowed range. The message names field, value and limit."""
 
     status = "INVALID_ARGUMENT"
 
 
 class ConfigError(JdisaggError):
-    """A configuration, flag or layout that cannot work; names the field, the value and the
-    remedy."""
+    """A configuration, flag or layout cannot work. The message names field, value and remedy."""
 
     status = "FAILED_PRECONDITION"
 
 
 class LayoutError(ConfigError):
-    """A layout that does not divide the model or the devices; names the numbers."""
+    """A layout does not divide the model or the devices. The message names the numbers."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that is missing, truncated, of an unknown family, or whose tensors do not fit;
-    lists names and shapes."""
+    """A checkpoint is missing, truncated, of an unknown family, or has tensors that do not fit. The
+    message lists names and shapes."""
 
 
 class KVFileError(ConfigError):
-    """A file of a KV cache that is missing, truncated, spoiled, or of another model; names the
+    """A KV cache file is missing, truncated, corrupt or from another model. The message names the
     field and both values."""
 
 
 class WorkloadError(ConfigError):
-    """A trace or workload that cannot be used: a column missing, a length below 1, no rows; names
-    file, row, column and value."""
+    """A trace or workload is unusable: a column is missing, a length is below 1, or there are no
+    rows. The message names file, row, column and value."""
 
 
 class UnauthenticatedError(JdisaggError):
-    """A call without the bearer token that its service asks for."""
+    """A call lacks the bearer token that its service requires."""
 
     status = "UNAUTHENTICATED"
 
 
 class OverloadedError(JdisaggError):
-    """No room now: a bounded queue or the pages are full. Carries `retry_after_seconds`."""
+    """A bounded queue or the pages are full. The error carries `retry_after_seconds`."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class QuotaExceededError(OverloadedError):
-    """A tenant has used its share up. There may be room for others, and more workers would not let
-    it in."""
+    """A tenant has used up its quota. Capacity may be free for other tenants, so more workers do
+    not help."""
 
 
 class DeadlineExceededError(JdisaggError):
-    """The request's deadline, or the deadline of one wait inside it, has passed."""
+    """The deadline of the request, or of one wait inside it, has passed."""
 
     status = "DEADLINE_EXCEEDED"
 
 
 class CancelledError(JdisaggError):
-    """The client went away or cancelled."""
+    """The client disconnected or cancelled."""
 
     status = "CANCELLED"
 
 
 class UnavailableError(JdisaggError):
-    """A worker is gone, draining, or its program failed; another attempt elsewhere may succeed."""
+    """A worker is gone, draining, or its program failed. Another attempt elsewhere may succeed."""
 
     status = "UNAVAILABLE"
 
 
 class ShutDownError(UnavailableError):
-    """The server shut down while the call ran; the one that comes after it, or another, can go on
-    with it."""
+    """The server shut down during the call. Its successor or another server can resume it."""
 
 
 class BrokenModelError(JdisaggError):
-    """The model computed logits that are not finite for this sequence; another try would do the
-    same. Ends that request alone."""
+    """The model computed logits that are not finite for this sequence. A retry would do the same,
+    so only this request ends."""
 
     def __init__(
         self,
@@ -106,24 +103,24 @@ class BrokenModelError(JdisaggError):
 
 
 class HandoffError(UnavailableError):
-    """A hand-off of KV between two workers failed or ran out of time; the path re-enters at the
+    """A KV hand-off between two workers failed or timed out. The request path retries from the
     cheapest point."""
 
 
 class IncompatiblePeerError(JdisaggError):
-    """Two workers whose protocol, model or KV geometry differ; names the field and both values."""
+    """Two workers differ in protocol, model or KV geometry. The message names field and values."""
 
     status = "FAILED_PRECONDITION"
 
 
 class NameTakenError(JdisaggError):
-    """A worker registers under the name of another one that lives; names both addresses."""
+    """A worker registers under the name of a live worker. The message names both addresses."""
 
     status = "ALREADY_EXISTS"
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of a group's errors, however deep the groups lie in each other."""
+    """Returns the first error of a group, at any depth of nesting."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

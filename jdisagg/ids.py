@@ -1,8 +1,8 @@
-"""Names that processes give to things without asking each other."""
+"""Random ids that processes assign without coordination."""
 
 import secrets
 
 
 def random_id() -> int:
-    """A fresh 63-bit number: reservations, hand-offs, offers and processes are named by these."""
+    """Returns a random 63-bit id for a reservation, hand-off, offer or process."""
     return secrets.randbits(63)

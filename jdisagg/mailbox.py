@@ -1,8 +1,8 @@
-"""What one coroutine sends to another: a queue without bound for a single reader, leaner than
-asyncio's, which must serve many.
+"""Unbounded queue with one reader, cheaper than asyncio's queue, which supports many.
 
-Putting never waits. Invariant: items are got once, in the order in which they were put, also
-when a `get` was cancelled."""
+Putting never waits. Invariant: each item is returned once, in insertion order, even if a `get` was
+cancelled.
+"""
 
 import asyncio
 from collections import deque
@@ -25,7 +25,7 @@ class Mailbox(Generic[T]):
         return len(self._items)
 
     async def get(self) -> T:
-        """The next item, once there is one. One reader at a time."""
+        """Waits for the next item and returns it. Only one reader at a time."""
         while not self._items:
             assert self._waiter is None, "a mailbox has one reader"
             self._waiter = asyncio.get_running_loop().create_future()

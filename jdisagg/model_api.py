@@ -1,10 +1,10 @@
-"""What a model must offer to be served: a Protocol, so that programs depend on this and never on
-`models/`.
+"""The Protocol that a served model implements, so that programs never depend on `models/`.
 
-A model is a stem (embedding, final norm, head) and a list of layers, each a Flax NNX module whose
-parameters carry logical axes. All calls work on LOCAL shards inside `shard_map` (`Shards` names the
-mesh axes), or on whole arrays when `Shards()` has no axes; local sizes are read off the weights.
-Activations are flattened tokens, `x_TD`, replicated over tp."""
+A model is a stem (embedding, final norm, head) and a list of layers. Each is a Flax NNX module
+whose parameters carry logical axes. All calls work on LOCAL shards inside `shard_map`, where
+`Shards` names the mesh axes, or on whole arrays if `Shards()` has no axes. Local sizes follow from
+the weights. Activations are flattened tokens, `x_TD`, replicated over tp.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from jdisagg.layout.kv_spec import KVSpec
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """What we use of `jax.Device`, which JAX sets at run time and type checkers do not know."""
+        """The part of `jax.Device` in use. Type checkers miss it, for JAX sets it at run time."""
 
         id: int
         platform: str
@@ -32,12 +32,17 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Mesh axis names inside `shard_map`, and the platform whose implementation of each op is
-    wanted.
+    """Mesh axis names inside `shard_map`, and the platform that selects each op's implementation.
 
-    `tp`: axes that split heads, ffn and vocabulary. `dp`: axes that split the tokens of a step.
-    `ep`: axes that spread whole experts (empty: experts are sharded inside, over tp). All empty:
-    one device, no collectives. `device_kind`: as JAX names the devices, where kernels differ."""
+    Without axes there is one device and no collectives.
+
+    Attributes:
+        tp: Axes that split heads, ffn and vocabulary.
+        dp: Axes that split the tokens of a step.
+        ep: Axes that spread whole experts. If empty, experts are sharded inside, over tp.
+        platform: JAX platform name.
+        device_kind: JAX device kind, for kernels that differ by device.
+    """
 
     tp: tuple[str, ...] = ()
     dp: tuple[str, ...] = ()
@@ -47,32 +52,34 @@ class Shards:
 
 
 class Latent(NamedTuple):
-    """How the vector that multi-head latent attention caches of a token becomes keys and values:
-    [rank + rope] -> for each local head a key of nope + rope values, its first ones the vector's
-    first `rank` times `keys_NRH` [N, rank, nope], the last ones the vector's last; and a value, the
-    first `rank` times `values_NRH` [N, rank, value]. See `ops/latent_attention.py`."""
+    """Matrices that turn the cached vector of multi-head latent attention into keys and values.
+
+    The vector has [rank + rope] values. A local head's key has nope + rope values: the first `rank`
+    values times its matrix of `keys_NRH` [N, rank, nope], then the rope values unchanged. Its value
+    is the first `rank` values times its matrix of `values_NRH` [N, rank, value]. See
+    `ops/latent_attention.py`.
+    """
 
     keys_NRH: jax.Array
     values_NRH: jax.Array
 
 
 class Attend(Protocol):
-    """Attention of one layer over whatever cache the program keeps: writes k, v and returns the
-    mix.
+    """Attention of one layer over the program's cache: writes k and v and returns the mix.
 
     Args:
-        q_TNH, k_TKH, v_TKH: local heads, after rope. A layer that was asked for some rows alone has
-            queries of these, in their order, and keys and values of all tokens.
-        scale: of the scores.
-        window: positions seen, the token's own included; None: all.
-        cap: scaled scores are bounded by it through a tanh (Gemma 2); 0: they are not.
-        sinks_N: of each local head a score that takes its part of the softmax and mixes nothing
-            in (gpt-oss).
-        latent: of a layer that caches one vector a token: `k_TKH` is this, [T, 1, rank + rope], and
-            there is no `v_TKH`.
+        q_TNH, k_TKH, v_TKH: Local heads after rope. If the layer returns only some rows, queries
+            are those rows in order, and keys and values are of all tokens.
+        scale: Factor of the scores.
+        window: Positions attended to, the token's own included. None means all.
+        cap: Bound of scaled scores through a tanh (Gemma 2). 0 means none.
+        sinks_N: One score per local head that joins the softmax and adds nothing to the mix
+            (gpt-oss).
+        latent: Matrices of a layer that caches one vector a token. `k_TKH` is then this vector, [T,
+            1, rank + rope], and `v_TKH` is None.
 
     Returns:
-        o_TNH, in q's dtype, heads as wide as the values.
+        o_TNH in q's dtype, with heads as wide as the values.
     """
 
     def __call__(
@@ -90,9 +97,12 @@ class Attend(Protocol):
 
 
 class Runs(NamedTuple):
-    """Where the sequences of a chunk lie among its tokens: row r has `count_R[r]` tokens from
-    `first_R[r]` on (perhaps none), and token t is the `index_T[t]`-th of row `row_T[t]` (-1:
-    padding). Rows begin at multiples of `grain` tokens, a power of two."""
+    """Positions of the sequences of a chunk among its tokens.
+
+    Row r has `count_R[r]` tokens from `first_R[r]` on (possibly none). Token t is the
+    `index_T[t]`-th of row `row_T[t]`, or padding if that is -1. Rows start at multiples of `grain`
+    tokens, a power of two.
+    """
 
     row_T: jax.Array
     index_T: jax.Array
@@ -106,11 +116,12 @@ Advance = Callable[[State, Runs | None], tuple[jax.Array, State]]
 
 
 class Recur(Protocol):
-    """A layer's pass over its tokens from the state in which each sequence left it.
+    """Runs a layer with recurrent state over its tokens, from the stored state of each sequence.
 
-    Calls `advance` with the layer's state of each row, local [R, heads, width] by component of its
-    KV spec (zeros where a sequence begins), and how rows lie among the tokens (None: each token is
-    a row); keeps the state that it returns, and returns its output.
+    Calls `advance` with the layer's state of each row and with the rows' positions. The state is
+    local, [R, heads, width] per component of the KV spec, and zero where a sequence starts.
+    Positions of None mean that each token is a row. Stores the returned state and returns the
+    output.
     """
 
     def __call__(self, advance: Advance) -> jax.Array: ...
@@ -127,39 +138,38 @@ class Layer(Protocol):
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
     ) -> jax.Array:
-        """One block.
+        """Computes one block.
 
         Args:
-            x_TD: activations, replicated over tp.
-            positions_T: int32, of each token in its sequence.
-            attend: attention over the program's cache.
-            shards: the mesh axes inside `shard_map`.
-            valid_T: bool, marks real tokens: padding is routed to no expert.
-            rows_R: int32, indices of tokens, -1 for padding, perhaps none at all: only these leave
-                the layer. Keys and values are still those of all tokens; nothing else is computed
-                for the others. What the last layer of a prefill is asked.
-            recur: the program's state, for a layer that keeps some.
+            x_TD: Activations, replicated over tp.
+            positions_T: int32 position of each token in its sequence.
+            attend: Attention over the program's cache.
+            shards: Mesh axes inside `shard_map`.
+            valid_T: bool mask of real tokens. Padding is routed to no expert.
+            rows_R: int32 indices of the tokens to return, -1 for padding, possibly none. Keys and
+                values are still computed for all tokens. The last layer of a prefill uses this.
+            recur: State of the program, for layers with recurrent state.
 
         Returns:
-            x [T, D], or [R, D] where `rows_R` is given.
+            x [T, D], or [R, D] with `rows_R`.
         """
         ...
 
 
 class Stem(Protocol):
     def embed(self, tokens_T: jax.Array, shards: Shards) -> jax.Array:
-        """Token ids int32 [T] -> x [T, D], replicated over tp."""
+        """Maps int32 token ids [T] to x [T, D], replicated over tp."""
         ...
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
-        """Final norm and head: [R, D] -> float32 [R, V_padded], gathered over tp; padded columns
-        are -inf."""
+        """Applies final norm and head: [R, D] to float32 [R, V_padded], gathered over tp. Padded
+        columns are -inf."""
         ...
 
 
 class Model(Protocol):
-    """An NNX module. `vocabulary` is the unpadded size; `context_tokens` the longest sequence it
-    was built for."""
+    """An NNX module. `vocabulary` is the unpadded size. `context_tokens` is the longest sequence
+    that the model was built for."""
 
     @property
     def stem(self) -> Stem: ...

@@ -1,10 +1,9 @@
-"""Plain data that nobody changes: a dataclass with slots which type checkers take for frozen, and
-which costs little to make.
+"""Immutable plain data: dataclasses with slots that are cheap to create.
 
-`dataclass(frozen=True)` sets each field by a call of `object.__setattr__`, ten times what an
-assignment costs, and a request makes about seventy such objects on its way through router and
-workers. That none is assigned to is therefore checked where it costs nothing: by the type checker.
-Equal by value, hashable where their fields are."""
+`dataclass(frozen=True)` sets each field through `object.__setattr__`, at ten times the cost of an
+assignment, and a request creates about seventy such objects. Immutability is therefore checked by
+the type checker only. Instances compare by value and are hashable if their fields are.
+"""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
@@ -20,6 +19,6 @@ def plain(cls: type[T]) -> type[T]:
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Plain data that also crosses process boundaries: frozen, cheap to make, and its own wire
-    format (`messages/packed.py`). Fields go by position: a new one comes last and has a default. It
-    is no dataclass: `msgspec.structs.replace`, `asdict` and `fields` are for it."""
+    """Plain data that also crosses process boundaries: frozen, cheap to create, and its own wire
+    format (`messages/packed.py`). Fields are encoded by position, so a new field comes last and has
+    a default. It is not a dataclass: use `msgspec.structs.replace`, `asdict` and `fields`."""

@@ -1,8 +1,9 @@
-"""Log-probabilities of a prompt's own tokens, as they travel: packed numbers, for they are many.
+"""Log-probabilities of a prompt's own tokens as packed numbers, because they are many.
 
-Of each token but the first: how likely the model held it after those before it, its rank among the
-vocabulary, and the most likely tokens there. They are the model's own: before bias, penalties,
-grammar, temperature and filters, all of which are of answers."""
+Each token but the first has its log-probability given the tokens before it, its rank in the
+vocabulary, and the most likely tokens at its position. The values are the model's own, before bias,
+penalties, grammar, temperature and filters, which apply to answers only.
+"""
 
 import math
 from array import array
@@ -11,13 +12,14 @@ from typing import NamedTuple
 
 from jdisagg.plain import Message
 
-# Of one prompt, each token's own among them: 8 bytes each, well below what a message may have.
+# Cap on the entries of one prompt, each token's own included. At 8 bytes each they stay well below
+# the message limit.
 MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 class PromptToken(NamedTuple):
-    """`rank`: 1 is the most likely token; `top`: (token id, log-probability), the likeliest
-    first."""
+    """One prompt token. `rank` 1 is the most likely. `top` holds (token id, log-probability), most
+    likely first."""
 
     logprob: float
     rank: int
@@ -25,9 +27,9 @@ class PromptToken(NamedTuple):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Of consecutive tokens of a prompt, from its second one on: float32 and int32 numbers, packed.
-    `top` of the most likely tokens each, whose arrays are [tokens, top]; of those that cannot come
-    (-inf) there is none."""
+    """Consecutive tokens of a prompt from its second one on, as packed float32 and int32 numbers.
+    Each has `top` most likely tokens, in arrays [tokens, top]. Impossible tokens (-inf) are left
+    out when read."""
 
     top: int
     logprobs: bytes = b""
@@ -37,7 +39,7 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def of(cls, top: int, tokens: Iterable[PromptToken]) -> "PromptLogprobs":
-        """Packs tokens one by one; of a short `top` the rest is padding."""
+        """Packs tokens one by one and pads each `top` that is short."""
         logprobs, ranks = array("f"), array("i")
         top_ids, top_logprobs = array("i"), array("f")
         for token in tokens:
@@ -52,7 +54,7 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs":
-        """Those of one prompt's parts, in order."""
+        """Joins consecutive parts of one prompt, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -67,7 +69,7 @@ class PromptLogprobs(Message, frozen=True):
         return len(self.logprobs) // 4
 
     def __bool__(self) -> bool:
-        """Also of a prompt of one token, of which there are none."""
+        """Always true, also for a prompt of one token, which has no entries."""
         return True
 
     def __iter__(self) -> Iterator[PromptToken]:

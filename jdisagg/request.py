@@ -1,13 +1,14 @@
-"""A request and what comes back: plain, frozen, serialisable data, ours alone.
+"""A request and its results as plain, frozen, serialisable data.
 
-Rule 9 of the design: a sequence is (Request, accepted token ids, KV). Everything else (penalty
-counts, stop matching, detokenizer state, randomness) is derived from these, so that a sequence can
-be rebuilt anywhere. Validation that needs no model happens here, once; limits that depend on the
-model (vocabulary, context length) are checked by `dispatch/frontend.py`.
+A sequence is (Request, accepted token ids, KV). Everything else (penalty counts, stop matching,
+detokenizer state, randomness) derives from these, so that a sequence can be rebuilt anywhere.
+Validation that needs no model happens here, once. `dispatch/frontend.py` checks limits that depend
+on the model (vocabulary, context length).
 
-These are dataclasses, for they are what users make and get (`dataclasses.replace` and `asdict` work
-on them); what only processes send each other is a `Message` (`messages/`). `TokenLogprobs`, which
-workers send by the thousand, is one too."""
+Types that users create and receive are dataclasses, which support `dataclasses.replace` and
+`asdict`. Types that only processes exchange are `Message` (`messages/`), as is `TokenLogprobs`,
+which workers send by the thousand.
+"""
 
 import enum
 import json
@@ -33,19 +34,18 @@ Identity = tuple[str, str, int]
 
 
 def _is_number(value: float) -> bool:
-    """NaN is one; it lies in no range."""
+    """NaN passes here and fails every range check."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    number = value.__class__ in (int, float) or _is_number(value)  # most are told at once
+    number = value.__class__ in (int, float) or _is_number(value)  # the fast path
     if not number or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
 
 
 def foreign_token(token_ids: Sequence[object], vocabulary: int) -> int | None:
-    """Where the first entry stands that is no token id of a model with so many; None where all
-    are."""
+    """Returns the index of the first entry that is not a token id below `vocabulary`, or None."""
     for index, token_id in enumerate(token_ids):
         if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
             return index
@@ -58,8 +58,8 @@ def at_most(name: str, count: int, limit: int) -> None:
 
 
 class FinishReason(enum.Enum):
-    """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or the
-    context is full. `TOOL_CALLS`, of chats: it stopped, and what it said are calls of tools."""
+    """Why a stream ended. `STOP` is EOS, a stop token or a stop string. `LENGTH` is max_tokens or a
+    full context. `TOOL_CALLS` is a stopped chat answer that contains tool calls."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -68,9 +68,10 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """`JSON_SCHEMA`: text is a JSON Schema. `JSON_OBJECT`: any JSON object; no text. `REGEX`: the
-    whole answer matches. `CHOICE`: text is a JSON array of the possible answers. `LARK`: a grammar
-    as llguidance reads Lark's notation, with JSON schemas (%json) and regular expressions in it."""
+    """Kinds of grammar. The text of `JSON_SCHEMA` is a JSON Schema, of `REGEX` an expression that
+    matches the whole answer, of `CHOICE` a JSON array of possible answers. `JSON_OBJECT` has no
+    text. `LARK` is llguidance's Lark dialect, with embedded JSON schemas (%json) and regular
+    expressions."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -81,9 +82,9 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the answer's text must be: its tokens are chosen among those with which that can still
-    come true, and it ends where the grammar lets it. Cut by its length it is a beginning of such a
-    text. That the text means something is found out when it is compiled (`jdisagg.grammar`)."""
+    """Constraint on the answer's text. Each token is chosen so that the text can still match, and
+    the answer ends where the grammar allows. An answer cut by its length is a prefix of a match.
+    Compilation (`jdisagg.grammar`) validates the text."""
 
     kind: GrammarKind
     text: str = ""
@@ -99,34 +100,33 @@ class Grammar:
         if size_bytes > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
                 f"grammar: the {self.kind.value} has {size_bytes} bytes; at most"
-                f" {MAX_GRAMMAR_BYTES} are taken: simplify it"
+                f" {MAX_GRAMMAR_BYTES} are allowed; simplify it"
             )
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> "Grammar":
-        """The answer is one of these. Raises InvalidRequestError where there is none."""
+        """Allows only the given answers. Raises InvalidRequestError if there is none."""
         if isinstance(choices, str) or not all(isinstance(one, str) and one for one in choices):
-            raise InvalidRequestError(
-                "grammar: a choice must be a list of texts, none of them empty"
-            )
+            raise InvalidRequestError("grammar: choices must be a list of non-empty texts")
         if not choices:
-            raise InvalidRequestError("grammar: a choice of nothing has no answer; give some texts")
+            raise InvalidRequestError(
+                "grammar: the list of choices is empty; give at least one text"
+            )
         return cls(GrammarKind.CHOICE, json.dumps(list(choices), ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy: the largest logit, ties to the smallest
-    token id.
+    """How tokens are chosen.
 
-    top_k 0 and top_p 1 and min_p 0 switch the filters off; they apply in the order temperature,
-    top-k, top-p (on what top-k leaves, renormalised), min-p. Penalties follow the OpenAI (presence,
-    frequency: over generated tokens) and Hugging Face (repetition: over prompt and generated
-    tokens) definitions. `include_stop_str_in_output` and `skip_special_tokens` are of the text
-    alone: whether it ends with the stop string that ended it, and without special tokens.
-    `prompt_logprobs`: those of the prompt's own tokens are told, each with so many of the most
-    likely ones. `grammar`: what the answer must be; where it allows nothing but the end, the answer
-    ends, whatever min_tokens and ignore_eos say."""
+    Temperature 0 is greedy: the largest logit, ties to the smallest token id. Filters apply in the
+    order temperature, top-k, top-p (on what top-k leaves, renormalised), min-p. The values top_k 0,
+    top_p 1 and min_p 0 disable them. Presence and frequency penalties follow OpenAI (over generated
+    tokens), the repetition penalty follows Hugging Face (over prompt and generated tokens).
+    `include_stop_str_in_output` and `skip_special_tokens` affect the text only. `logprobs` and
+    `prompt_logprobs` are the numbers of most likely tokens to report for each answer and prompt
+    token. If `grammar` allows only the end, the answer ends despite min_tokens and ignore_eos.
+    """
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -196,7 +196,7 @@ class SamplingParams:
             _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
             _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
-            raise InvalidRequestError("logit_bias names a token id twice; give each id one bias")
+            raise InvalidRequestError("logit_bias contains a token id twice; give each id one bias")
 
     @property
     def greedy(self) -> bool:
@@ -204,7 +204,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice depends on the tokens so far (and not only through the logits)."""
+        """Whether the choice depends on earlier tokens directly, not only through the logits."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -213,8 +213,8 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether logits are changed or reported beyond temperature and filters (the slower
-        sampling program)."""
+        """Whether the slower sampling program is needed, which changes or reports logits beyond
+        temperature and filters."""
         return (
             self.penalised
             or bool(self.logit_bias)
@@ -225,8 +225,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a checkpoint wants of the fields of `SamplingParams` that a request leaves unset; None
-    where it says nothing. Checked by whoever reads it."""
+    """A checkpoint's defaults for fields of `SamplingParams` that a request leaves unset. None
+    means no default. The reader of the checkpoint validates them."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -236,14 +236,14 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, Any]:
-        """The fields that it says something of."""
+        """Returns the fields that have a default."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedChild:
-    """What a client already has of one child: its tokens, and how it ended if it did."""
+    """Tokens of one child that a client already has, and how the child ended if it did."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -251,9 +251,14 @@ class AcceptedChild:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A client asks again for a request whose stream broke. `number` is 1 for the first such time
-    and rises; `children` are all of the request's, in order. The stream goes on at the next token
-    of each; a child that had ended is not heard of again."""
+    """A client's new call for a request whose stream broke.
+
+    The stream continues at the next token of each child. Children that had ended are not repeated.
+
+    Attributes:
+        number: Count of resumptions, from 1.
+        children: Every child of the request, in order.
+    """
 
     number: int
     children: tuple[AcceptedChild, ...]
@@ -261,15 +266,20 @@ class Resumption:
 
 @plain
 class Request:
-    """One request after tokenization. `deadline_seconds` is what remained when it was handed on.
+    """One request after tokenization.
 
-    `resumption` is for the request path alone, which turns it into each child's accepted tokens:
-    workers never see it. `stop_ids` are all token ids that end the stream (EOS unless ignored, and
-    the caller's); they are delivered to no one. `seed` in `sampling` is always concrete: the door
-    draws one where the client gave none. `life` is the client's own number for all the times that
-    it asks for this stream: who uses a request id again draws another, and is not taken for the
-    earlier stream's echo. `cache_scope`: KV is shared only between requests of one tenant and one
-    scope; the door makes it."""
+    Attributes:
+        sampling: How tokens are chosen. Its `seed` is always set: the API draws one if the client
+            gave none.
+        stop_ids: Token ids that end the stream (EOS unless ignored, and the caller's). They are
+            never delivered.
+        deadline_seconds: Remaining seconds when the request was passed on.
+        resumption: Used by the request path only, which converts it to accepted tokens. Workers
+            never receive it.
+        life: Client's number for all its calls for this stream. A client that reuses a request id
+            draws a new one, so that it does not receive the earlier stream.
+        cache_scope: Scope within the tenant in which KV is shared. The API computes it.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -294,18 +304,17 @@ class Request:
 
     @property
     def identity(self) -> Identity:
-        """What is equal between two attempts at the same stream, and differs between any two
-        streams."""
+        """Returns a key that is equal for attempts at one stream and differs between streams."""
         return self.tenant, self.request_id, self.life
 
     def most_tokens(self, context_tokens: int) -> int:
-        """How many tokens a child may generate: max_tokens, or fewer where prompt and answer fill
-        the context."""
+        """Returns the most tokens that a child may generate: max_tokens, or fewer if the context
+        fills."""
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
-        """Why a child ends with generated token `index`, or None: the one rule that worker and path
-        share."""
+        """Returns why a child ends with generated token `index`, or None. Worker and request path
+        share this rule."""
         if token_id in self.stop_ids and (
             index >= self.sampling.min_tokens or self.sampling.grammar is not None
         ):
@@ -315,8 +324,8 @@ class Request:
     def end_among(
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
-        """How many of the tokens `first_index`.. a child still generates, the one that ends it
-        included, and why it ends then."""
+        """Returns how many of the tokens from `first_index` on a child generates, its last one
+        included, and why it ends there."""
         left = max(1, self.most_tokens(context_tokens) - first_index)
         if self.stop_ids:
             for count, token_id in enumerate(token_ids[:left], 1):
@@ -337,8 +346,9 @@ class TokenLogprobs(Message, frozen=True):
 
 @plain
 class Timings:
-    """Seconds of one request; `kv_bytes_moved` crossed from the prefill mesh to the decode mesh.
-    `exposed_transfer_seconds`: what the hand-offs took beyond the end of their prefill."""
+    """Timings of one request in seconds. `kv_bytes_moved` counts bytes from the prefill mesh to the
+    decode mesh. `exposed_transfer_seconds` is the time of hand-offs after the end of their prefill.
+    """
 
     queue_seconds: float = 0.0
     ttft_seconds: float = 0.0
@@ -351,9 +361,9 @@ class Timings:
 
 
 class CachedTokens(Message, frozen=True):
-    """Tokens of a prompt whose KV was known and not computed again, by where it was when the
-    request came: in the device's pages, in host memory, on disk, at another worker (peer). What was
-    not in pages was brought there for this request."""
+    """Prompt tokens whose KV was cached, by where it was when the request arrived: device pages,
+    host memory, disk or another worker (peer). KV outside of pages was brought there for this
+    request."""
 
     pages: int = 0
     host: int = 0
@@ -373,15 +383,19 @@ class CachedTokens(Message, frozen=True):
         )
 
     def by_tier(self) -> dict[str, int]:
-        """Under the names by which usage, traces and metrics tell them."""
+        """Returns the counts under their names in usage, traces and metrics."""
         return {"pages": self.pages, "host": self.host, "disk": self.disk, "peer": self.peer}
 
 
 @plain
 class Usage:
-    """`cached_tokens`: of the prompt's, those whose KV was known and not computed again.
-    `reasoning_tokens`: of the completion's; None where nobody tells reasoning from words.
-    `cached_by_tier`: `cached_tokens`, by where they were found; None where nobody says."""
+    """Token counts of a request.
+
+    Attributes:
+        cached_tokens: Prompt tokens whose KV was cached.
+        reasoning_tokens: Completion tokens of reasoning, or None without a reasoning parser.
+        cached_by_tier: `cached_tokens` by tier, or None if not reported.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -392,8 +406,8 @@ class Usage:
 
 @plain
 class ToolCallDelta:
-    """What is new of call `index` of an answer: its id and name where it begins, more of its
-    arguments (a JSON object's text) from there on."""
+    """New parts of tool call `index`: id and name at its start, then pieces of its arguments, which
+    are the text of a JSON object."""
 
     index: int
     id: str = ""
@@ -403,12 +417,13 @@ class ToolCallDelta:
 
 @plain
 class StreamEvent:
-    """One message of a stream to the client: new tokens of child `child`, from token `first_index`
-    on. Of a chat that is taken apart, `text` is the words, beside `reasoning` and `tool_calls`.
+    """One message of a stream to the client: new tokens of child `child` from token `first_index`
+    on.
 
-    `finish_reason` is set on a child's last event; `usage` and `timings` on the last event of the
-    whole stream. `request_id` and, where they were asked for, `prompt_logprobs`: on the first event
-    that a client receives."""
+    A parsed chat answer has `text`, `reasoning` and `tool_calls`. `finish_reason` is set on a
+    child's last event, `usage` and `timings` on the last event of the stream. `request_id` and
+    requested `prompt_logprobs` are set on the first event that a client receives.
+    """
 
     child: int
     first_index: int

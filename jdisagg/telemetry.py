@@ -1,9 +1,10 @@
-"""Counters: plain numbers by name, owned by whoever counts, read by whoever reports.
+"""Counters by name. The component that counts owns them, and reporters read them.
 
-No global registry: a worker or a path is given its `Counters`, so that tests and a cluster of many
-workers in one process keep them apart. Names are `noun_verb` in the past tense (`leases_expired`);
-values only grow. A name may be split by labels (`retries`, cause="checksum"); labels come from
-small fixed sets, never from requests. What is read by name is the sum."""
+There is no global registry. Each worker or request path receives its own `Counters`, so that tests
+and clusters in one process keep them apart. Names are `noun_verb` in the past tense
+(`leases_expired`), and values only grow. Labels may split a name (`retries`, cause="checksum").
+They come from small fixed sets, never from requests. Reading by name returns the sum over labels.
+"""
 
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Counters:
-    """Monotonic counters. A name comes into being at its first `add`."""
+    """Monotonic counters. The first `add` creates a name."""
 
     def __init__(self) -> None:
         self._values: dict[str, int] = {}
@@ -29,12 +30,12 @@ class Counters:
         return self._values.get(name, 0)
 
     def snapshot(self) -> Mapping[str, int]:
-        """Sums by name."""
+        """Returns the sum of each name."""
         return dict(self._values)
 
     def labelled(self) -> Mapping[tuple[str, Labels], int]:
-        """By name and labels; what was counted without labels stands under none. Adds up to
-        `snapshot`."""
+        """Returns values by name and labels. Unlabelled counts have empty labels, so the values add
+        up to `snapshot`."""
         split = dict(self._labelled)
         for name, total in self._values.items():
             rest = total - sum(

@@ -1,8 +1,9 @@
-"""W3C trace context between processes: `traceparent` out with every call made, and in with every
+"""W3C trace context between processes: `traceparent` leaves with each call and enters with each
 call served.
 
-What is current is OpenTelemetry's (a context variable of the task); without a trace there is
-nothing to send and nothing is sent. Knows headers, not gRPC."""
+OpenTelemetry holds the current context in a context variable of the task. Outside of a trace
+nothing is sent. This module handles headers and does not import gRPC.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """The headers of a call made now; none outside of a trace."""
+    """Returns the trace headers of a call made now, or none outside of a trace."""
     if not trace.get_current_span().get_span_context().is_valid:
         return ()
     headers: dict[str, str] = {}
@@ -26,7 +27,7 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
-    """What the caller of a call is part of; None where it says nothing that can be read."""
+    """Returns the trace context of a caller, or None without a readable header."""
     if _HEADERS[0] not in headers:
         return None
     return _W3C.extract(
@@ -36,7 +37,7 @@ def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
 
 @contextmanager
 def within(context: Context | None) -> Iterator[None]:
-    """Makes `context` the current one; None changes nothing."""
+    """Makes `context` the current one. None changes nothing."""
     if context is None:
         yield
         return

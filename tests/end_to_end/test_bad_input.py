@@ -114,7 +114,7 @@ PARAMETERS: list[tuple[dict[str, Any], str]] = [
         "logit_bias may hold at most 512, got 513",
     ),
     ({"logit_bias": [(3, NAN)]}, r"logit_bias\[3\] must be in \[-100.0, 100.0\], got nan"),
-    ({"logit_bias": [(3, 1.0), (3, 2.0)]}, "names a token id twice"),
+    ({"logit_bias": [(3, 1.0), (3, 2.0)]}, "contains a token id twice"),
     ({"logit_bias": [(2**40, 1.0)]}, r"logit_bias\[0\]=1099511627776 is not a token id"),
     *(
         ({"deadline_seconds": value}, "deadline_seconds must be positive and finite, got")

@@ -93,7 +93,7 @@ WRONG_COMPLETIONS = [
     ({"suffix": "end"}, "suffix", 'suffix="end" is not supported'),
     ({"use_beam_search": True}, "use_beam_search", "is not supported"),
     ({"guided_regex": 3}, "guided_regex", "must be a string, got 3"),
-    ({"guided_choice": []}, "guided_choice", "a choice of nothing"),
+    ({"guided_choice": []}, "guided_choice", "the list of choices is empty"),
     ({"guided_json": 3}, "guided_json", "must be a JSON schema, got 3"),
     ({"guided_regex": "a", "guided_json": {}}, None, "in 2 ways"),
     ({"structured_outputs": {"regex": "(["}}, "structured_outputs", "invalid regex"),
