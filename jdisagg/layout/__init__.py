@@ -1,2 +1,1 @@
-"""Where bytes lie: pure arithmetic on layouts, KV geometry and reshard plans. Knows neither JAX nor
-gRPC."""
+"""Pure arithmetic on layouts, KV geometry and reshard plans. Imports neither JAX nor gRPC."""

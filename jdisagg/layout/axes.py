@@ -4,10 +4,11 @@ Dimension key of the whole project: B sequences, T tokens of a flattened step, L
 slots of a page, N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V
 vocabulary, C chunk.
 
-An instance's mesh has the axes ("dp", "kv", "rep"): tensor parallelism is split into `kv` (kv heads
-are sharded over it) and `rep` (kv heads are replicated over it, when tp exceeds them), so that
-every KV array has an ordinary sharding and a reshard plan needs no special case. All other
-tensor-parallel dimensions are sharded over both, `kv` major. Pure: knows no JAX."""
+An instance's mesh has the axes ("dp", "kv", "rep"). Tensor parallelism is split into `kv`, over
+which kv heads are sharded, and `rep`, over which they are replicated when tp exceeds them. Every KV
+array thus has an ordinary sharding, and a reshard plan needs no special case. All other
+tensor-parallel dimensions are sharded over both, `kv` major. Does not import JAX.
+"""
 
 import re
 from dataclasses import dataclass
@@ -34,9 +35,13 @@ LogicalAxis = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes a layout must divide. `experts` is 0 for a dense model; `shared_ffn` is the width
-    of experts that every token takes; `state_key_heads` and `state_value_heads` are of layers that
-    keep state."""
+    """Sizes that a layout must divide.
+
+    Attributes:
+        experts: Number of experts, 0 for a dense model.
+        shared_ffn: Width of the experts that every token uses.
+        state_key_heads, state_value_heads: Heads of layers with recurrent state.
+    """
 
     query_heads: int
     kv_heads: int
@@ -50,10 +55,14 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one model replica lies on dp * tp devices.
+    """Placement of one model replica on dp * tp devices.
 
-    Attention is split over `tp` (its sequences over `dp`); experts over `ep`, one of 1 (experts are
-    sharded inside, over tp, like the dense ffn), tp, or dp * tp devices of the same mesh."""
+    Attributes:
+        dp: Shards of the sequences.
+        tp: Shards of attention heads, ffn and vocabulary.
+        ep: Shards of whole experts, over 1, tp, or dp * tp of the same devices. With 1, experts are
+            sharded inside, over tp, like the dense ffn.
+    """
 
     dp: int = 1
     tp: int = 1
@@ -79,7 +88,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Reads 'dp=1,tp=2,ep=1' (any subset, any order)."""
+        """Parses 'dp=1,tp=2,ep=1', in any order and with any subset."""
         sizes: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             match = re.fullmatch(r"(dp|tp|ep)=(\d+)", part)
@@ -93,7 +102,7 @@ class Layout:
         return cls(**sizes)
 
     def mesh_shape(self, kv_heads: int) -> tuple[int, int, int]:
-        """Sizes of the mesh axes ("dp", "kv", "rep") for a model with this many kv heads."""
+        """Returns the sizes of the mesh axes ("dp", "kv", "rep") for this number of kv heads."""
         kv = min(self.tp, kv_heads)
         if self.tp % kv or kv_heads % kv:
             raise LayoutError(
@@ -122,14 +131,13 @@ class Layout:
             _divides(self.tp, geometry.expert_ffn, "tp", "expert ffn width")
 
     def expert_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which whole experts are spread; empty when each expert is sharded inside
-        (ep = 1)."""
+        """Returns the mesh axes over which whole experts are spread, empty if ep is 1."""
         if self.ep == 1:
             return ()
         return TP_AXES if self.ep == self.tp else MESH_AXES
 
     def axis_table(self) -> dict[str, tuple[str, ...]]:
-        """Logical axis of a weight -> mesh axes it is sharded over (empty: replicated)."""
+        """Maps each logical axis of a weight to the mesh axes of its shards (empty: replicated)."""
         experts = self.expert_axes()
         return {
             "vocab": TP_AXES,
@@ -146,8 +154,8 @@ class Layout:
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Rows of the embedding and the head once padded so that tp divides them; randomness and
-    sampling see only the real ones."""
+    """Returns the rows of embedding and head after padding to a multiple of tp. Randomness and
+    sampling use only the real rows."""
     return -(-vocabulary // tp) * tp
 
 

@@ -1,27 +1,27 @@
-"""What a model's KV cache is made of: the only thing layout, ledger, transfer and codecs know of a
-model.
+"""KV spec: the parts of a model's KV cache. Layout, ledger, transfer and codecs depend on it alone.
 
 A spec is a list of layers, each with components: K and V, or the one latent of MLA. A component has
-kv heads, which are sharded over tp, or none: it is replicated. Components may differ in heads,
-width and type, within a layer and between layers.
+kv heads, which are sharded over tp, or no heads, and is then replicated. Components may differ in
+heads, width and type, within a layer and between layers.
 
-What travels is a block [ranks, rows, heads, tokens, values] of one type, whatever it is made of: a
-component is cut into *rows*, each with `row_heads` heads of `row_width` values, the greatest that
-divide all components. Where all are alike (nearly every model) a component is one row. So reshard
-plan, channels, checksums and codecs know one shape. A component without heads beside others that
-have some is cut along its values; each kv shard sends its part, and the receiver puts them
-together: no byte is sent twice. `ops/kv_rows.py` does the cutting.
+KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. A component is cut
+into *rows*, each with `row_heads` heads of `row_width` values, the largest sizes that divide all
+components. Where all components are equal (nearly every model), each is one row. Reshard plan,
+channels, checksums and codecs thus handle one shape. A component without heads beside others with
+heads is cut along its values: each kv shard sends its part and the receiver joins them, so no byte
+is sent twice. `ops/kv_rows.py` cuts the rows.
 
-A layer may keep state instead, or as well: of a sequence as a whole and not of its positions, of
-fixed size, replaced and not appended (a recurrent layer's). The states of all layers are a spec of
-their own (`KVSpec.state`), in which one "token" is all the state of one sequence: so state is kept
-in pages of one slot, and travels as a block of one token, by the same code.
+A layer may also have state: values per sequence, not per position, of fixed size, which are
+replaced and never appended (a recurrent layer). The states of all layers form a spec of their own
+(`KVSpec.state`), in which one "token" is the whole state of one sequence. State is therefore kept
+in pages of one slot and transferred as a block of one token by the same code.
 
-Where only some layers have a window, the two kinds may be kept and sent apart (`can_part`): each is
-a spec of its own then, of as many layers, those of the other kind empty.
+If only some layers have a window, the two kinds may be stored and sent separately (`can_part`).
+Each is then a spec with the same number of layers, in which layers of the other kind are empty.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
-for MLA. Pure: knows no JAX."""
+for MLA. Does not import JAX.
+"""
 
 import functools
 import itertools
@@ -31,26 +31,26 @@ from dataclasses import dataclass
 from jdisagg.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
-# What KV may be kept in, in place of the model's type, and the type of its arrays: e4m3 is kept as
-# its bytes (`ops/kv_pages.py`).
+# Types for KV other than the model's, with the dtype of the arrays: e4m3 is stored as its bytes
+# (`ops/kv_pages.py`).
 KEPT_DTYPES = {"fp8": "uint8"}
 KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
-# In a model's directory: what its keys and values are divided by where they are kept in fp8.
+# File in a model's folder with the divisors of keys and values stored in fp8.
 KV_SCALES_FILE = "kv_scales.json"
-# of a value of a quantized weight matrix
+# Bits of one value of a quantized weight matrix.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 
 def ring_pages(widest_window: int, page_size: int) -> int:
-    """Pages in which a sequence's KV of layers with a window can go round: with the token that is
-    being computed the widest window reaches over so many, wherever it ends."""
+    """Returns the pages of a sequence's sliding-window ring buffer. With the current token, the
+    widest window spans at most this many pages, wherever it ends."""
     return -(-(widest_window - 1) // page_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class KVComponent:
-    """One cached array of one layer: per token [heads, width], or [width] where heads is 0
-    (replicated over tp). `dtype`: where it is not the spec's."""
+    """One cached array of one layer, [heads, width] per token. With heads 0 it is [width] and
+    replicated over tp. `dtype` overrides the spec's."""
 
     name: str
     heads: int
@@ -64,8 +64,13 @@ class KVComponent:
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """`window` is the number of positions attended to, the token itself included; None is all of
-    them. `state`: what is kept of a sequence as a whole."""
+    """KV of one layer.
+
+    Attributes:
+        components: Arrays with values per position.
+        window: Positions attended to, the token's own included. None means all.
+        state: Arrays with values per sequence.
+    """
 
     components: tuple[KVComponent, ...]
     window: int | None = None
@@ -74,10 +79,11 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """`dtype`: of the components that state none.
+    """KV of all layers of a model. `dtype` applies to components that set none.
 
     Raises:
-        ConfigError: a component without heads cannot be cut into as many parts as the others can.
+        ConfigError: A component without heads cannot be cut into as many parts as the others have
+            heads.
     """
 
     layers: tuple[KVLayer, ...]
@@ -98,29 +104,29 @@ class KVSpec:
 
     @functools.cached_property
     def state(self) -> "KVSpec":
-        """What is kept of a sequence as a whole, layer by layer; a "token" of it is a sequence.
-        Without components where no layer has state."""
+        """Spec of the state per sequence, layer by layer, in which a "token" is a sequence. It has
+        no components if no layer has state."""
         return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
 
     @functools.cached_property
     def windowed(self) -> "KVSpec":
-        """What the layers with a window keep of each position."""
+        """Spec of the layers with a window."""
         return self._of([layer.window is not None for layer in self.layers])
 
     @functools.cached_property
     def unwindowed(self) -> "KVSpec":
-        """What the layers without one do."""
+        """Spec of the layers without a window."""
         return self._of([layer.window is None for layer in self.layers])
 
     @functools.cached_property
     def widest_window(self) -> int:
-        """Positions, the token's own included; 0 where no layer has a window."""
+        """Positions of the widest window, the token's own included, or 0 without windows."""
         return max((layer.window or 0 for layer in self.layers), default=0)
 
     @functools.cached_property
     def can_part(self) -> bool:
-        """Whether layers with a window and layers without one can be kept and sent apart: there are
-        both, and whatever this spec's heads are sharded over, so can be those of each kind."""
+        """Whether layers with and without a window can be stored and sent separately. Both kinds
+        must exist, and each must allow the same head shards as this spec."""
         try:
             kinds = (self.windowed, self.unwindowed)
         except ConfigError:
@@ -142,7 +148,7 @@ class KVSpec:
 
     @functools.cached_property
     def positioned(self) -> tuple[int, ...]:
-        """The layers that keep something of each position."""
+        """Indices of the layers with values per position."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.components)
 
     @functools.cached_property  # asked for with every block
@@ -150,21 +156,22 @@ class KVSpec:
         return sum(map(self._bytes, self.components))
 
     def bytes_per_device(self, kv_shards: int) -> int:
-        """What one device keeps of a token where heads are sharded over so many devices."""
+        """Returns the bytes of one token on a device if heads are sharded over `kv_shards`
+        devices."""
         return sum(
             self._bytes(part) // (kv_shards if part.heads else 1) for part in self.components
         )
 
     @functools.cached_property
     def row_heads(self) -> int:
-        """Heads of a row, and so the most shards of any component: 1 where no component has
+        """Heads of a row, which is the largest shard count of all components, or 1 without
         heads."""
         return math.gcd(*(part.heads for part in self.components)) or 1
 
     @functools.cached_property
     def row_dtype(self) -> str:
-        """The type of a block's values: the components', or an unsigned integer of their smallest
-        size where these differ."""
+        """Data type of a block's values: the components' type, or an unsigned integer of their
+        smallest size if their types differ."""
         dtypes = {self.dtype_of(part) for part in self.components} or {self.dtype}
         if len(dtypes) == 1:
             return dtypes.pop()
@@ -183,24 +190,24 @@ class KVSpec:
         return part.dtype or self.dtype
 
     def rows_of(self, part: KVComponent) -> int:
-        """How many rows a component is cut into."""
+        """Returns the number of rows into which a component is cut."""
         return max(1, part.heads) * self._units(part) // (self.row_heads * self.row_width)
 
     def rows(self, layers: range) -> int:
-        """Rows of a block of these layers."""
+        """Returns the rows of a block of these layers."""
         return self.first_row(layers.stop) - self.first_row(layers.start)
 
     def first_row(self, layer: int) -> int:
-        """The number of a layer's first row among all of the model's."""
+        """Returns the index of a layer's first row among the rows of all layers."""
         return self._first_rows[layer]
 
     def is_cut(self, part: KVComponent) -> bool:
-        """Whether each kv shard sends a part of its values."""
+        """Whether each kv shard sends a part of the component's values."""
         return not part.heads and self.row_heads > 1
 
     @functools.cached_property
     def components(self) -> tuple[KVComponent, ...]:
-        """Of all layers, in their order."""
+        """Components of all layers, in order."""
         return tuple(part for layer in self.layers for part in layer.components)
 
     @functools.cached_property
@@ -210,14 +217,14 @@ class KVSpec:
 
     @functools.cached_property
     def _row_bytes(self) -> int:
-        """Of one value in `row_dtype`."""
+        """Bytes of one value in `row_dtype`."""
         return min((DTYPE_BYTES[self.dtype_of(part)] for part in self.components), default=1)
 
     def _bytes(self, part: KVComponent) -> int:
         return part.values_per_token * DTYPE_BYTES[self.dtype_of(part)]
 
     def _units(self, part: KVComponent) -> int:
-        """Values in `row_dtype` of one of its heads, or of all of it where it has none."""
+        """Returns the values, in `row_dtype`, of one head, or of a component without heads."""
         return part.width * DTYPE_BYTES[self.dtype_of(part)] // self._row_bytes
 
     @classmethod
@@ -230,14 +237,14 @@ class KVSpec:
         windows: tuple[int | None, ...] | None = None,
         kept: str = "",
     ) -> "KVSpec":
-        """Ordinary attention: K and V of `kv_heads` heads of `head_dim` in each layer. `kept`:
-        their type, where it is not the state's."""
+        """Returns the spec of ordinary attention: K and V of `kv_heads` heads of `head_dim` in each
+        layer. `kept` is their type if it differs from the state's."""
         components = tuple(KVComponent(name, kv_heads, head_dim, kept) for name in ("k", "v"))
         windows = windows or (None,) * layers
         return cls(tuple(KVLayer(components, window) for window in windows), dtype)
 
     @classmethod
     def latent(cls, layers: int, width: int, dtype: str, kept: str = "") -> "KVSpec":
-        """MLA: of each token one vector a layer, latent and rope key together, which all heads
-        share. `kept` as in `attention`."""
+        """Returns the spec of MLA: one vector per token and layer, latent and rope key together,
+        shared by all heads. `kept` as in `attention`."""
         return cls((KVLayer((KVComponent("latent", 0, width, kept),)),) * layers, dtype)

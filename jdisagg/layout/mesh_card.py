@@ -1,8 +1,8 @@
-"""What one worker tells another about its mesh before KV moves between them. Plain data; travels in
-the hello.
+"""A worker's mesh as plain data, exchanged in the hello before two workers transfer KV.
 
-Device and process numbers are the sender's own (every JAX job counts from 0); they identify pieces,
-they are not looked up here."""
+Device and process numbers are the sender's own, because every JAX job counts from 0. The receiver
+uses them only as identifiers of pieces.
+"""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,18 @@ from jdisagg.layout.reshard_plan import Box
 
 @dataclass(frozen=True, slots=True)
 class KvEnd:
-    """One process of an instance on the KV plane. `control`: where it takes `KvPlane` messages
-    (host:port); `boot_id`: random at each start, so that a process restarted at the same address is
-    not taken for the old one. `memory`: the name of its shared memory
-    (transfer/shared_memory.py), by which processes of its host reach it; "": it has none. `nixl`:
-    whether its memory can be read over NIXL (transfer/nixl_memory.py). `device`: the host on which
-    it lends its devices' memory (transfer/device_memory.py); "": it lends none."""
+    """One process of an instance on the KV plane.
+
+    Attributes:
+        control: Address (host:port) that receives `KvPlane` messages.
+        boot_id: Random number of this start, which distinguishes a process restarted at the same
+            address.
+        memory: Name of its shared memory (transfer/shared_memory.py) for processes of its host, or
+            empty.
+        nixl: Whether its memory can be read over NIXL (transfer/nixl_memory.py).
+        device: Host on which it exports device memory by CUDA IPC (transfer/device_memory.py), or
+            empty.
+    """
 
     control: str
     boot_id: int
@@ -28,9 +34,14 @@ class KvEnd:
 
 @dataclass(frozen=True, slots=True)
 class MeshCard:
-    """A mesh ("dp", "kv", "rep") as data. `devices` and `processes` are row-major over `shape`;
-    `ends` by process index, empty where both sides live in one process. `transports`: parallel
-    connections of the transfer engine, which must be equal on both sides."""
+    """A mesh ("dp", "kv", "rep") as data.
+
+    Attributes:
+        shape: Sizes of the axes.
+        devices, processes: Device and process of each mesh position, row-major over `shape`.
+        ends: KV-plane endpoints by process index. Empty if both sides are in one process.
+        transports: Parallel connections of the transfer engine, which must be equal on both sides.
+    """
 
     shape: tuple[int, int, int]
     devices: tuple[int, ...]
@@ -55,8 +66,8 @@ class MeshCard:
         return self.shape[1]
 
     def rank_boxes(self, rank: int, shape: tuple[int, ...]) -> dict[int, Box]:
-        """Device -> its box within dp rank `rank` of a block [dp, C, K, T, H] of `shape` (dimension
-        0 becomes (0, 1))."""
+        """Returns the box of each device of dp rank `rank` within a block [dp, C, K, T, H] of
+        `shape`. Dimension 0 becomes (0, 1)."""
         _, shards, replicas = self.shape
         _, components, heads, tokens, width = shape
         if not 0 <= rank < self.ranks or heads % shards:

@@ -1,14 +1,15 @@
-"""Which bytes move from which device to which, when one array changes its sharding.
+"""Plans which bytes each device sends to which other device when an array changes its sharding.
 
-A placement says which box of the global array each device holds; several devices may hold the same
-box (replicas), unevenly, and boxes may overlap or cover a part only. A plan is a list of pieces,
-each one box copied from one device to one device.
+A placement gives the box of the global array that each device holds. Several devices may hold the
+same box (replicas), unevenly, and boxes may overlap or cover only a part. A plan is a list of
+pieces, each one box copied from one device to one device.
 
-Invariants, for every destination device: its pieces are disjoint and fill its box exactly, so each
-destination byte arrives once; each piece lies inside its source's box. A device that already holds
-a byte reads its own copy (`local`: nothing moves). Of several replicas the one with the fewest
-bytes so far sends, so that replicas are used evenly. Same input, same plan: both ends of a
-connection can compute it alone. Pure: knows no JAX and no model."""
+Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
+destination byte arrives once. Each piece lies inside its source's box. A device that already holds
+a byte reads its own copy (`local`: nothing is transferred). Among replicas the one with the fewest
+bytes so far sends. The plan is a function of its inputs, so both ends of a connection compute it
+independently. Imports neither JAX nor a model.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,13 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) for each dimension."""
 
 Placement = Mapping[int, Box]
-"""Device id -> the box that it holds, or wants."""
+"""Device id -> the box that it holds or needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box on its way. `source_slice` and `destination_slice` are relative to what the device at
-    that end holds."""
+    """One box to copy. `source_slice` and `destination_slice` are relative to the box that each
+    device holds."""
 
     source: int
     source_slice: Box
@@ -42,7 +43,7 @@ class Piece:
 
     @property
     def local(self) -> bool:
-        """Whether the destination holds these bytes already."""
+        """Whether the destination already holds these bytes."""
         return self.source == self.destination
 
 
@@ -53,8 +54,8 @@ class ReshardPlan:
     pieces: tuple[Piece, ...]
 
     def bytes_per_pair(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """(source device, destination device) -> bytes that move between them; local pieces do not
-        move."""
+        """Returns the bytes transferred per (source device, destination device), without local
+        pieces."""
         moved: dict[tuple[int, int], int] = {}
         for piece in self.pieces:
             if not piece.local:
@@ -80,17 +81,18 @@ def plan_reshard(
     granule: Sequence[int] | None = None,
     turn: int = 0,
 ) -> ReshardPlan:
-    """The pieces that take `source` to `destination`.
+    """Returns the pieces that transform `source` into `destination`.
 
-    granule: cut at its multiples in every dimension, so that all pieces have exactly this shape;
-    every edge of every box
-        must be such a multiple.
-    turn: which of equally loaded replicas is asked first. One small array cannot be split evenly;
-    callers that move many
-        count up, and the replicas take turns.
+    Args:
+        source: Box that each source device holds.
+        destination: Box that each destination device needs.
+        granule: Exact shape of all pieces. Every edge of every box must be a multiple of it.
+        turn: Index of the replica to prefer among equally loaded ones. A small array cannot be
+            split evenly, so callers with many arrays count it up and rotate the replicas.
 
-    Raises LayoutError where the source does not cover the destination, or ranks or granule do not
-    fit."""
+    Raises:
+        LayoutError: The source does not cover the destination, or ranks or granule do not fit.
+    """
     _validate(source, destination, granule)
     holders_of = _holders(source)
     wanted: list[tuple[int, Box, tuple[int, ...]]] = []
@@ -126,11 +128,11 @@ def volume(box: Box) -> int:
 
 
 def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> list[int]:
-    """A source for each wanted (destination, box, holders): itself, else the holder with the least
-    to send.
+    """Chooses a source for each (destination, box, holders): the destination itself, or the holder
+    with the least to send.
 
-    The most constrained pieces choose first, then the largest; afterwards a piece changes its
-    source while that brings two loads closer together, so that in the end no single change could.
+    The most constrained pieces choose first, then the largest. Afterwards pieces change their
+    source while that brings two loads closer, until no single change does.
     """
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
@@ -173,8 +175,8 @@ def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
 
 
 def _difference(box: Box, inner: Box) -> list[Box]:
-    """`box` without `inner`, which lies inside it, as disjoint boxes: first what is before and
-    after in dimension 0, and so on."""
+    """Returns `box` without its part `inner` as disjoint boxes: first those before and after it in
+    dimension 0, then in dimension 1, and so on."""
     parts: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
         for side in ((start, low), (high, stop)):

@@ -1,9 +1,9 @@
-"""What the leader of an instance and its followers say to each other, over one ordered stream for
-each follower. Plain data.
+"""Messages between the leader of an instance and its followers, on one ordered stream per follower.
 
-A follower joins, says when it is ready (loaded and warm), then obeys: it runs every ordered
-command, in order, and reports what the leader cannot know: how its part of a pull ended, and what
-failed. Both sides beat, so that silence means death."""
+A follower joins, reports when it is loaded and warm, and then runs every ordered command in order.
+It reports what the leader cannot observe: how its part of a pull ended, and failures. Both sides
+send heartbeats, and silence counts as death.
+"""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -11,8 +11,8 @@ from jdisagg.plain import Message
 
 
 class LeaderPlace(Message, frozen=True):
-    """Where followers find their leader; told to them through the job that they have in common, as
-    text."""
+    """Address and secret of the leader. Followers receive it as text through their common JAX
+    job."""
 
     address: str
     secret: int
@@ -27,8 +27,8 @@ class LeaderPlace(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First on the stream. `secret` is the instance's own (a stranger cannot join); `end`: where
-    this process takes `KvPlane` messages."""
+    """First message on the stream. `secret` authenticates the follower. `end` is the address at
+    which its process receives `KvPlane` messages."""
 
     process: int
     secret: int
@@ -40,15 +40,15 @@ class Ready(Message, frozen=True):
 
 
 class Reported(Message, frozen=True):
-    """How command `number` ended on this process: for pulls alone."""
+    """Result of command `number` on this process. Only pulls are reported."""
 
     number: int
     result: StepResult
 
 
 class Failed(Message, frozen=True):
-    """Command `number` raised on this process. `fatal`: its mesh is broken; else the same is
-    expected of every process."""
+    """Command `number` raised on this process. `fatal` means that its mesh is broken. Otherwise
+    every process is expected to fail alike."""
 
     number: int
     message: str
@@ -56,22 +56,22 @@ class Failed(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Still here."""
+    """Heartbeat."""
 
 
 class Begin(Message, frozen=True):
-    """All processes are ready; from now on silence counts."""
+    """All processes are ready. Silence counts from now on."""
 
 
 class Ordered(Message, frozen=True):
-    """Run this next. Numbers count up by one."""
+    """Next command to run. Numbers count up by one."""
 
     number: int
     command: StepCommand
 
 
 class Stop(Message, frozen=True):
-    """Finish what was ordered, then end."""
+    """Finish the ordered commands, then end."""
 
 
 FollowerMessage = Join | Ready | Reported | Failed | Beat

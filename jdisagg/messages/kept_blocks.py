@@ -1,21 +1,22 @@
-"""What workers tell routers of the KV blocks that they keep: what came and went, in order.
+"""Messages from workers to routers about cached KV blocks: additions and removals, in order.
 
-An epoch is a time in which nothing was forgotten at once; its events are numbered from 1. A router
-says how far it knows a worker (`KeptMark`), and the worker tells what follows, or all that it has
-where that is not on record any more. So news that are lost, come twice or out of order cost a
-message and are made good by the next.
+An epoch is a period without a bulk removal. Its events are numbered from 1. A router acknowledges
+up to where it knows a worker (`KeptMark`). The worker sends the events that follow, or its whole
+state if those are no longer recorded. Lost, doubled or reordered news thus cost one message, and
+the next repairs them.
 
-A block is told by the first bytes of its name, which is a keyed hash
-(`scheduler/residency.py`): who does not know the key learns nothing of what was asked."""
+A block is identified by the first bytes of its name, a keyed hash (`scheduler/residency.py`).
+Without the key, names reveal nothing about prompts.
+"""
 
 from jdisagg.plain import Message
 
-TOLD_BYTES = 8  # of a name: two blocks that meet in them cost a router's guess, and no token
+TOLD_BYTES = 8  # prefix of a name; a collision costs a wrong estimate at the router, never a token
 
 
 class KeptScheme(Message, frozen=True):
-    """How a worker names its blocks: what must be equal for KV to be, the fleet's grain, and how
-    many tokens, a multiple of the grain, are a block here."""
+    """Naming of a worker's blocks: everything that must be equal for KV to be equal, the fleet's
+    block size, and the tokens of a block here, a multiple of that size."""
 
     model: str
     grain_tokens: int
@@ -23,17 +24,21 @@ class KeptScheme(Message, frozen=True):
 
 
 class KeptMark(Message, frozen=True):
-    """How far a router knows a worker: the events of this epoch up to this number. Epochs count
-    from 1; 0: it knows nothing."""
+    """Last event of a worker that a router has processed. Epochs count from 1, and 0 means none."""
 
     epoch: int = 0
     number: int = 0
 
 
 class KeptNews(Message, frozen=True):
-    """Blocks of `worker`, `TOLD_BYTES` of each name one behind the other. `whole`: all that it
-    keeps after event `number`. Else what follows event `number`: a byte of `added` for each block,
-    1 where it came and 0 where it went."""
+    """Changed or cached blocks of `worker`.
+
+    Attributes:
+        number: Event before the first one here, or the last one if `whole`.
+        names: `TOLD_BYTES` of each block's name, concatenated.
+        added: One byte per block, 1 for an addition and 0 for a removal. Empty if `whole`.
+        whole: Whether `names` lists every cached block after event `number`.
+    """
 
     worker: str
     epoch: int

@@ -1,26 +1,33 @@
-"""What the two ends of a transfer channel say to each other about bytes: plain data, JAX-free,
-carried by a `KvLink`.
+"""Control messages between the two ends of a transfer channel: plain data, JAX-free, carried by a
+`KvLink`.
 
-When R is introduced to S:
-    R -> S  Open          R will pull
-    S -> R  Opened        where from
-One pull, receiver process R and each sender process S of the peer's instance:
-    R -> S  PullRequest   what R wants for its own devices, under a fresh random id, which names it
-                          on the data plane, too
-    S -> R  Posted        where the bytes wait (perhaps none: S holds nothing for R), or
-    S -> R  Refused       why not; also later, when the offer is revoked
-    R -> S  Pulled        all has arrived; S forgets the posting, or
-    R -> S  Withdraw      R gave up; S takes back what it posted under the id
-    R -> S  Leave         R will pull nothing more; S closes what it kept for R
-A pull ahead: R, who knows where from and which pieces, pulls on the data plane as it asks, before
-anything is posted, perhaps before the offer is made. S then posts without a word; where it refuses,
-or is told to withdraw, it posts an error under the id, so that nothing stays parked in the engine.
-By shared memory, where R can map S's: R says so in its request, S answers once the bytes are
-written there, and R says Pulled once it needs them no more. Over NIXL, where both have it:
-likewise; R reads what S wrote, and says Pulled when it has. From device to device on one host,
-where both lend memory of theirs: likewise; R copies what S has computed, which S only keeps.
-Any message may be lost, late or doubled: ids are used once and deadlines decide. Devices are
-numbers of the side that names them."""
+Before the first pull of receiver process R from sender process S:
+
+- R -> S  Open: R will pull.
+- S -> R  Opened: the address to pull from.
+
+One pull of R from each sender process S of the peer's instance:
+
+- R -> S  PullRequest: the KV that R needs for its own devices, under a fresh random id that also
+  names it on the data plane.
+- S -> R  Posted: where the bytes wait (none if S holds nothing for R), or
+- S -> R  Refused: the reason. Also sent later, when the offer is revoked.
+- R -> S  Pulled: everything arrived and S forgets the posting, or
+- R -> S  Withdraw: R gave up and S takes back its posting under the id.
+- R -> S  Leave: R will pull nothing more and S closes its state for R.
+
+Pull ahead: if R knows the address and the pieces, it pulls on the data plane together with its
+request, before the posting and perhaps before the offer. S then posts without a reply. If S refuses
+or receives a withdrawal, it posts an error under the id, so that nothing stays parked in the
+engine.
+
+Other data planes follow the same exchange. With shared memory, S answers once the bytes are
+written, and R sends Pulled once it needs them no more. With NIXL, R reads what S wrote into
+registered memory. With CUDA IPC on one host, R copies the arrays that S computed and holds.
+
+Any message may be lost, late or doubled: ids are used once and deadlines decide. Device numbers
+belong to the side that names them.
+"""
 
 from typing import Protocol
 
@@ -29,7 +36,7 @@ from jdisagg.plain import Message
 
 
 class Wanted(Message, frozen=True):
-    """One device of the receiving dp rank: the process it belongs to and its head shard (0 ..
+    """One device of the receiving dp rank, with its process and its head shard (0 ..
     PullRequest.head_shards - 1)."""
 
     device: int
@@ -38,8 +45,7 @@ class Wanted(Message, frozen=True):
 
 
 class PostedPiece(Message, frozen=True):
-    """One piece: from `source` (a device of the sender) to `destination` (a device of the
-    receiver), its `part`-th granule."""
+    """Granule `part` of the pieces from sender device `source` to receiver device `destination`."""
 
     source: int
     destination: int
@@ -47,8 +53,8 @@ class PostedPiece(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """The receiver's connection number `link` to the sender of this boot is about to be used, with
-    so many transports."""
+    """The receiver will use its connection `link` to this boot of the sender, with `transports`
+    parallel connections."""
 
     sender_boot_id: int
     link: int
@@ -56,29 +62,36 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """What is posted for connection number `link` is posted on the transfer server at `address`."""
+    """Postings for connection `link` are on the transfer server at `address`."""
 
     link: int
     address: str
 
 
 class PullRequest(Message, frozen=True):
-    """What one receiver process asks of one sender process.
+    """Request of one receiver process to one sender process.
 
-    pull_id: random 64 bits, used once. sender_boot_id: whom it is meant for; another boot refuses.
-    link: counts the connections that
-        the receiver has made to this sender process; a higher number replaces the lower one.
-    transports: connections of the data plane, which must be equal on both sides. deadline_seconds:
-    what remains of the pull's. codec: how it travels. dtype, components, granule, tokens,
-    head_size: of a piece [1, C, G, T, H] before the codec. head_shards: over how many shards the
-    receiver splits its heads. wanted: all devices of the receiving rank, in all processes, from
-        which every sender process makes the same plan. process: the receiver's own among them; only
-        its devices are served.
-    turn: which replica of the sender begins. address: of a pull ahead, the transfer server from
-    which `pieces`, in this order, are being pulled already; "" and () otherwise. shared: the
-    receiver maps the sender's shared memory, and wants them there. nixl: it reads the sender's
-    registered memory, and wants them there. device: it copies from the sender's devices, where
-    they are to stay."""
+    Attributes:
+        pull_id: Random 64 bits, used once.
+        sender_boot_id: Intended boot of the sender. Any other refuses.
+        link: Number of the receiver's connection to this sender process. A higher number replaces a
+            lower one.
+        transports: Connections of the data plane, equal on both sides.
+        deadline_seconds: Remaining time of the pull.
+        codec: Codec of the pieces.
+        dtype, components, granule, tokens, head_size: Type and sizes of a piece [1, C, G, T, H]
+            before the codec.
+        head_shards: Shards of the receiver's heads.
+        wanted: Devices of the receiving rank in all processes, from which every sender process
+            computes the same plan.
+        process: The receiver's own process. Only its devices are served.
+        turn: Index of the sender's replica to use first.
+        address: Transfer server of a pull ahead, else empty.
+        pieces: Pieces of a pull ahead, in the order in which they are pulled.
+        shared: Whether the receiver maps the sender's shared memory and expects the pieces there.
+        nixl: Whether the receiver reads the sender's memory registered with NIXL.
+        device: Whether the receiver copies from the sender's devices over CUDA IPC.
+    """
 
     pull_id: int
     offer_id: int
@@ -104,8 +117,8 @@ class PullRequest(Message, frozen=True):
 
 
 class InMemory(Message, frozen=True):
-    """Where pieces lie in the sender's shared memory, or will lie once its first byte says so: the
-    descriptor and inode of their region, and at which byte each leaf begins."""
+    """Pieces in the sender's shared memory, complete once the region's first byte is set:
+    descriptor and inode of the region, and the byte offset of each leaf."""
 
     descriptor: int
     inode: int
@@ -113,9 +126,8 @@ class InMemory(Message, frozen=True):
 
 
 class InRegistered(Message, frozen=True):
-    """Where pieces lie in memory that the sender has registered with NIXL: what its agent says of
-    the region, the region's address, how many bytes of it are theirs, and at which byte each leaf
-    begins."""
+    """Pieces in memory that the sender registered with NIXL: its agent's metadata, the region's
+    address, the bytes in use, and the byte offset of each leaf."""
 
     metadata: bytes
     address: int
@@ -124,8 +136,8 @@ class InRegistered(Message, frozen=True):
 
 
 class LentAllocation(Message, frozen=True):
-    """Memory of a device that other processes of the host can open by its handle: its bytes, and a
-    number that no other of the sender has."""
+    """Device memory that other processes of the host can open by its CUDA IPC handle: its size in
+    bytes, and a number unique at the sender."""
 
     handle: bytes
     number: int
@@ -133,8 +145,8 @@ class LentAllocation(Message, frozen=True):
 
 
 class OnDevice(Message, frozen=True):
-    """Where pieces lie on the sender's devices: the allocations, and for each leaf the place of its
-    own among them and at which of its bytes it begins."""
+    """Pieces on the sender's devices: the allocations, and for each leaf the index of its
+    allocation and its byte offset in it."""
 
     allocations: tuple[LentAllocation, ...]
     places: tuple[int, ...]
@@ -142,12 +154,14 @@ class OnDevice(Message, frozen=True):
 
 
 class Posted(Message, frozen=True):
-    """The pieces wait under uuid `pull_id` on the transfer server at `address` (host:port), in this
-    order, each as its codec's leaves.
+    """The pieces wait under uuid `pull_id` in this order, each as its codec's leaves.
 
-    heads: kv heads of the whole block. pieces: may be empty, then nothing waits and `address` says
-    nothing. memory: where they lie instead, if shared or registered memory or the devices' own was
-    asked for."""
+    Attributes:
+        address: Transfer server (host:port), meaningless if `pieces` is empty.
+        heads: kv heads of the whole block.
+        pieces: Posted pieces. Empty if nothing waits.
+        memory: Location of the pieces if shared memory, NIXL or CUDA IPC was requested.
+    """
 
     pull_id: int
     link: int
@@ -158,7 +172,7 @@ class Posted(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The pull has failed. `error`: name of a type in jdisagg/errors.py."""
+    """The pull has failed. `error` is the name of a type in jdisagg/errors.py."""
 
     pull_id: int
     error: str
@@ -166,22 +180,21 @@ class Refused(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """All that this sender process posted under the id has arrived; what lay in shared or
-    registered memory or on its devices is not needed any more."""
+    """Everything that this sender process posted under the id has arrived. Its memory may be
+    reused."""
 
     pull_id: int
 
 
 class Withdraw(Message, frozen=True):
-    """The receiver gave the pull up. `ahead`: it was pulled ahead, and its request waits in the
-    engine."""
+    """The receiver gave up the pull. `ahead` means that its request already waits in the engine."""
 
     pull_id: int
     ahead: bool = False
 
 
 class Leave(Message, frozen=True):
-    """The receiver closes its connection number `link` and all before."""
+    """The receiver closes its connection `link` and all earlier ones."""
 
     link: int
 
@@ -199,5 +212,5 @@ class KvEnvelope(Message, frozen=True):
 
 class KvPlanePort(Protocol):
     async def send(self, envelope: KvEnvelope) -> None:
-        """Raises InvalidRequestError where the envelope is for another boot of this process."""
+        """Raises InvalidRequestError if the envelope is for another boot of this process."""
         ...

@@ -1,11 +1,9 @@
-"""Messages as bytes and back: msgpack of `msgspec` structs. This file is the whole internal wire
-format.
+"""The internal wire format: msgpack of `msgspec` structs.
 
-Both ends of a connection speak the same protocol, so fields go by position and no schema stands
-beside the classes. Every call and every stream names its protocol in its metadata, which a server
-checks before it reads a byte of what was packed (`service/internal/rpc.py`). What does not decode
-to the expected class is an `InvalidRequestError` that names the place and what was found there;
-lengths that a message only claims to have cost no memory.
+Both ends of a connection use the same protocol version, so fields are encoded by position without a
+schema. Every call and stream carries its version in its metadata, and a server checks it before it
+decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the expected class raise
+`InvalidRequestError` with the place and the value found. Claimed lengths allocate no memory.
 """
 
 from typing import Generic, TypeVar
@@ -14,7 +12,7 @@ import msgspec
 
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
-# Counts up whenever a message changes its bytes or its meaning.
+# Incremented whenever a message changes its bytes or its meaning.
 PROTOCOL = 20
 
 T = TypeVar("T")
@@ -23,11 +21,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def pack(message: object) -> bytes:
-    """The bytes of a message.
+    """Encodes a message.
 
     Raises:
-        InvalidRequestError: a value in it cannot be sent: a number beyond 64 bits, a text that is
-            not Unicode.
+        InvalidRequestError: A value cannot be encoded: a number beyond 64 bits, or text that is not
+            Unicode.
     """
     try:
         return _encoder.encode(message)
@@ -47,7 +45,7 @@ class Unpacker(Generic[T]):
         """Decodes `data`.
 
         Raises:
-            InvalidRequestError: the bytes are not such a message.
+            InvalidRequestError: The bytes are not such a message.
         """
         try:
             return self._decoder.decode(data)
@@ -58,8 +56,8 @@ class Unpacker(Generic[T]):
 
 
 def check_protocol(theirs: str | bytes | None, service: str) -> None:
-    """Raises IncompatiblePeerError, naming both versions, unless the caller of `service` speaks
-    this protocol."""
+    """Raises IncompatiblePeerError, with both versions, unless the caller of `service` uses this
+    protocol version."""
     if theirs != str(PROTOCOL):
         named = theirs if isinstance(theirs, str) else "none"
         raise IncompatiblePeerError(

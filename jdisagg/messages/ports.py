@@ -1,9 +1,10 @@
-"""Ports: what the request path asks of a worker, and what two workers ask of each other at a
+"""Ports: the calls of the request path to a worker, and the calls between two workers at a
 hand-off.
 
-An embedded cluster calls these directly, processes over gRPC. All arguments are frozen plain data.
-Durations are remaining seconds. `attempt` numbers rise with each retry of a request, so that a late
-zombie is ignored."""
+An embedded cluster calls these directly, separate processes over gRPC. All arguments are frozen
+plain data. Durations are remaining seconds. `attempt` numbers rise with each retry of a request, so
+that calls of an outdated attempt are ignored.
+"""
 
 import enum
 from collections.abc import AsyncIterator
@@ -17,21 +18,25 @@ from jdisagg.request import CachedTokens, Request, TokenLogprobs
 
 
 class Child(Message, frozen=True):
-    """One of a request's n streams and the tokens already accepted for it; these are forced on
-    re-prefill, never resampled."""
+    """One of a request's n streams, with its accepted tokens. A new prefill forces these and never
+    resamples them."""
 
     index: int
     accepted: tuple[int, ...] = ()
 
 
 class ReserveCall(Message, frozen=True):
-    """Asks a decode worker for pages for the prompt, the accepted tokens and expected growth of all
+    """Reserves pages on a decode worker for the prompt, accepted tokens and expected growth of
     `children`.
 
-    Several children share the prompt's pages, so they must have accepted nothing yet. `age_seconds`
-    is how long ago the request arrived: queues serve by arrival, so that a preempted request goes
-    before younger ones. `whole`: all of its KV will come, also what is known here. `computes`: the
-    worker itself will compute what is not known here, one token at least."""
+    Attributes:
+        children: Streams to reserve for. Several share the prompt's pages, so they must have no
+            accepted tokens.
+        age_seconds: Time since the request arrived. Queues serve by arrival, so a preempted request
+            precedes younger ones.
+        whole: Whether all KV will be sent, including positions cached here.
+        computes: Whether the worker itself computes what is not cached here, at least one token.
+    """
 
     request: Request
     attempt: int
@@ -43,8 +48,8 @@ class ReserveCall(Message, frozen=True):
 
 
 class Reservation(Message, frozen=True):
-    """Pages held under a lease of `lease_seconds` from now; `generate` takes it over. The first
-    `cached_tokens` positions are known here, and need neither be computed nor sent."""
+    """Pages held under a lease of `lease_seconds`, until `generate` takes them over. The first
+    `cached_tokens` positions are cached here and are neither computed nor sent."""
 
     reservation_id: int
     worker: str
@@ -60,9 +65,14 @@ class FirstToken(Message, frozen=True):
 
 
 class HandoffSource(Message, frozen=True):
-    """Where the KV will come from: the sender's name, the hand-off's id there, and where its
-    `PeerPort` listens (host:port; empty where it is known by name, as in the embedded cluster).
-    `boot_id`: of the sender's process; 0 where nobody knows it: then a hello finds out."""
+    """The sender of a sequence's KV.
+
+    Attributes:
+        worker: Name of the sender.
+        handoff_id: Id of the hand-off at the sender.
+        address: host:port of its `PeerPort`. Empty in the embedded cluster, which resolves names.
+        boot_id: Boot of the sender's process. 0 means unknown, and a hello then finds it out.
+    """
 
     worker: str
     handoff_id: int
@@ -71,7 +81,7 @@ class HandoffSource(Message, frozen=True):
 
 
 class GenerateCall(Message, frozen=True):
-    """Starts a reserved sequence. `source` None: the worker prefills it itself."""
+    """Starts a reserved sequence. Without `source` the worker prefills it itself."""
 
     reservation_id: int
     attempt: int
@@ -80,8 +90,8 @@ class GenerateCall(Message, frozen=True):
 
 
 class SpanEnd(enum.Enum):
-    """Why a child's spans end. `PREEMPTED`: its pages were taken; re-enter the path with the
-    accepted tokens. `MOVED`: the worker that took the sequence over goes on with it."""
+    """Why a child's spans end. `PREEMPTED`: its pages were taken, and the path retries with the
+    accepted tokens. `MOVED`: another worker took the sequence over and continues it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -90,9 +100,8 @@ class SpanEnd(enum.Enum):
 
 
 class SourceLost(Message, frozen=True):
-    """The KV of hand-off `handoff_id` will not come (any more). The reservation is kept a while,
-    with the first `kept_tokens` positions that have come: `resume_source` lets the rest come from
-    elsewhere."""
+    """The KV of hand-off `handoff_id` will not arrive. The reservation is kept for a while with the
+    first `kept_tokens` positions, and `resume_source` can fetch the rest from another source."""
 
     handoff_id: int
     kept_tokens: int
@@ -100,15 +109,19 @@ class SourceLost(Message, frozen=True):
 
 
 class Span(Message, frozen=True):
-    """Tokens `first_index`.. (counted from the first generated token) of one child, all from one
-    step or span of steps.
+    """Tokens of one child from generated token `first_index` on, all from one dispatch.
 
-    On `STOP` the stop id itself is the last token. Set on the first span: `kv_bytes_moved` counts
-    what the hand-off moved, `exposed_transfer_seconds` what it took beyond the prefill;
-    `prompt_logprobs`, where they were asked for. `aside`: behind these tokens, if any, the child
-    has no pages for a while. `lost` and `moving` are news of the whole reservation, without
-    tokens: the KV's source failed; the sequence can be taken over from this worker under that
-    hand-off."""
+    On `STOP` the last token is the stop id itself.
+
+    Attributes:
+        kv_bytes_moved: Bytes of the hand-off, on the first span.
+        exposed_transfer_seconds: Hand-off time beyond the prefill, on the first span.
+        lost: Failure of the KV's source. Concerns the whole reservation, without tokens.
+        moving: Hand-off under which another worker can take the sequence over. Concerns the whole
+            reservation, without tokens.
+        prompt_logprobs: Requested prompt log-probabilities, on the first span.
+        aside: Whether the child has no pages for a while after these tokens.
+    """
 
     child: int
     first_index: int
@@ -124,8 +137,8 @@ class Span(Message, frozen=True):
 
 
 class ResumeCall(Message, frozen=True):
-    """Lets the rest of a reservation's KV come from another source. `firsts`: first tokens that the
-    client has already; they hold, whatever the new source samples."""
+    """Fetches the rest of a reservation's KV from another source. `firsts` are first tokens that
+    the client already has. They override what the new source samples."""
 
     reservation_id: int
     attempt: int
@@ -134,9 +147,14 @@ class ResumeCall(Message, frozen=True):
 
 
 class PrefillCall(Message, frozen=True):
-    """Computes prompt + accepted tokens, samples one token per child, and offers the KV from
-    `from_token` on under `handoff_id`: none where that is all of them. `peer`: a hint that another
-    worker keeps the first `peer_tokens` of them, and gives them under that hand-off."""
+    """Computes prompt and accepted tokens, samples one token per child, and offers the KV.
+
+    Attributes:
+        from_token: First position whose KV is offered under `handoff_id`. At the end of the prompt
+            nothing is offered.
+        peer: Hint at a worker that has the first `peer_tokens` positions cached and sends them
+            under this hand-off.
+    """
 
     request: Request
     attempt: int
@@ -151,8 +169,8 @@ class PrefillCall(Message, frozen=True):
 
 
 class PrefillReply(Message, frozen=True):
-    """`cached`: tokens of the prompt itself that were known and not computed, by where they were.
-    `prompt_logprobs`: where they were asked for."""
+    """Result of a prefill. `cached` counts cached tokens of the prompt by tier. `prompt_logprobs`
+    is set if requested."""
 
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
@@ -162,10 +180,16 @@ class PrefillReply(Message, frozen=True):
 
 
 class FetchCall(Message, frozen=True):
-    """Asks a worker for KV that it keeps: of the blocks of `block_tokens` positions that `names`
-    are, a chain from the first position on, those from the `first` on. Offered under `handoff_id`,
-    to worker `asker`, for `deadline_seconds` at the most. Names are keyed and say whose tenant a
-    block is: who can name one may have it."""
+    """Fetches cached KV from a worker. Names are keyed and include the tenant, so the right to
+    fetch a block follows from its name.
+
+    Attributes:
+        asker: Worker that receives the KV.
+        names: Chain of block names from the first position on.
+        first: Index of the first block to fetch.
+        block_tokens: Positions of a block.
+        deadline_seconds: Time limit of the offer.
+    """
 
     handoff_id: int
     asker: str
@@ -176,18 +200,24 @@ class FetchCall(Message, frozen=True):
 
 
 class FetchReply(Message, frozen=True):
-    """So many blocks, from the `first` on, are offered: all that were asked for, fewer, or none,
-    and then no hand-off was begun."""
+    """Number of blocks offered from `first` on, at most those requested. With 0 no hand-off
+    began."""
 
     blocks: int = 0
 
 
 class Offer(Message, frozen=True):
-    """A block of KV ready to be pulled (perhaps still computing): positions [start, start +
-    valid_tokens) of `groups` layer groups from `group` on, padded to `block_tokens`, on dp rank
-    `rank` of the sender. `state`: not KV but the sequence's state in all layers, after all
-    positions of the hand-off, as a block of one token. `window`: positions that the layers with a
-    window still see, of their own groups, after all others of the hand-off too."""
+    """A KV block that can be pulled, perhaps still being computed.
+
+    It holds positions [start, start + valid_tokens) of `groups` layer groups from `group` on,
+    padded to `block_tokens`, on dp rank `rank` of the sender.
+
+    Attributes:
+        state: Whether the block holds the sequence's state in all layers instead of KV, as one
+            token. It follows all positions of the hand-off.
+        window: Whether the block holds positions that layers with a window still attend to, in
+            groups of their own. It follows all other offers.
+    """
 
     offer_id: int
     group: int
@@ -201,18 +231,22 @@ class Offer(Message, frozen=True):
 
 
 class OfferChecksum(Message, frozen=True):
-    """What an offered block must sum to after insertion; follows its offer once it is computed."""
+    """Expected checksum of an offered block after insertion, sent once the block is computed."""
 
     offer_id: int
     checksum: int
 
 
 class HandoffEnd(Message, frozen=True):
-    """All is offered: how many offers there were, how many positions, and the tokens sampled at the
-    end. `prompt_logprobs` again, as in `PrefillReply`, which may not arrive.
+    """End of a hand-off. `prompt_logprobs` repeats those of `PrefillReply`, which may be lost.
 
-    Of a running sequence that moves, `moved` holds all tokens generated so far; the newest one's KV
-    is not among the positions."""
+    Attributes:
+        offers: Number of offers.
+        tokens: Number of positions.
+        firsts: Tokens sampled at the end.
+        moved: All generated tokens of a running sequence that moves. The KV of the newest is not
+            included.
+    """
 
     offers: int
     tokens: int
@@ -225,14 +259,17 @@ PeerMessage = Offer | OfferChecksum | HandoffEnd
 
 
 class PeerHello(Message, frozen=True):
-    """What must match before two workers hand over KV. `kv_layers` is the KV spec in words;
-    differing fields are refused by name.
+    """Properties that two workers compare before they hand over KV. Differences are refused by
+    field name.
 
-    `windows_apart`: layers with a window are handed over apart, as far as they are still seen.
-
-    `worker`, `boot_id`, `checksum_key` and `mesh` are each side's own (of the mesh, `transports`
-    must match). `checksum_key` keys the checksums of what this side offers: a secret, told over
-    this control connection alone."""
+    Attributes:
+        kv_layers: KV spec as text.
+        windows_apart: Whether layers with a window are sent separately, limited to their window.
+        worker, boot_id: Sender's name and boot, which may differ between the sides.
+        checksum_key: Secret key of the checksums of this side's offers, sent over this control
+            connection only. It may differ.
+        mesh: Sender's mesh. Only its `transports` must be equal.
+    """
 
     protocol: int
     worker: str
@@ -248,8 +285,8 @@ class PeerHello(Message, frozen=True):
 
 
 async def close_stream(items: object) -> None:
-    """Closes what a port's iterator holds: that cancels. What is no generator has nothing to
-    close."""
+    """Closes a port's iterator, which cancels the call. Iterators that are no generators hold
+    nothing to close."""
     aclose = getattr(items, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -257,17 +294,17 @@ async def close_stream(items: object) -> None:
 
 class PrefillPort(Protocol):
     async def prefill(self, call: PrefillCall) -> PrefillReply:
-        """Returns when the tokens are sampled. Raises OverloadedError (queue full),
-        DeadlineExceededError, UnavailableError."""
+        """Returns once the tokens are sampled. Raises OverloadedError (queue full),
+        DeadlineExceededError or UnavailableError."""
         ...
 
     async def cancel_prefill(self, handoff_id: int) -> None:
-        """Idempotent; frees compute, offers and pages of the hand-off."""
+        """Frees compute, offers and pages of the hand-off. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
-        """Nothing that is kept here is used again, nor what running sequences leave; returns how
-        many blocks were forgotten."""
+        """Empties the prefix cache, including blocks that running sequences will release, and
+        returns the number of blocks dropped."""
         ...
 
     async def status(self) -> WorkerStatus: ...
@@ -275,66 +312,66 @@ class PrefillPort(Protocol):
 
 class DecodePort(Protocol):
     async def reserve(self, call: ReserveCall) -> Reservation:
-        """Waits in a bounded queue until there is room. Raises OverloadedError when the queue is
-        full, InvalidRequestError when the request can never fit, DeadlineExceededError when the
-        wait outlasts the call's deadline."""
+        """Waits in a bounded queue for room. Raises OverloadedError if the queue is full,
+        InvalidRequestError if the request can never fit, DeadlineExceededError if the wait outlasts
+        the deadline."""
         ...
 
     def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
-        """Spans of all children until each has ended. Raises HandoffError, UnavailableError,
-        DeadlineExceededError. Closing the iterator cancels."""
+        """Yields spans of all children until each has ended. Closing the iterator cancels. Raises
+        HandoffError, UnavailableError or DeadlineExceededError."""
         ...
 
     async def resume_source(self, call: ResumeCall) -> int | None:
-        """Gives the old source up and lets the KV come from another: returns from which position on
-        it is wanted, None when all of it is here already. Raises HandoffError when the reservation
-        is not held (any more)."""
+        """Replaces the source of the KV. Returns the position from which KV is needed, or None if
+        all has arrived. Raises HandoffError if the reservation is not held any more."""
         ...
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
-        """Idempotent; frees the slot within one step and the pages at once (KV in flight within its
-        lease). `child` None is all."""
+        """Frees the slot within one step and the pages at once, or within its lease for KV in
+        flight. `child` None cancels all. Idempotent."""
         ...
 
     async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        """Lets slot and pages of all children go as soon as their KV is here. It is kept in host
-        memory for so long, as far as there is room; what is not ends as preempted. None: they go on
-        when they get pages. The last call holds; idempotent."""
+        """Swaps out all children once their KV is here and keeps it in host memory for
+        `keep_seconds`, as far as room allows. Others end as preempted. None resumes them when they
+        get pages. The last call wins. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
-        """Nothing that is kept here is used again, nor what running sequences leave; returns how
-        many blocks were forgotten."""
+        """Empties the prefix cache, including blocks that running sequences will release, and
+        returns the number of blocks dropped."""
         ...
 
     async def status(self) -> WorkerStatus: ...
 
 
 class PeerPort(Protocol):
-    """The worker that KV comes from, as its receiver sees it: at a hand-off a prefill worker, or a
-    decode worker that hands a running sequence on; at a fetch the worker that keeps what a prefill
-    worker wants."""
+    """The sender of KV as its receiver sees it: a prefill worker at a hand-off, a decode worker
+    that moves a running sequence, or a worker with cached blocks that a prefill worker fetches."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        """Raises IncompatiblePeerError naming the field that differs and both values."""
+        """Raises IncompatiblePeerError with the field that differs and both values."""
         ...
 
     async def fetch(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of kept blocks, as far as they are here and may go now. The holder
-        decides: what its caller believes is a hint."""
+        """Begins a hand-off of those cached blocks that are still here and may be sent. The holder
+        decides, because the caller's view is only a hint."""
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        """Offers as they are made, the checksum of each when it is computed, then HandoffEnd.
+        """Yields offers as they are made, each one's checksum once computed, then HandoffEnd.
 
-        Raises HandoffError when the sender gave up."""
+        Raises:
+            HandoffError: The sender gave up.
+        """
         ...
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        """These blocks have arrived; the sender forgets them. Naming none says that the receiver is
-        still at it: the lease goes on. Idempotent."""
+        """Reports that these blocks arrived, and the sender frees them. Without ids it only renews
+        the lease. Idempotent."""
         ...
 
     async def abort(self, handoff_id: int, reason: str) -> None:
-        """The receiver gives up; the sender frees all of it. Idempotent."""
+        """Reports that the receiver gave up, and the sender frees the hand-off. Idempotent."""
         ...

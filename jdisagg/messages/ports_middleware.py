@@ -1,4 +1,4 @@
-"""Something between a port and its callers: every call goes through it, one file for all ports.
+"""Middleware for ports: one mechanism that intercepts the calls of any port.
 
     class Slow:
         async def unary(self, proceed, *args):          # any call that has one reply
@@ -13,10 +13,10 @@
 
     port = through(DecodePort, port, Slow())
 
-A middleware is any object; it takes part in what it has methods for. `proceed` is the port's own
-method; a middleware calls it with the same arguments, others, or not at all. What it has no method
-for goes straight to the port and costs nothing. Which methods a port has, and which of them
-stream, is read from its Protocol once; the calls of one wrapped port are bound when it is wrapped.
+A middleware is any object and intercepts the calls that it has methods for. `proceed` is the port's
+own method, which a middleware calls with the same arguments, with others, or not at all. Other
+calls reach the port directly at no cost. The methods of a port, and which of them stream, are read
+from its Protocol once. The calls of a wrapped port are bound when it is wrapped.
 """
 
 import inspect
@@ -27,12 +27,12 @@ P = TypeVar("P")
 
 
 class _Through:
-    """A port whose methods are bound when it is made."""
+    """A port whose methods are bound at its creation."""
 
 
 @cache
 def port_methods(protocol: type) -> tuple[tuple[str, bool], ...]:
-    """The methods of a port's Protocol, each with whether it streams (it is no coroutine)."""
+    """Returns the methods of a port's Protocol, each with whether it streams (is no coroutine)."""
     return tuple(
         (name, not inspect.iscoroutinefunction(method))
         for name, method in vars(protocol).items()
@@ -41,16 +41,16 @@ def port_methods(protocol: type) -> tuple[tuple[str, bool], ...]:
 
 
 def through(protocol: type[P], port: P, middleware: object) -> P:
-    """Puts `middleware` before `port`.
+    """Wraps `port` with `middleware`.
 
     Args:
-      protocol: The Protocol that `port` implements; the result implements it.
-      port: Where calls go on to.
-      middleware: An object with methods `unary` and `stream`, or with methods named as the port's,
-        or both; the named ones come first.
+        protocol: Protocol that `port` implements.
+        port: Receiver of the calls.
+        middleware: Object with methods `unary` and `stream`, with methods named as the port's, or
+            with both. Named methods take precedence.
 
     Returns:
-      A port whose calls pass the middleware.
+        A port whose calls pass the middleware.
     """
     wrapped = _Through()
     for name, streams in port_methods(protocol):

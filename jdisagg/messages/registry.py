@@ -1,5 +1,4 @@
-"""How workers and routers find each other: a worker's card, and the port that a router offers to
-its workers."""
+"""Registration: the card of a worker, and the port that a router offers to its workers."""
 
 from typing import Protocol
 
@@ -12,8 +11,11 @@ from jdisagg.plain import Message
 
 
 class ModelCard(Message, frozen=True):
-    """The model that a worker serves. `fingerprint` is equal where the weights, their dtype and the
-    KV's geometry are. `geometry`: what a cost model needs of it; None: seconds are not predicted.
+    """The model that a worker serves.
+
+    Attributes:
+        fingerprint: Hash of the weights, their dtype and the KV geometry.
+        geometry: Input of the cost model, or None if no times are predicted.
     """
 
     name: str
@@ -27,13 +29,18 @@ class ModelCard(Message, frozen=True):
 
 
 class WorkerCard(Message, frozen=True):
-    """What a worker says when it registers. `boot_id` is random at each start; `address`: host:port
-    of its gRPC services.
+    """A worker's registration.
 
-    place: "rack/host/domain/process" of its devices, where any suffix may be missing: two workers
-    are as close as the parts that they share from the first on; where a fast domain spans hosts,
-    name it as the host. hardware: how fast each device is; None: not known. stages: pipeline stages
-    of layout.devices each. kept: how the KV that it keeps is named; None: it keeps none."""
+    Attributes:
+        boot_id: Random number of this start.
+        address: host:port of its gRPC services.
+        place: "rack/host/domain/process" of its devices, where any suffix may be missing. Two
+            workers are as close as their common prefix of parts. If a fast domain spans hosts, name
+            it as the host.
+        hardware: Speed of each device, or None if unknown.
+        stages: Pipeline stages of layout.devices each.
+        kept: Naming of its cached KV blocks, or None without a prefix cache.
+    """
 
     name: str
     boot_id: int
@@ -48,16 +55,16 @@ class WorkerCard(Message, frozen=True):
 
 
 class RegistryPort(Protocol):
-    """What a router does with workers that come and go."""
+    """A router's calls for workers that join and leave."""
 
     async def register(self, card: WorkerCard) -> None: ...
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """False: not known; register again."""
+        """Returns False if the worker is unknown and must register again."""
         ...
 
     async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
-        """What the worker keeps has changed. Returns how far the router knows it now, which is not
-        always as far as these news go."""
+        """Applies changes of the worker's cached blocks. Returns the last event that the router has
+        processed, which may precede these changes."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

@@ -1,9 +1,9 @@
-"""Changing roles: what a worker is asked, and what it says of the change. Plain data and a port, as
-in ports.py.
+"""Role changes: calls to a worker and its reports. Plain data and ports, as in ports.py.
 
-A change is a new life of the same process: it drains, leaves its routers, lays the same weights out
-anew, warms up, and registers under the same name and address with its new role and a new boot id.
-While its port is closed nobody answers; who asks tries again until a deadline."""
+A change is a new incarnation of the same process. The worker drains, leaves its routers, reshards
+its weights, warms up, and registers under the same name and address with its new role and a new
+boot id. While its port is closed, callers retry until a deadline.
+"""
 
 import enum
 from typing import Protocol
@@ -14,8 +14,8 @@ from jdisagg.plain import Message
 
 
 class SwitchState(enum.Enum):
-    """`NONE`: the process never changed its role since it was started. `FAILED`: it is back in its
-    old role."""
+    """`NONE`: the process has not changed its role since its start. `FAILED`: it is back in its old
+    role."""
 
     NONE = "none"
     DRAINING = "draining"
@@ -24,8 +24,8 @@ class SwitchState(enum.Enum):
 
 
 class SwitchCall(Message, frozen=True):
-    """`switch_id`: drawn by the caller, so that the report of this change is told from those of
-    others."""
+    """Change to `role` with `layout`. `switch_id` is drawn by the caller and identifies this change
+    in reports."""
 
     switch_id: int
     role: WorkerRole
@@ -33,9 +33,9 @@ class SwitchCall(Message, frozen=True):
 
 
 class SwitchReport(Message, frozen=True):
-    """What a worker says of its latest change, and what it is now. Seconds are spent draining,
-    laying weights out and building, and compiling or loading programs; `total_seconds` goes from
-    the call to the new registration."""
+    """A worker's latest change and its present role. Times cover draining, resharding and building,
+    and compiling or loading programs. `total_seconds` spans from the call to the new
+    registration."""
 
     worker: str
     boot_id: int
@@ -52,19 +52,20 @@ class SwitchReport(Message, frozen=True):
 
 class RolePort(Protocol):
     async def switch_role(self, call: SwitchCall) -> None:
-        """Returns when the change has begun. Raises InvalidRequestError, LayoutError,
-        UnavailableError (one is under way already): then nothing was changed."""
+        """Returns when the change has begun. Raises InvalidRequestError, LayoutError or
+        UnavailableError (a change is under way) without any effect."""
         ...
 
     async def switch_report(self) -> SwitchReport:
-        """Raises UnavailableError while the worker is between two lives."""
+        """Raises UnavailableError while the worker is between two incarnations."""
         ...
 
 
 class AdviceReport(Message, frozen=True):
-    """How many workers of each role there should be, how many there are, and what that follows
-    from. `elastic`: the router changes roles itself; `decision` is its latest word on that. Of
-    requests in the window: shares that met the objective, seconds at its quantile."""
+    """Recommended and present numbers of workers per role, with their basis. `elastic` means that
+    the router changes roles itself, and `decision` is its latest decision. Attainments are
+    fractions of the window's requests that met the objective. Quantile seconds are at
+    `slo_quantile`."""
 
     prefill: int
     decode: int
@@ -86,7 +87,7 @@ class AdviceReport(Message, frozen=True):
 
 
 class ClusterRolesPort(Protocol):
-    """What a router offers to scripts and autoscalers."""
+    """A router's role calls for scripts and autoscalers."""
 
     async def switch(
         self,
@@ -95,9 +96,9 @@ class ClusterRolesPort(Protocol):
         layout: Layout | None = None,
         deadline_seconds: float = 120.0,
     ) -> SwitchReport:
-        """Returns when the worker serves in `role`, or is back in its old one (the report says
-        FAILED). `layout` None: the usual one. Raises InvalidRequestError and UnavailableError where
-        the change may not be, DeadlineExceededError when its outcome is not known in time."""
+        """Returns when the worker serves in `role`, or is back in its old one (FAILED). `layout`
+        None means the usual one. Raises InvalidRequestError or UnavailableError if the change is
+        not possible, DeadlineExceededError if its outcome is unknown in time."""
         ...
 
     async def advice(self) -> AdviceReport: ...

@@ -1,5 +1,5 @@
-"""The spans of all sequences that one process started on a worker, as one stream: what goes over a
-connection in place of `DecodePort.reserve` and `DecodePort.generate`."""
+"""One stream per process with the spans of all sequences that it started on a worker. Connections
+use it in place of `DecodePort.reserve` and `DecodePort.generate`."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -9,7 +9,7 @@ from jdisagg.plain import Message
 
 
 class WireStatus(Message, frozen=True):
-    """A gRPC status: the code's name, its message, its trailing metadata."""
+    """A gRPC status: name of the code, message and trailing metadata."""
 
     code: str
     details: str
@@ -17,8 +17,7 @@ class WireStatus(Message, frozen=True):
 
 
 class ReservationSpans(Message, frozen=True):
-    """What came of one reservation since the last batch. Nothing follows once it has `ended`, or
-    where there is an `error`."""
+    """News of one reservation since the last batch. `ended` or `error` is final."""
 
     reservation_id: int
     spans: tuple[Span, ...] = ()
@@ -27,21 +26,21 @@ class ReservationSpans(Message, frozen=True):
 
 
 class SpanBatch(Message, frozen=True):
-    """The first of a session is empty: the session is open."""
+    """One message of a session. The first is empty and reports that the session is open."""
 
     reservations: tuple[ReservationSpans, ...] = ()
 
 
 class SpanSessionPort(Protocol):
-    """Sessions are named by random numbers of their callers. A session lives as long as its
-    stream: then all that it reserved and started is cancelled."""
+    """Sessions named by random numbers of their callers. A session ends with its stream, which
+    cancels everything that it reserved and started."""
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
-        """As `DecodePort.reserve`; the reservation belongs to the session."""
+        """Like `DecodePort.reserve`. The reservation belongs to the session."""
         ...
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """As `DecodePort.generate`; the spans, and an error too, go to the session's stream."""
+        """Like `DecodePort.generate`. Spans and errors arrive on the session's stream."""
         ...
 
     def spans(self, session_id: int) -> AsyncIterator[SpanBatch]: ...

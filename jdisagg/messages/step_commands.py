@@ -1,29 +1,29 @@
-"""`StepCommand -> Executor.run -> StepResult`: what a scheduler asks of a mesh, as plain
-serialisable data.
+"""Step commands: what a scheduler lets a mesh run (`StepCommand -> Executor.run -> StepResult`).
 
-A command names sequences, dp ranks, pages and slots by number and carries every token id the mesh
-does not hold. It holds no arrays, no clock and no randomness, so that a command stream can be
-broadcast to the processes of an instance, recorded, replayed, and run by a cost model. Positions
-are absolute in the sequence. Page ids are local to a dp rank.
+A command refers to sequences, dp ranks, pages and slots by number and carries every token id that
+the mesh does not hold. It holds no arrays, clock or randomness, so a command stream can be
+broadcast to the processes of an instance, recorded, replayed, or run by a cost model. Positions are
+absolute in the sequence. Page ids are local to a dp rank.
 
-Sequence state on the mesh: tokens t_0..t_(n-1) are known, KV is in pages for positions 0..n-2, the
-slot holds `token` = t_(n-1) and `position` = n-1. A decode step writes that token's KV, samples t_n
-and moves on, while position < limit."""
+State of a sequence on the mesh: with tokens t_0..t_(n-1) known, pages hold the KV of positions
+0..n-2, and the slot holds `token` = t_(n-1) and `position` = n-1. A decode step writes that token's
+KV, samples t_n and advances, while position < limit.
+"""
 
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import Message
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import SamplingParams, TokenLogprobs
 
-# The peer of pulls from this mesh's own host memory. It is always connected.
+# Peer name for pulls from this mesh's own host memory. It is always connected.
 HOST = "host memory"
-SLOW = "slow"  # of a `DiskResult`: its deadline passed
+SLOW = "slow"  # `DiskResult.error`: the deadline passed
 
 
 class SampleSpec(Message, frozen=True):
-    """How the next tokens of one child are chosen. `history` (prompt, generated ids) is filled only
-    when the choice depends on it; generated ids are all of them so far, the slot's own `token`
-    included. `min_position` is the first position at which a stop id may be sampled."""
+    """How the next tokens of one child are chosen. `prompt_history` and `output_history` are filled
+    only if the choice depends on them, and include the slot's own `token`. `min_position` is the
+    first position at which a stop id may be sampled."""
 
     child: int
     sampling: SamplingParams
@@ -34,8 +34,8 @@ class SampleSpec(Message, frozen=True):
 
 
 class OfferSpec(Message, frozen=True):
-    """A piece of a row's KV to offer: `groups` layer groups from `group` on, tokens [offset, offset
-    + block_tokens) of the rank's chunk."""
+    """A piece of a row's KV to offer: tokens [offset, offset + block_tokens) of the rank's chunk,
+    for `groups` layer groups from `group` on."""
 
     offer_id: int
     group: int
@@ -48,13 +48,14 @@ class PrefillRow(Message, frozen=True):
     """One sequence's part of a packed chunk: `tokens` at `offset` of dp rank `rank`'s chunk, from
     position `start` on.
 
-    `pages` covers positions [0, start + len(tokens)). `samples` is non-empty on the sequence's last
-    part: one per child. `state`: the slot that holds its state as of `start`, and then as of its
-    end, in a model that keeps some.
-
-    `prompt_logprobs`: of each token that follows one of `tokens` its log-probability is wanted,
-    with so many of the most likely ones; `following`: the token behind the last of them, -1 where
-    the prompt ends."""
+    Attributes:
+        pages: Pages of positions [0, start + len(tokens)).
+        samples: One per child on the sequence's last part, else empty.
+        state: Slot of the sequence's state, read as of `start` and written as of the row's end.
+        prompt_logprobs: Number of most likely tokens to report for each token after one of
+            `tokens`, or None.
+        following: Token after the last of `tokens`, or -1 at the prompt's end.
+    """
 
     sequence: int
     rank: int
@@ -70,10 +71,9 @@ class PrefillRow(Message, frozen=True):
 
 
 class PrefillChunk(Message, frozen=True):
-    """Run one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue
-    (start > 0) come first on their rank.
-
-    `checksum_key` keys the checksums of what is offered (ops/checksum.py)."""
+    """Runs one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue
+    (start > 0) come first on their rank. `checksum_key` keys the checksums of offers
+    (ops/checksum.py)."""
 
     step: int
     chunk_tokens: int
@@ -82,7 +82,7 @@ class PrefillChunk(Message, frozen=True):
 
 
 class ReleaseOffers(Message, frozen=True):
-    """Forget offered blocks: pulled and acknowledged, or given up; or those in host memory."""
+    """Frees offered blocks that were acknowledged or given up, on the device or in host memory."""
 
     step: int
     offer_ids: tuple[int, ...]
@@ -90,15 +90,20 @@ class ReleaseOffers(Message, frozen=True):
 
 
 class ExtractBlock(Message, frozen=True):
-    """Offer KV that lies in this mesh's pages (a running sequence moves to another worker): tokens
-    [start, start + valid_tokens) of `groups` layer groups from `group` on, on dp rank `rank`, as a
-    block of `block_tokens`. `pages` as in `InsertBlock`. Gives an `ExtractResult`. `to_host`: keep
-    it in host memory instead, for a pull whose peer is `HOST`; the result comes when it is there,
-    and nothing waits for it.
+    """Offers KV from this mesh's pages, of a running sequence that moves to another worker. Returns
+    an `ExtractResult`.
 
-    `state`: not KV but the sequence's state in all layers, which lies in the slot `pages[0]`: a
-    block of one token. `window`: KV of the layers with a window, where that is sent apart; groups
-    are then those that these layers alone are cut into, and `pages` those that they lie in."""
+    The block has tokens [start, start + valid_tokens) of `groups` layer groups from `group` on, on
+    dp rank `rank`, padded to `block_tokens`.
+
+    Attributes:
+        pages: As in `InsertBlock`.
+        to_host: Whether to store the block in host memory for a pull from peer `HOST`. The result
+            follows the copy and blocks nothing.
+        state: Whether to send the sequence's state in all layers, from slot `pages[0]`, as one
+            token.
+        window: Whether to send KV of the layers with a window, in groups and `pages` of their own.
+    """
 
     step: int
     offer_id: int
@@ -116,8 +121,7 @@ class ExtractBlock(Message, frozen=True):
 
 
 class ConnectPeer(Message, frozen=True):
-    """From now on blocks may be pulled from `peer` (a name that is never used for another mesh: it
-    holds the boot id)."""
+    """Allows pulls from `peer`. Its name holds the boot id and is never reused for another mesh."""
 
     step: int
     peer: str
@@ -125,18 +129,19 @@ class ConnectPeer(Message, frozen=True):
 
 
 class DisconnectPeer(Message, frozen=True):
-    """Nothing will be pulled from `peer` any more; pulls under way fail."""
+    """Ends pulls from `peer`. Pulls under way fail."""
 
     step: int
     peer: str
 
 
 class PullBlock(Message, frozen=True):
-    """Begin pulling one offered block from `peer` to dp rank `rank`; the result comes when it has
-    arrived or failed.
+    """Starts to pull one offered block from `peer` to dp rank `rank`, without blocking the mesh.
+    The result follows its arrival or failure.
 
-    Never blocks the mesh. `codec` names how the block travels (transfer/codec.py); `source_rank` is
-    the peer's dp rank that offers it. `state`, `window`: a block of these (`ExtractBlock`)."""
+    `codec` names the block's compression (transfer/codec.py). `source_rank` is the peer's dp rank.
+    `state` and `window` are as in `ExtractBlock`.
+    """
 
     step: int
     offer_id: int
@@ -153,13 +158,13 @@ class PullBlock(Message, frozen=True):
 
 
 class InsertBlock(Message, frozen=True):
-    """Write a pulled block's first `valid_tokens` tokens into its rank's pages, from position
+    """Writes a pulled block's first `valid_tokens` tokens into its rank's pages, from position
     `start` on.
 
-    `pages` covers positions [0, start + valid_tokens), as in `PrefillRow`: position p lies in
-    pages[p // page_size]. Gives an `InsertResult`: what was written is read back and summed under
-    `checksum_key`. `state`: a block of state (`ExtractBlock`), which goes into the slot
-    `pages[0]`; `window`: one of KV of the layers with a window, and `pages` those of their own."""
+    `pages` covers positions [0, start + valid_tokens): position p lies in pages[p // page_size].
+    The `InsertResult` has the sum under `checksum_key` of the values read back. With `state` the
+    block goes into slot `pages[0]`. With `window` the `pages` are those of layers with a window.
+    """
 
     step: int
     offer_id: int
@@ -178,15 +183,15 @@ class InsertBlock(Message, frozen=True):
 
 
 class DropBlocks(Message, frozen=True):
-    """Forget pulled blocks that will not be inserted."""
+    """Frees pulled blocks that will not be inserted."""
 
     step: int
     offer_ids: tuple[int, ...]
 
 
 class CopyPages(Message, frozen=True):
-    """Copy-on-write: (rank, source page, destination page) triples; `states`: the same of slots of
-    state, and of their rings of pages."""
+    """Copy-on-write of pages, as (rank, source page, destination page). `states` lists state slots
+    in the same form, which include their window ring buffers."""
 
     step: int
     copies: tuple[tuple[int, int, int], ...]
@@ -194,8 +199,8 @@ class CopyPages(Message, frozen=True):
 
 
 class SlotAdmit(Message, frozen=True):
-    """Put a sequence into a slot. `limit`: first position that may not be written (pages or length
-    end there). `state`: the slot of its state, in a model that keeps some."""
+    """Puts a sequence into a slot. `limit` is the first position that must not be written, because
+    pages or length end there. `state` is the slot of its recurrent state."""
 
     sequence: int
     rank: int
@@ -209,7 +214,7 @@ class SlotAdmit(Message, frozen=True):
 
 
 class SlotGrow(Message, frozen=True):
-    """A running slot got more pages: its whole page row again, and the new limit."""
+    """Extends a running slot: its whole page row and the new limit."""
 
     rank: int
     slot: int
@@ -218,8 +223,8 @@ class SlotGrow(Message, frozen=True):
 
 
 class DecodeSteps(Message, frozen=True):
-    """Admit and grow, then run `steps` decode steps over `slots[rank]`. A slot at its limit yields
-    no token (-1). `masked`: some row has a grammar."""
+    """Admits and grows slots, then runs `steps` decode steps over `slots[rank]`. A slot at its
+    limit yields no token (-1). `masked` means that a row has a grammar."""
 
     step: int
     steps: int
@@ -232,12 +237,12 @@ class DecodeSteps(Message, frozen=True):
 
 
 class FindSaved(Message, frozen=True):
-    """Opens what this mesh keeps on disk and looks at what lies there of `namespace`: what must be
-    equal for KV to be, beside the names of blocks. Before any other command on disk. Gives a
-    `DiskResult` with names, used longest ago first.
+    """Opens this mesh's disk tier and lists the blocks of `namespace`, which covers all that must
+    be equal for KV to be equal except a block's name. Must precede other disk commands. The
+    `DiskResult` has names, least recently used first.
 
-    No command on disk blocks the mesh; each gives a `DiskResult`, after `deadline_seconds` at the
-    latest."""
+    Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`.
+    """
 
     step: int
     namespace: bytes
@@ -245,8 +250,8 @@ class FindSaved(Message, frozen=True):
 
 
 class SaveBlock(Message, frozen=True):
-    """Write the `index`-th block of its chain, which lies in host memory as these offers with these
-    sums, to disk."""
+    """Writes block `index` of its chain from host memory, where it has these offers and sums, to
+    disk."""
 
     step: int
     name: bytes
@@ -257,7 +262,7 @@ class SaveBlock(Message, frozen=True):
 
 
 class LoadBlock(Message, frozen=True):
-    """Read a block from disk into host memory, as these offers. Gives their sums."""
+    """Reads a block from disk into host memory under these offers. Returns its sums."""
 
     step: int
     name: bytes
@@ -267,8 +272,8 @@ class LoadBlock(Message, frozen=True):
 
 
 class RemoveSaved(Message, frozen=True):
-    """Remove blocks from disk; `everything`: all of the namespace, those of workers that are gone
-    among them."""
+    """Removes blocks from disk. `everything` removes the whole namespace, including blocks of
+    workers that are gone."""
 
     step: int
     names: tuple[bytes, ...]
@@ -304,14 +309,15 @@ class SampledToken(Message, frozen=True):
 
 
 class BlockChecksum(Message, frozen=True):
-    """The keyed sum of an offered block's valid tokens, taken where they were computed."""
+    """The keyed sum of an offered block's valid tokens, computed where the tokens were."""
 
     offer_id: int
     checksum: int
 
 
 class PrefillResult(Message, frozen=True):
-    """`prompts`: of the rows that ask for them, by sequence, those of the row's part."""
+    """Result of a `PrefillChunk`. `prompts` has the requested prompt log-probabilities of each
+    row's part, by sequence."""
 
     step: int
     samples: tuple[SampledToken, ...]
@@ -320,12 +326,10 @@ class PrefillResult(Message, frozen=True):
 
 
 class DecodeResult(Message, frozen=True):
-    """`tokens[rank][row]` of row i of `slots[rank]`: one a step, NO_TOKEN, BROKEN_TOKEN and
-    STUCK_TOKEN included. A row with a grammar may have more: forced tokens, which a step takes
-    beside the one that it chooses.
-
-    `logprobs` alike where asked for, else empty.
-    """
+    """Result of `DecodeSteps`. `tokens[rank][row]` belongs to row i of `slots[rank]`, one entry per
+    step, NO_TOKEN, BROKEN_TOKEN and STUCK_TOKEN included. A row with a grammar may have more:
+    forced tokens that a step adds. Requested `logprobs` have the same shape, else they are
+    empty."""
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
@@ -333,7 +337,7 @@ class DecodeResult(Message, frozen=True):
 
 
 class PullResult(Message, frozen=True):
-    """`error` is empty on success; `bytes_moved` counts what crossed between devices."""
+    """Result of a pull. `error` is empty on success. `bytes_moved` counts bytes between devices."""
 
     step: int
     offer_id: int
@@ -342,9 +346,9 @@ class PullResult(Message, frozen=True):
 
 
 class InsertResult(Message, frozen=True):
-    """`checksum`: the keyed sum of the inserted tokens, read back from the pages. `intact`: what
-    came was what its (lossy) codec had packed, and the pages hold what was unpacked; always true
-    without a lossy codec, where `checksum` says it all."""
+    """Result of an insertion. `checksum` is the keyed sum of the values read back from the pages.
+    `intact` is False if a lossy codec's data or the pages differ from what was packed or unpacked.
+    Without a lossy codec it is always True."""
 
     step: int
     offer_id: int
@@ -358,9 +362,9 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """`error`: why not, in a word of a small fixed set (transfer/block_file.py); empty on success.
-    `ages`: seconds since each of `names` was written. `skipped`: files that hold no block, by the
-    same words. `bytes_moved`: of the file."""
+    """Result of a disk command. `error` and the keys of `skipped` (files without a block, counted)
+    are reasons from a small fixed set (transfer/block_file.py). `ages` are seconds since each of
+    `names` was written. `bytes_moved` counts the file's bytes."""
 
     step: int
     error: str = ""
@@ -380,6 +384,6 @@ StepResult = (
 )
 
 
-NO_TOKEN = -1  # a slot that stood at its limit
-BROKEN_TOKEN = -2  # a sequence whose logits are not finite
-STUCK_TOKEN = -3  # a sequence whose grammar allows no token: it broke its compiler's limits
+NO_TOKEN = -1  # the slot was at its limit
+BROKEN_TOKEN = -2  # the sequence's logits are not finite
+STUCK_TOKEN = -3  # the grammar allows no token because it exceeded its compiler's limits

@@ -1,4 +1,4 @@
-"""What a worker reports of itself: its role, its load and its room."""
+"""A worker's report of its role, load and free capacity."""
 
 import enum
 
@@ -12,9 +12,9 @@ class WorkerRole(enum.Enum):
 
 
 class KeptTier(Message, frozen=True):
-    """KV that a worker keeps for later requests in one place: `tier` is "pages" (those that
-    sequences hold among them), "host" or "disk"; in "host" of a worker that decodes lie sequences
-    that were set aside. `room_bytes`: what there is for it."""
+    """Cached KV of a worker in one tier: "pages" (including those of running sequences), "host" or
+    "disk". On decode workers "host" holds swapped-out sequences. `room_bytes` is the tier's
+    capacity."""
 
     tier: str
     blocks: int
@@ -23,18 +23,25 @@ class KeptTier(Message, frozen=True):
 
 
 class WorkerStatus(Message, frozen=True):
-    """A snapshot, per worker; lists are per dp rank. `reserved_pages` are held for KV that has not
-    all come; empty where none ever are.
+    """Snapshot of a worker. Tuples are per dp rank.
 
-    queued_tokens: of prompts, not computed yet, whether they wait or are computing; queued_pairs:
-    pairs of positions that these will attend to. rank_sequences, rank_contexts: sequences that hold
-    pages and the sum of their known tokens. can_prefill: it has a prefill program, in chunks of
-    chunk_tokens at most (0: whole prompts); one of role DECODE appends no more than that of a
-    prompt. loading_seconds: it serves, but loads programs beside,
-    for about so long still; until then whoever comes may wait for one. free_states, total_states:
-    slots of state; none in a model that keeps none. kv_channels: by what KV comes from each process
-    of other workers that was asked for some, as "address channel"; of an instance of several
-    processes, to the one that leads. kept: where KV stays, what lies where."""
+    Attributes:
+        draining: Whether the worker takes no new requests.
+        reserved_pages: Pages held for KV that has not fully arrived. Empty on workers without any.
+        queued_tokens: Prompt tokens that wait or are being computed.
+        queued_pairs: Query-key pairs that these tokens will attend over.
+        rank_sequences: Sequences that hold pages.
+        rank_contexts: Sum of these sequences' tokens.
+        can_prefill: Whether the worker has a prefill program. One of role DECODE appends at most
+            `chunk_tokens` of a prompt.
+        chunk_tokens: Largest prefill chunk. 0 means whole prompts.
+        loading_seconds: Remaining time in which the worker serves but still loads programs, so that
+            requests may wait for one.
+        free_states, total_states: State slots. Empty in models without state.
+        kv_channels: "address channel" for each process of other workers that sent KV. An instance
+            of several processes reports its leader's.
+        kept: Cached KV per tier.
+    """
 
     name: str
     role: WorkerRole
