@@ -1,10 +1,10 @@
-"""The entry points: each a page, flags -> configuration -> run.
+"""The commands: each module turns flags into a configuration and runs it.
 
-Imports of a page take seconds, and Ctrl-C during them ends it at once and without a traceback: this
-package is imported first (`python -m launch.PAGE`; argv is ["-m"] until the page itself begins).
+Imports of a command take seconds. This package is imported first, so that Ctrl-C during them ends
+the process at once without a traceback (`python -m launch.NAME`; argv is ["-m"] until then).
 
-gRPC's own lines about every failed handshake of a stranger stay out of the log: it reads
-GRPC_VERBOSITY once, when it is first imported."""
+GRPC_VERBOSITY is read once, when gRPC is imported. It is set here, so that gRPC does not log every
+failed handshake of an unknown client."""
 
 import os
 import sys

@@ -1,6 +1,7 @@
-"""Serves language models in JAX with prefill and decode on separate device meshes.
+"""Serves large language models in JAX with prefill and decode on separate device meshes.
 
-usage: jdisagg COMMAND [--flag=value ...]; jdisagg COMMAND --help shows all flags of a command
+usage: jdisagg COMMAND [--flag=value ...]
+       jdisagg COMMAND --help
 """
 
 import difflib
@@ -11,47 +12,67 @@ from typing import NoReturn
 from jdisagg import __version__
 from launch import console
 
-COMMANDS = {
-    "generate": "one text from a prompt, in this process",
-    "serve": "serve a model over gRPC from one process",
-    "ask": "stream a completion from a server",
-    "cluster": "a router and workers on this host, as processes of their own",
-    "router": "a router alone",
-    "worker": "a prefill, decode or mixed worker alone",
-    "switch_role": "let a worker of a running cluster change its role",
-    "plan": "which mode, layouts and counts for a model, hardware and goal",
-    "simulate": "a cluster on virtual time",
-    "kv_calculator": "what a model's KV weighs, and what moving it takes",
-    "measure_costs": "fit the cost model to this machine",
-    "replay_trace": "send a trace of requests to a server",
-    "replay": "run recorded command streams again, and compare tokens",
-    "replay_decisions": "make a router's logged decisions again",
-    "trace": "merge timelines into one trace for Perfetto",
-    "check_config": "what is wrong with a configuration, before anything is started",
-    "inspect": "what a checkpoint is, and whether it can be served",
-    "calibrate_kv": "what keys and values are divided by where KV is kept in fp8",
-    "convert": "a Hugging Face checkpoint to Orbax form",
+GROUPS = {
+    "Run": {
+        "generate": "complete a prompt in this process",
+        "serve": "serve a model from one process, over gRPC and an OpenAI-compatible API",
+        "ask": "send a prompt to a server and stream the answer",
+    },
+    "Cluster": {
+        "cluster": "start a router and workers on this host, and supervise them",
+        "router": "start a router",
+        "worker": "start a prefill, decode or mixed worker",
+        "switch_role": "change the role of a running worker",
+    },
+    "Plan": {
+        "plan": "find the mode, layouts and worker counts for a model, hardware and objective",
+        "simulate": "simulate a cluster in virtual time",
+        "kv_calculator": "compute KV sizes and transfer times",
+        "measure_costs": "fit the cost model to this machine",
+        "replay_trace": "send the requests of a trace to a server and measure it",
+    },
+    "Inspect": {
+        "inspect": "check whether a checkpoint can be served, and show its sizes",
+        "check_config": "check a configuration without starting anything",
+        "calibrate_kv": "compute scaling factors for an fp8 KV cache",
+        "convert": "convert a Hugging Face checkpoint to Orbax form",
+    },
+    "Debug": {
+        "trace": "merge timelines into one trace for Perfetto",
+        "replay": "re-run a recording and check that the output is the same",
+        "replay_decisions": "repeat a router's logged decisions and compare them",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 
 def main() -> NoReturn:
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    arguments = sys.argv[1:]
+    name = arguments[0] if arguments else ""
+    if name == "help" and arguments[1:]:  # jdisagg help serve
+        sys.argv[1:] = [name := arguments[1], "--help"]
     if name == "--version":
         print(f"jdisagg {__version__}")
         sys.exit(0)
-    if name in console.HELP:
-        print((__doc__ or "").strip(), end="\n\n")
-        print("\n".join(f"  {command:<17} {text}" for command, text in COMMANDS.items()))
-        sys.exit(0)
+    if name in (*console.HELP, "help", ""):
+        print(_overview(), file=sys.stdout if name else sys.stderr)
+        sys.exit(0 if name else console.USAGE)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]}?" if near else "jdisagg help lists the commands"
         print(f"error: jdisagg has no command {name!r}; {hint}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(console.USAGE)
     del sys.argv[1]
-    page = importlib.import_module(f"launch.{name}")
-    refused = getattr(page, "REFUSED", 1)
-    console.run(page.main, page.flags, program=f"jdisagg {name}", refused=refused)
+    module = importlib.import_module(f"launch.{name}")
+    refused = getattr(module, "REFUSED", 1)
+    console.run(module.main, module.flags, program=f"jdisagg {name}", refused=refused)
+
+
+def _overview() -> str:
+    lines = [(__doc__ or "").strip()]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<17}{text}" for name, text in group.items())]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Streams a completion from a server: `python -m launch.ask --target=localhost:8700 --prompt="Once
-upon a time"`.
+"""Sends a prompt to a server over gRPC and streams the answer.
 
-The text goes to stdout and nothing else does; one line of timings goes to stderr. `--prompt=-`
-reads the prompt from stdin; `--chat` sends it as a user's message through the model's chat
-template. What is not set is the server's default."""
+    jdisagg ask --target=localhost:8700 --prompt="Once upon a time"
+
+The answer goes to stdout, one line of timings to stderr. --prompt=- reads the prompt from stdin.
+--chat sends it as a user message through the model's chat template. The server's defaults apply to
+sampling fields that are not given; the server's own temperature is 1."""
 
 import sys
 import time
@@ -33,16 +34,13 @@ flags = define(
     *CLIENT[1:],
     required=("prompt",),
     token_file="",
-    prompt=(None, "The prompt; '-' reads it from stdin."),
+    prompt=(None, "Prompt text. '-' reads it from stdin."),
 )
 
 
 def main() -> None:
     if flags.system is not None and not flags.chat:
-        raise ConfigError(
-            f"--system={flags.system!r:.80} is a chat's and there is none; give --chat, or"
-            " leave --system away"
-        )
+        raise ConfigError(f"--system={flags.system!r:.80} needs --chat")
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     with Client(flags.target, credentials=credentials(flags, flags.token_file)) as client:
         _ask(client, prompt)
@@ -81,7 +79,7 @@ def _ask(client: Client, prompt: str) -> None:
                 )
     except JdisaggError:
         if flags.n == 1 and texts[0]:
-            # what is said of the error does not go on in the text's last line
+            # the error starts on a line of its own
             print(file=sys.stderr)
         raise
     print("" if flags.n == 1 else "\n\n".join(texts))

@@ -1,13 +1,12 @@
-"""Finds by what a model's keys and values are to be divided where KV is kept in fp8.
+"""Computes scaling factors for an fp8 KV cache and writes them to kv_scales.json.
 
-    python -m launch.calibrate_kv --model=DIR [--text=FILE] [--tokens=2048] [--layout=dp=1,tp=2]
+    jdisagg calibrate_kv --model=DIR [--text=FILE] [--tokens=2048] [--layout=dp=1,tp=2]
         [--dtype=auto] [--weights=int8] [--output=FILE]
 
-Runs the model over a text and writes kv_scales.json into DIR: of each layer and kv head the
-smallest powers of two by which the largest key and the largest value, and others twice as large,
-lie within e4m3. Every worker of the model with --kv_dtype=fp8 reads it when it starts; all must
-have the same. FILE is best like what is going to be asked; without it a text of launch/ is taken:
-prose in several languages, code, numbers. The model is loaded over the layout's devices."""
+The model runs over a text. For each layer and kv head the result is the smallest power of two by
+which twice the largest key and twice the largest value fit into e4m3. Workers with --kv_dtype=fp8
+read the file at start; it must be the same for all of them. FILE should resemble the expected
+traffic. The default text is prose in several languages, code and numbers."""
 
 from pathlib import Path
 
@@ -52,8 +51,8 @@ _ELSEWHERE = f"name another file, and put it into the model's directory as {KV_S
 
 
 def sequences(tokenizer: Tokenizer, text: str, tokens: int) -> list[list[int]]:
-    """The text's first so many tokens in sequences of one length, each of which begins as the
-    tokenizer begins a text. Raises ConfigError where there are none."""
+    """Cuts the first `tokens` tokens of a text into sequences of one length, each with the
+    tokenizer's opening tokens. Raises ConfigError for a text without tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False)[:tokens]
     opening = tokenizer.encode("")
     opening = [token for token in opening if token not in tokenizer.eos_ids]
@@ -89,7 +88,7 @@ def main() -> int:
 
 
 def table(largest: KVScales, scales: KVScales) -> list[str]:
-    """A line for each run of layers whose scales are the same, and what would be lost without."""
+    """Formats one line per run of layers with equal scales, and the heads that would overflow."""
     rows, names = [], sorted({name for layer in largest for name in layer})
     for index, layer in enumerate(scales):
         text = [_range(layer[name]) if name in layer else "-" for name in names]

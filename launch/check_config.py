@@ -1,13 +1,12 @@
-"""Checks a configuration without starting anything or reading a weight: what `serve`, or the
-workers of `cluster`, would refuse after minutes.
+"""Checks a configuration without starting anything or reading weights. It finds what
+`jdisagg serve` or the workers of `jdisagg cluster` would refuse after minutes.
 
-    python -m launch.check_config --config=configs/llama3_8b_h200.py --model=DIR --device_gib=141
-    python -m launch.check_config --prefill=tp=4 --decode=dp=4 --model=DIR --token_file=tokens
+    jdisagg check_config --config=configs/llama3_8b_h200.py --model=DIR --device_gib=141
+    jdisagg check_config --prefill=tp=4 --decode=dp=4 --model=DIR --token_file=tokens
 
-Looks at flags and recipe, at the checkpoint (as `inspect` does), at whether both layouts fit the
-model, at certificates, tokens and ports, and at what each device would hold. Memory is this host's,
-or that of devices of --device_gib each. Names all that is wrong, one a line, and ends with 1; else
-with 0."""
+Checks flags and recipe, the checkpoint, whether both layouts fit the model, certificates, tokens
+and ports, and what each device would hold. The first line is the verdict. --device_gib assumes
+devices of another machine. Exit status 1 if there is a problem, one line each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +67,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) -> bool:
-    """Whether the model can be laid out so, and keeps what it is to keep."""
+    """Returns whether the layouts divide the model and its KV can be cached as configured."""
     if found.config is None:
         return False
     before = len(problems)
@@ -89,7 +88,7 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
 
 
 def _plans(config: EngineConfig, found: Inspection) -> list[str]:
-    """What each device would hold. Raises ConfigError where it has less."""
+    """Returns the memory plan of each mesh. Raises ConfigError if a device has too little."""
     if found.geometry is None:
         return []
     geometry = as_kept(found.geometry, config.model)

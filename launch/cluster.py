@@ -1,22 +1,20 @@
-"""A whole cluster on one host: a router and workers as child processes, one log, a live table, a
-clean end.
+"""Starts a router and workers on this host as child processes, supervises them and shows a live
+table.
 
-    python -m launch.cluster --prefill_workers=2 --decode_workers=2
-    python -m launch.cluster --prefill=tp=4,ep=4 --decode=dp=4,ep=4 --model=models/tiny/qwen3_moe
-    python -m launch.cluster --config=configs/tiny_moe_cpu.py
-    python -m launch.ask --target=localhost:8700 --prompt="Once upon a time"
+    jdisagg cluster --prefill_workers=2 --decode_workers=2
+    jdisagg cluster --prefill=tp=4,ep=4 --decode=dp=4,ep=4 --model=models/tiny/qwen3_moe
+    jdisagg ask --target=localhost:8700 --prompt="Once upon a time"
 
---config takes layouts, sizes, limits, counts and where to listen from a recipe (launch.plan writes
-some); flags win. Prints one line on stdout when all workers serve. A worker that dies is started
-again under its name and address; one that cannot work as it is configured ends the cluster. SIGTERM
-or SIGINT: the router takes no new requests and running ones end, then the workers are stopped; a
-second signal stops all now. Children die with this process, whatever kills it.
+--config sets layouts, sizes, limits, worker counts and addresses from a recipe, e.g. one written by
+`jdisagg plan`. Flags override it. One line on stdout reports that all workers serve.
 
---elastic lets prefill and decode workers change places as the load asks for it; launch.switch_role
-does it by hand. --http_port=8000 opens the router's HTTP door, for OpenAI's clients (docs/http.md).
---metrics_port=9100 gives the router's metrics there and the workers' on the ports that follow.
---tls_certificate and --tls_key (one pair for all processes, made for --host) and the token files
-are for every process; KV itself travels unencrypted."""
+A worker that dies is restarted under its name and address. A worker that cannot work with its
+configuration stops the cluster. On SIGTERM or SIGINT the router refuses new requests, running ones
+finish, then the workers stop. A second signal stops everything at once. Children never outlive this
+process.
+
+--metrics_port=9100 is the router's metrics port; the workers use the ports that follow. TLS files
+and token files apply to all processes. KV itself is not encrypted (docs/security.md)."""
 
 import asyncio
 import os
@@ -67,8 +65,8 @@ async def _run(planned: ClusterPlan) -> int:
 
 
 def cluster_config() -> ClusterConfig:
-    """As the flags say. Raises ConfigError for a model, layouts, sizes or addresses that no process
-    could work with, before any is started."""
+    """Builds the cluster's configuration. Raises ConfigError for a model, layout, size or address
+    that cannot work, before any process starts."""
     engine = engine_config(flags)
     shape = _shape(engine)
     directory = engine.model.directory or SHIPPED_MODEL
@@ -101,14 +99,13 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _shape(engine: EngineConfig) -> ClusterShape:
-    """The counts that were given, then the recipe's."""
+    """Returns the worker counts of the flags, else of the recipe."""
     given = {role.value: getattr(flags, f"{role.value}_workers") for role in WorkerRole}
     mixed, others = given["mixed"], [given["prefill"], given["decode"]]
     if mixed and any(others):
         raise ConfigError(
-            f"--mixed_workers={mixed} and --prefill_workers or --decode_workers: mixed workers come"
-            " instead of the two other kinds; give the one or the others, or all three in a"
-            " recipe's get_cluster()"
+            f"--mixed_workers={mixed} excludes --prefill_workers and --decode_workers; give one"
+            " kind, or all three in a recipe's get_cluster()"
         )
     shape = ClusterShape(mixed=1) if mixed else load_shape(flags.config, engine.mode)
     counts = {role: count for role, count in given.items() if count is not None}

@@ -1,5 +1,5 @@
-"""How a page begins and ends: it takes flags alone, shows them all with --help, and ends without a
-traceback when the user, or whoever reads its output, wants no more.
+"""Starts and ends a command: parses its flags, prints --help, turns errors into one line, and ends
+without a traceback on Ctrl-C or when the reader of its output is gone.
 
     if __name__ == "__main__":
         run(main, flags)
@@ -23,62 +23,105 @@ from jdisagg.errors import ConfigError, JdisaggError
 from launch.flags import Given
 
 INTERRUPTED = 130
+USAGE = 2
 READER_GONE = 1
+# Flags of other servers, and what to use here.
+ELSEWHERE = {
+    "tensor-parallel-size": "--prefill=tp=N and --decode=tp=N",
+    "tp-size": "--prefill=tp=N and --decode=tp=N",
+    "max-model-len": "--context_tokens",
+    "gpu-memory-utilization": "--memory_fraction",
+    "max-num-seqs": "--slots_per_rank",
+    "quantization": "--weights or --kv_dtype",
+    "kv-cache-dtype": "--kv_dtype",
+    "enable-prefix-caching": "--prefix_cache",
+    "api-key": "--token_file",
+}
 HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 
 
 def run(
     main: Callable[[], int | None], given: Given, *, program: str = "", refused: int = 1
 ) -> NoReturn:
-    """Parses the command line into `given`, runs `main` and ends with what it returns. `refused`:
-    the exit status where a flag, or the configuration, cannot be."""
+    """Parses the command line into `given`, runs `main` and exits with its status.
+
+    Args:
+        main: The command. Its module's docstring is the head of --help.
+        given: The command's flags.
+        program: What the user typed, for help and errors.
+        refused: Exit status for a configuration that cannot work. Wrong usage exits with 2, or with
+            `refused` where a supervisor depends on that status.
+    """
     _mind_signals()
     absl_logging.set_verbosity(absl_logging.WARNING)  # absl lets INFO of libraries through
     doc = sys.modules[main.__module__].__doc__ or ""
-    page = program or f"python -m {_page_name(main)}"
+    page = program or _command(main)
+    usage = USAGE if refused == 1 else refused
     with quiet_end():
         if any(word in HELP for word in sys.argv[1:]):
-            print(given.help_text(page, doc))
+            from launch.settings import recipe_defaults  # gRPC and more, which only help needs
+
+            print(given.help_text(page, doc, recipe_defaults(given.names)))
             sys.exit(0)
         if "--version" in sys.argv[1:]:
             print(f"jdisagg {__version__}")
             sys.exit(0)
         try:
-            refuse_words(given.values(sys.argv))
+            refuse_words(_parsed(given, sys.argv), given)
+        except (absl.Error, ConfigError) as error:
+            print(f"error: {_usage_error(error, given)}; see {page} --help", file=sys.stderr)
+            sys.exit(usage)
+        try:
             status = main()
-        except absl.Error as error:
-            text = str(error)
-            if missing := [
-                name for name in given.required if f"--{name}" in text and not given.present(name)
-            ]:
-                text = f"--{missing[0]} is not given"
-            print(f"error: {text}; {page} --help shows all flags", file=sys.stderr)
-            sys.exit(refused)
         except JdisaggError as error:
             print(f"error: {error.message}", file=sys.stderr, flush=True)
             sys.exit(refused)
         sys.exit(status or 0)
 
 
-def refuse_words(arguments: Sequence[str]) -> None:
-    """Raises ConfigError for what is no flag, of a main's arguments. Left alone they would be
-    passed over: of --prompt=Once upon a time the prompt would be one word."""
+def refuse_words(arguments: Sequence[str], given: Given) -> None:
+    """Raises ConfigError for arguments that are not flags. absl would drop them silently, and of
+    --prompt=Once upon a time the prompt would be one word."""
     words = list(arguments[1:])
-    if words:
-        raise ConfigError(
-            "flags alone are taken, got"
-            f" {' '.join(map(repr, words[:8]))}{' ...' if len(words) > 8 else ''}; write"
-            ' --flag=value, and quote a value that has spaces: --flag="several words"'
-        )
+    if not words:
+        return
+    shown = f"{' '.join(map(repr, words[:8]))}{' ...' if len(words) > 8 else ''}"
+    remedy = "write --flag=value, with quotes around a value that has spaces"
+    if len(words) == 1 and "model" in given.names:
+        remedy = f"to choose a model write --model={words[0]}"
+    raise ConfigError(f"unexpected argument{'s' * (len(words) > 1)} {shown}; {remedy}")
+
+
+def _parsed(given: Given, arguments: Sequence[str]) -> list[str]:
+    """Parses flags; `--http-port` is read as `--http_port`, as other servers spell it."""
+    texts = [arguments[0]]
+    for text in arguments[1:]:
+        name, equals, value = text.partition("=")
+        plain = name.lstrip("-").replace("-", "_")
+        known = plain in given.names or plain.removeprefix("no") in given.names
+        dashed = name.startswith("--") and "-" in name[2:] and known
+        texts.append(f"--{plain}{equals}{value}" if dashed else text)
+    return given.values(texts)
+
+
+def _usage_error(error: Exception, given: Given) -> str:
+    text = str(error)
+    for name in given.required:
+        if f"--{name}" in text and not given.present(name):
+            return f"--{name} is required"
+    for other, ours in ELSEWHERE.items():
+        if f"'{other}'" in text:
+            return f"--{other} is not a flag of jdisagg; use {ours}"
+    return text.rstrip(".")
 
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Around all that a page does."""
+    """Exits quietly on Ctrl-C and on a closed output."""
     try:
         yield
     except BrokenPipeError:
-        # Else the interpreter flushes stdout once more at its end, and complains.
+        # Otherwise the interpreter flushes stdout again at its end and prints an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(READER_GONE)
     except KeyboardInterrupt:
@@ -86,24 +129,26 @@ def quiet_end() -> Iterator[None]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Between the making of a coroutine and its first step Python would complain about it."""
+    """Raises KeyboardInterrupt, without Python's warning about coroutines that never ran."""
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     raise KeyboardInterrupt
 
 
-def _page_name(main: Callable[[], int | None]) -> str:
-    """`launch.serve`, also where it runs as `__main__`."""
+def _command(main: Callable[[], int | None]) -> str:
+    """Returns `jdisagg serve` for launch.serve, and `python -m MODULE` for modules elsewhere."""
     module = sys.modules[main.__module__]
-    return module.__spec__.name if module.__spec__ is not None else main.__module__
+    name = module.__spec__.name if module.__spec__ is not None else main.__module__
+    folder, _, last = name.rpartition(".")
+    return f"jdisagg {last}" if folder == "launch" else f"python -m {name}"
 
 
 def _mind_signals() -> None:
-    """Ctrl-C is a KeyboardInterrupt again once the imports are behind (launch/__init__.py), and
-    SIGUSR1, which asks for timelines, ends nobody who keeps none."""
+    """Makes Ctrl-C a KeyboardInterrupt again after the imports (launch/__init__.py), and keeps
+    SIGUSR1, which requests timelines, from ending a process that records none."""
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(
         signal.SIGUSR1,
         lambda *_: logging.getLogger("launch").warning(
-            "SIGUSR1 asks for a timeline, and none is kept; start with --timelines=DIR"
+            "SIGUSR1 requests a timeline, but none is recorded; start with --timelines=DIR"
         ),
     )

@@ -1,13 +1,11 @@
 """Converts a Hugging Face checkpoint to Orbax form, which loads under any layout.
 
-    python -m launch.convert --source=HF_DIR --destination=DIR [--dtype=auto|float32|bfloat16]
-    [--devices=1]
+    jdisagg convert --source=HF_DIR --destination=DIR [--dtype=auto|float32|bfloat16] [--devices=1]
 
-Weights are loaded over `--devices` local devices (tensor parallel; on CPU that many are made), so
-that a model larger than one device can be converted; the result does not depend on it.
-`--dtype=auto` writes bfloat16 where all tensors are bfloat16 (but for those that are kept in
-float32 in either type), and float32 otherwise, so that nothing is lost. Scales of KV that the
-checkpoint has go into kv_scales.json."""
+Weights are loaded over --devices local devices (tensor parallel), so that a model larger than one
+device can be converted. The result does not depend on the number. --dtype=auto writes bfloat16 if
+all tensors are bfloat16 and float32 otherwise, so that nothing is lost. KV scales of the checkpoint
+are written to kv_scales.json."""
 
 from pathlib import Path
 
@@ -37,8 +35,11 @@ flags = define(
 
 
 def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
-    """Loads and saves; raises `CheckpointError` or `LayoutError`, for a destination that cannot be
-    written before anything is loaded."""
+    """Loads and saves a checkpoint. The destination is checked before anything is loaded.
+
+    Raises:
+        CheckpointError, LayoutError: The source cannot be read, or the destination written.
+    """
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")
     config = load_config(source)

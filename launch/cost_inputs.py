@@ -1,5 +1,5 @@
-"""What `--model=` means where costs are computed: a name of the catalogue, or a directory. Loads no
-weights and no JAX."""
+"""Resolves --model for commands that only compute costs: a name of the catalogue or a directory.
+Loads no weights and no JAX."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,14 @@ from models.hf_config import HfConfig
 def find_geometry(
     model: str, kv_dtype: str | None = None, weights: str | None = None
 ) -> CostGeometry:
-    """Of a model directory or a name of the catalogue, whose KV is kept in `kv_dtype` and whose
-    layers' matrices in `weights` (as the flags of these names). A family that we serve is read by
-    the parser that serves it."""
+    """Returns the sizes of a model.
+
+    Args:
+        model: Directory with a config.json, or a name of the catalogue. Families that jdisagg
+            serves are read by the parser that serves them.
+        kv_dtype: Value of --kv_dtype.
+        weights: Value of --weights.
+    """
     found = replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
     return replace(found, matrix_bits=WEIGHT_BITS[weights]) if weights else found
 

@@ -1,4 +1,4 @@
-"""What the flags of a simulated fleet mean: its pools, and what --set reaches."""
+"""Builds a simulated fleet, its settings and its elastic controller from flags."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from launch.flags import Given
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """What --set reaches."""
+    """The parts of the configuration that --set can change."""
 
     limits: LimitsConfig = LIMITS
     routing: RoutingConfig = RoutingConfig()
@@ -33,8 +33,8 @@ def simulated_fleet(flags: Given) -> Fleet:
     for name in ("prefill_workers", "prefill_stages"):
         if mode is not Mode.DISAGGREGATED and flags.present(name):
             raise ConfigError(
-                f"--{name}={getattr(flags, name)} means nothing in mode {mode.value}: its one"
-                " pool is --decode_workers'; leave it out"
+                f"--{name}={getattr(flags, name)} has no effect in mode {mode.value}, whose only"
+                " pool is set by --decode_workers"
             )
     chunk = (
         (2048 if mode is Mode.CHUNKED else INSTANCE.chunk_tokens)
@@ -70,7 +70,7 @@ def simulated_fleet(flags: Given) -> Fleet:
 
 
 def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
-    """What stays, by flags where they are given, else by --set."""
+    """Applies the prefix-cache flags that were given to the settings of --set."""
     reuse = flags.prefix_cache if flags.present("prefix_cache") else settings.reuse
     host = flags.host_cache_gib if flags.present("host_cache_gib") else settings.host_gib
     append = flags.append_tokens if flags.present("append_tokens") else settings.append_tokens
@@ -78,7 +78,7 @@ def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
-    """The elastic controller, with --elastic; the objective of the run stands in for its own."""
+    """Returns the elastic controller with --elastic. --ttft and --tpot replace its objective."""
     if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
         raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:

@@ -1,11 +1,12 @@
-"""Streams completions from an embedded cluster to stdout; what it does, and timings, go to stderr.
+"""Completes prompts in this process and streams the text to stdout. Progress and timings go to
+stderr.
 
-    python -m launch.generate --prompt="Once upon a time"
-    python -m launch.generate --model=DIR --prompts_file=prompts.txt --prefill=tp=2 --decode=dp=2
+    jdisagg generate --prompt="Once upon a time"
+    jdisagg generate --model=DIR --prompts_file=prompts.txt --prefill=tp=2 --decode=dp=2
 
-Without --model it runs the shipped dense model. On CPU, --devices makes virtual devices. With
-several prompts all run at once and are printed in order. On a terminal each prompt stands before
-its text. A rehearsal of the longest prompt compiles before the clock starts (not with --record)."""
+Without --model it runs the shipped dense model. Several prompts run at the same time and are
+printed in order. Sampling is greedy unless --temperature is given. A short run of the longest
+prompt compiles the programs before the clock starts (not with --record)."""
 
 import asyncio
 import sys
@@ -41,9 +42,9 @@ flags = define(
 
 
 def main() -> None:
-    end_at_once()  # also while it compiles
+    end_at_once()  # a signal also ends compilation
     prompts = _prompts()
-    config = replace(engine_config(flags), warm_up=False)  # a few programs of the many are needed
+    config = replace(engine_config(flags), warm_up=False)  # only a few of the programs are needed
     prepare_engine(config, flags.devices)
     asyncio.run(_generate(config, prompts))
 

@@ -1,4 +1,4 @@
-"""Structured output for a checkpoint's tokenizer. No JAX: routers use it, too."""
+"""Structured output for a checkpoint's tokenizer. Routers import this, so it must not load JAX."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ from models.tokenizer import Tokenizer
 
 
 def grammar_compiler(directory: str) -> GrammarCompiler | None:
-    """What compiles grammars for the tokenizer of a checkpoint; None where it has no
-    tokenizer.json. Nothing is read before the first one comes."""
+    """Returns the grammar compiler of a checkpoint, or None without a tokenizer.json. The file is
+    read when the first grammar is compiled."""
     path = Path(directory) / "tokenizer.json"
 
     def read() -> TokenizerText:

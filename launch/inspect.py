@@ -1,10 +1,10 @@
-"""Says what a checkpoint is and whether it can be served, without reading a weight.
+"""Reports what a checkpoint is, how much memory it takes, and whether it can be served.
 
-    python -m launch.inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
+    jdisagg inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
         [--kv_dtype=fp8]
 
-DIR is a folder, or a bare config.json. The exit status is 0 where the model loads under the layout,
-and 1 where it does not: then each thing that is missing is named."""
+DIR is a folder or a bare config.json. Exit status: 0 if the model loads under the layout, 1 if not;
+then each missing feature is named."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +80,7 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
-    """What one device holds. Raises LayoutError."""
+    """Formats what one device holds under the layout. Raises LayoutError."""
     assert found.config is not None
     kept_in = replace(found.config, kv_dtype=flags.kv_dtype or "")
     weights, a_token, state = bytes_per_device(
@@ -97,7 +97,7 @@ def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
 
 def _kv_scales(directory: Path, found: Inspection) -> str:
     try:
-        return load_kv_scales(directory)[1] or "none; python -m launch.calibrate_kv finds some"
+        return load_kv_scales(directory)[1] or "none; `jdisagg calibrate_kv` computes them"
     except CheckpointError as error:
         found.missing.append(error.message)
         return "not to be used"

@@ -1,10 +1,11 @@
-"""What a model's KV weighs, and what moving it asks of links: `python -m launch.kv_calculator
---model=llama-3-70b --prompt_tokens=8192`
+"""Computes the size of a model's KV cache and the time to transfer it.
 
-`--model` is a directory with a config.json, or a name of the catalogue (`--model=help` lists it).
-The table on stdout: KV bytes a token and a prompt, how many tokens an instance has room for (with
---hardware), the time a prompt takes over each link, and what part of the link a rate of prompt
-tokens needs. Loads no weights and no JAX."""
+    jdisagg kv_calculator --model=llama-3-70b --prompt_tokens=8192
+
+--model is a directory with a config.json or a name of the catalogue (--model=help lists them). The
+table shows KV bytes per token and prompt, the tokens that an instance can hold (with --hardware),
+the transfer time of a prompt over each link, and the part of a link that a rate of prompt tokens
+uses. Loads no weights and no JAX."""
 
 import math
 import sys
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
-    """(prompt tokens, tokens a second, links) of the flags."""
+    """Returns (prompt tokens, tokens per second, links) from the flags."""
     prompt = min(8192, shape.context_tokens) if flags.prompt_tokens is None else flags.prompt_tokens
     if not 1 <= prompt <= shape.context_tokens:
         raise ConfigError(

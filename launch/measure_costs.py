@@ -1,9 +1,10 @@
-"""Fits the cost model to this machine: `python -m launch.measure_costs --model=DIR
---output=this_machine.json`
+"""Measures this machine and fits the cost model to it.
 
-`jdisagg/node/commands/cost_measurement.py` says what is measured and how it is fitted. Errors, in
-sample and held out, go to stderr and into the file, which `--hardware=this_machine.json` of the
-other scripts reads."""
+    jdisagg measure_costs --model=DIR --output=this_machine.json
+
+Other commands read the file with --hardware=this_machine.json. Errors of the fit, in sample and
+held out, go to stderr and into the file. `jdisagg/node/commands/cost_measurement.py` describes what
+is measured."""
 
 import asyncio
 import dataclasses
@@ -96,7 +97,7 @@ def _report(fitted: Fitted, steps: list[Observation], layout: Layout) -> None:
 
 
 def _counts(flag: str, values: list[str], of: int = 1) -> list[int]:
-    """Of a flag's list; each a multiple of `of`."""
+    """Parses a flag's list of integers, each a multiple of `of`."""
     try:
         found = [int(value) for value in values]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of `models/`, as the processes of `jdisagg.node` take them."""
+"""Connects the checkpoints of `models/` to the processes of `jdisagg.node`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") -> LoadModel:
-    """Reads the checkpoint at each call."""
+    """Returns a function that reads the checkpoint at each call."""
     kept = checked_weights(weights)
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
@@ -36,7 +36,7 @@ def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") ->
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
-    """With its matrices in the form of --weights and its KV in --kv_dtype."""
+    """Returns the sizes with the configured forms of matrices and KV."""
     return replace(
         geometry,
         matrix_bits=WEIGHT_BITS[model.weights] if model.weights else 0,
@@ -45,7 +45,7 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 
 
 def model_source(model: ModelConfig) -> ModelSource:
-    """Raises what `load_config` raises for a directory that holds no model."""
+    """Returns how a process obtains the model. Raises what `load_config` raises."""
     directory = model.directory
     family = load_config(directory).family
     name = Path(directory).resolve().name
@@ -62,8 +62,7 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """An embedded cluster of the configuration's model, or of the shipped one. `tell`: as
-    `Deployment`'s."""
+    """Builds an embedded cluster of the configuration's model, or of the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
     source = model_source(replace(config.model, directory=str(directory)))
     tokenizer = Tokenizer.from_directory(directory)

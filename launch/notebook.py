@@ -1,5 +1,5 @@
-"""Opens a checkpoint directory in the first cell of a notebook: on the research face,
-`engine = open_engine(devices=8)`, or in a cluster that serves, `cluster = open_cluster(config)`."""
+"""Opens a checkpoint in a notebook: `engine = open_engine(devices=8)` for the research API, or
+`cluster = open_cluster(config)` for a cluster that serves in the notebook's process."""
 
 from dataclasses import replace
 
@@ -25,8 +25,13 @@ def open_engine(
     context_tokens: int | None = None,
     compilation_cache: str = EngineConfig.compilation_cache,
 ) -> Engine:
-    """An engine on all devices of this process. On CPU, `devices` virtual ones: this must precede
-    the first use of JAX. `kv_dtype`: what KV is kept in, "fp8", or "" for `dtype`."""
+    """Returns an engine on all devices of this process. Call it before the first use of JAX.
+
+    Args:
+        directory: Checkpoint directory. Default: the shipped model.
+        devices: Virtual devices on CPU.
+        kv_dtype: Type of the KV cache, "fp8", or "" for `dtype`.
+    """
     prepare_runtime(devices, compilation_cache)
 
     return Engine(
@@ -38,20 +43,19 @@ def open_engine(
 
 
 def open_cluster(config: EngineConfig) -> EmbeddedCluster:
-    """An embedded cluster in this process, router, workers and all, to be asked on the notebook's
-    own event loop: `await cluster.start()`, `cluster.stream(request)`, `cluster.kept_blocks()`,
+    """Returns a cluster in this process that runs on the notebook's own event loop:
+    `await cluster.start()`, `cluster.stream(request)`, `cluster.kept_blocks()`,
     `await cluster.stop()`.
 
     Args:
-        config: what `launch.serve` makes of its flags; without `model.directory`, of the shipped
-            model.
+        config: Configuration; without `model.directory`, of the shipped model.
 
     Returns:
-        The cluster, not started. On CPU its layouts' devices are virtual ones of this process, so
-        this must precede the first use of JAX, or follow another call with as many.
+        The cluster, not started. On CPU it makes as many virtual devices as its layouts need, so
+        the call must precede the first use of JAX, or follow a call with as many.
 
     Raises:
-        ConfigError: it comes too late, or the configuration does not fit.
+        ConfigError: JAX has fewer devices, or the configuration does not fit.
     """
     directory = config.model.directory or SHIPPED_MODEL
     config = replace(config, model=replace(config.model, directory=directory))

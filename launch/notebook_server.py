@@ -1,9 +1,8 @@
 """A server beside a notebook: `server = await start_server("--mode=unified")` in a cell.
 
-It is `python -m launch.serve` in a process of its own, on loopback, at ports that the system
-chooses: the kernel stays free of JAX, of the server's threads and of its share of the interpreter,
-so that what a cell measures is what any client would see. It ends with `stop`, or with the
-kernel."""
+The server is `jdisagg serve` in a process of its own, on loopback ports that the system chooses.
+The kernel loads no JAX and shares no interpreter with it, so that a cell measures what any client
+would see. It ends with `stop` or with the kernel."""
 
 import asyncio
 import os
@@ -19,7 +18,7 @@ from jdisagg.supervisor.child_process import ChildProcess, Command
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVE = (sys.executable, "-m", "launch.serve", "--port=0", "--http_port=0")
-START_SECONDS = 1800.0  # all programs are compiled first, where the cache has none
+START_SECONDS = 1800.0  # includes compilation on the first start
 STOP_SECONDS = 30.0
 LAST_LINES = 12
 
@@ -27,8 +26,12 @@ _READY = re.compile(r"jdisagg serves (\S+) .* and (https?://\S+)$")
 
 
 class NotebookServer:
-    """A server that serves. `url`: of its HTTP door (`url + "/v1"` is a client's `base_url`);
-    `model`: the name of what it serves."""
+    """A running server.
+
+    Attributes:
+        url: Address of the HTTP API; `url + "/v1"` is a client's `base_url`.
+        model: Name of the served model.
+    """
 
     def __init__(self, url: str, model: str, process: ChildProcess) -> None:
         self.url = url
@@ -36,24 +39,23 @@ class NotebookServer:
         self._process = process
 
     async def stop(self) -> None:
-        """Lets running requests end first; what does not end in 30 seconds is killed."""
+        """Drains the server. After 30 seconds it is killed."""
         await _end(self._process)
 
 
 async def start_server(
     *flags: str, program: Sequence[str] = SERVE, seconds: float = START_SECONDS
 ) -> NotebookServer:
-    """Returns when it serves.
+    """Starts a server and returns when it serves.
 
     Args:
-      flags: of `launch.serve`, such as "--mode=unified"; its recipe is the shipped model, prefill
-        and decode apart.
-      program: what is started with them.
-      seconds: how long to wait; the first start of a layout compiles its programs.
+      flags: Flags of `jdisagg serve`, such as "--mode=unified".
+      program: Command line that the flags are added to.
+      seconds: Longest wait. The first start of a layout compiles its programs.
 
     Raises:
-      ConfigError: it ended instead; with its last words.
-      DeadlineExceededError: it did not serve in time, and was stopped."""
+      ConfigError: It exited instead. The message has its last lines.
+      DeadlineExceededError: It did not serve in time and was stopped."""
     lines: deque[str] = deque(maxlen=LAST_LINES)
     ready: asyncio.Future[re.Match[str]] = asyncio.get_running_loop().create_future()
 
@@ -76,12 +78,12 @@ async def start_server(
     said = "\n".join(lines)
     if ended.done():
         raise ConfigError(
-            f"the server ended with status {ended.result()} before it served; its last words:"
+            f"the server ended with status {ended.result()} before it served; its last lines:"
             f"\n{said}"
         )
     await _end(process)
     raise DeadlineExceededError(
-        f"the server did not serve within {seconds:g} s; give it more (seconds=); its last words:"
+        f"the server did not serve within {seconds:g} s; give it more (seconds=); its last lines:"
         f"\n{said}"
     )
 

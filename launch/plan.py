@@ -1,20 +1,18 @@
-"""Should one disaggregate, with how many of each, in which layout? Searches, simulates, ranks, and
-writes a recipe of the best.
+"""Searches the mode, layouts and worker counts that serve the most requests within an objective.
 
-    python -m launch.plan --model=llama-3-70b --hardware=h100 --accelerators=16 --trace=azure.csv.gz
-    python -m launch.plan --model=DIR --hardware=measured.json --accelerators=8 --output=plan.py
+    jdisagg plan --model=llama-3-70b --hardware=h100 --accelerators=16 --trace=azure.csv.gz
+    jdisagg plan --model=DIR --hardware=measured.json --accelerators=8 --output=plan.py
         --mixture=0.8:1000/200,0.2:8000/300 --ttft=1 --tpot=0.05
 
-Two pools are compared with the strongest engine of one pool: chunked prefill whose chunk and
-decode step are one program, at its best chunk size and layout; --nofused prices our own, which
-takes turns.
-Layouts (dp, tp, ep) of both sides, the ratio of prefill to decode instances and the chunk size are
-searched by arithmetic over all that fits, then the best few of each mode by simulation: the highest
-rate at which --attainment of the requests keep --ttft and --tpot, on all cores. On stderr a first
-answer by arithmetic within seconds, then what each candidate carries as it is known; on stdout a
-table, best first, and which mode wins by how much. --output writes a recipe for
-launch.serve, launch.cluster and launch.router. Where nothing fits, one line says because of what,
-and the exit status is 1. Loads no weights and no JAX. docs/planner.md says how to read it."""
+Two pools are compared with the strongest engine of one pool: chunked prefill that runs a chunk and
+a decode step as one program, at its best layout and chunk size. --nofused prices jdisagg's own
+chunked mode instead, which alternates.
+
+Layouts of both sides, worker counts and chunk sizes are first ranked by arithmetic; stderr shows
+that answer within seconds. The best of each mode are then simulated, which takes minutes. Stdout
+gets the table, best first, and a verdict. --output writes a recipe for `jdisagg serve`, `cluster`
+and `router`. Exit status 1: nothing fits; the message gives the reason. docs/planner.md explains
+the table. Loads no weights and no JAX."""
 
 import json
 import sys

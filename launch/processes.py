@@ -1,8 +1,8 @@
-"""Candidates of a plan on all cores: each process simulates one at a time.
+"""Simulates the candidates of a plan on all cores, one candidate per process at a time.
 
-Results are those of one process: candidates are independent, and each run follows from its seed.
-On Linux processes are forked (nothing here has threads of its own or a device), so that nothing is
-imported twice; elsewhere they start anew."""
+The results equal those of one process, because candidates are independent and each run follows from
+its seed. On Linux processes are forked, which is safe without threads and devices and saves the
+imports; elsewhere they are spawned."""
 
 import multiprocessing
 import os
@@ -26,15 +26,15 @@ def usable_cores() -> int:
 
 
 def on_cores(processes: int) -> Spread:
-    """`processes` at once; 1: in this one."""
+    """Returns a map over tasks on `processes` processes, or in this one for 1."""
     if processes <= 1:
         return in_turn
 
     def spread(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-        # Leaving it in whatever way ends its processes.
+        # The pool ends its processes however this block is left.
         with _context().Pool(min(processes, len(tasks)), _begin, (measurer,)) as pool:
             yield from pool.imap_unordered(_measure, enumerate(tasks))
-            # each leaves by itself: one that is ended as it waits for work was seen to stay
+            # processes leave by themselves: terminating one that waits for work can hang
             pool.close()
             pool.join()
 
@@ -47,8 +47,8 @@ def _context() -> BaseContext:
 
 def _begin(measurer: Measurer) -> None:
     global _measurer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends them
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, whatever handler it has itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undoes the inherited handler
     _measurer = measurer
 
 

@@ -1,4 +1,4 @@
-"""Progress bars of the pages, on stderr, and only where that is a terminal."""
+"""Progress bars on stderr, shown only on a terminal."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ from jdisagg.simulator.planning.planner import Told
 
 
 def counted(label: str, *more: ProgressColumn) -> Progress:
-    """A bar with how many of how many are done, and `more` columns behind."""
+    """Returns a bar with a counter and the columns `more`."""
     return progress(TextColumn(label), BarColumn(), MofNCompleteColumn(), *more)
 
 
@@ -31,8 +31,7 @@ def progress(*columns: ProgressColumn) -> Progress:
 
 
 class Aloud(Told):
-    """Answers as they come, with the seconds since the start, in lines that stay; how far the
-    search is on the bar below them."""
+    """Prints a plan's answers with the seconds since the start, above a bar of the search."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar, self._task = bar, bar.add_task("", total=None)
@@ -42,7 +41,7 @@ class Aloud(Told):
         self._bar.update(self._task, description=text, completed=done, total=total)
 
     def answer(self, text: str) -> None:
-        """Also where stderr is no terminal, and there never folded."""
+        """Prints one answer. Without a terminal it is never wrapped."""
         line = f"{time.monotonic() - self._began:5.1f} s  {text}"
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
-"""Runs recorded command streams on fresh meshes and compares the sampled tokens: is what happened
-what happens again?
+"""Re-runs recorded command streams on fresh meshes and checks that the sampled tokens are the
+same.
 
-    python -m launch.serve --record=DIR          (or launch.generate; launch.worker for each worker)
-    python -m launch.replay --recording=DIR/prefill-0.commands,DIR/decode-0.commands [--model=DIR]
+    jdisagg serve --record=DIR          (or jdisagg generate, or jdisagg worker for each worker)
+    jdisagg replay --recording=DIR/prefill-0.commands,DIR/decode-0.commands [--model=DIR]
 
-All meshes are rebuilt in this one process, whatever they ran on; on CPU it makes the virtual
-devices. A mesh that pulled KV is replayed together with the meshes that offered it. Prints "N
-steps, M tokens, identical" and ends with 0, or the first difference and ends with 1. Commands that
-failed when they were recorded are left out. Instances of several processes may sum in another order
-than one process does: their tokens may then differ where two are almost equally likely."""
+All meshes are rebuilt in this process, on virtual devices on CPU. A mesh that pulled KV is replayed
+together with the meshes that sent it. Commands that failed when recorded are left out. The result
+is "N steps, M tokens, identical" and status 0, or the first difference and status 1. Instances of
+several processes may sum in another order than one process; their tokens may then differ where two
+candidates are almost equally likely."""
 
 import asyncio
 from pathlib import Path

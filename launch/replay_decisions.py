@@ -1,9 +1,9 @@
-"""Decides again what a router decided, from its log: `python -m launch.replay_decisions
---log=decisions.jsonl`
+"""Repeats a router's logged decisions with the code of this checkout and compares them.
 
-A router that runs with --decision_log writes down what each decision was made of. Here each is made
-again, with the code of this checkout, and where the answer differs both are shown. Ends with 0 when
-none does, else with 1. Needs no JAX and no cluster."""
+    jdisagg replay_decisions --log=decisions.jsonl
+
+A router with --decision_log writes the inputs of each decision. Where the repeated decision
+differs, both are printed. Exit status 0: no difference, 1: some. Needs no JAX and no cluster."""
 
 from jdisagg.errors import ConfigError
 from jdisagg.observe.decision_log import read_records

@@ -1,16 +1,14 @@
-"""Sends a real trace to a running server (launch.serve, launch.cluster, launch.router) and reports
-how it was served.
+"""Sends the requests of a trace to a running server and reports how they were served.
 
-    python -m launch.replay_trace --target=localhost:8700 --trace=azure.csv.gz --speed=0.5
-    python -m launch.replay_trace --trace=mooncake.jsonl --max_prompt_tokens=512 --ttft=0.5
+    jdisagg replay_trace --target=localhost:8700 --trace=azure.csv.gz --speed=0.5
+    jdisagg replay_trace --trace=mooncake.jsonl --max_prompt_tokens=512 --ttft=0.5
 
-Traces are those that launch.simulate reads: Azure, Mooncake, and one's own CSV or JSONL
-(docs/simulator.md). They hold lengths, not text: prompts are random token ids of those lengths, the
-same for blocks of the same hash; answers go on to the trace's length, past end tokens. What the
-server's context does not hold is cut, and counted. Requests are sent at the trace's times divided
-by --speed, whatever became of those before. On stdout: percentiles of TTFT, TPOT and TBT as the
-client saw them, and with --ttft or --tpot attainment and goodput; a progress bar on stderr. Ends
-with 0 when every request got an answer or a refusal, with 1 when some failed."""
+Traces have the formats that `jdisagg simulate` reads (docs/simulator.md). They hold lengths, so
+prompts are random token ids of those lengths, equal for blocks of equal hash. Answers have the
+trace's length, past end tokens. Requests beyond the server's context are cut and counted. They are
+sent at the trace's times divided by --speed, whether or not earlier ones have ended. Stdout gets
+percentiles of TTFT, TPOT and TBT as the client measured them, and with --ttft or --tpot attainment
+and goodput. Exit status 1: some requests failed."""
 
 import asyncio
 import dataclasses
@@ -49,7 +47,7 @@ def main() -> int:
 
 
 def _workload() -> list[Arrival]:
-    """The arrivals as the flags want them, --speed left to the sender. Raises ConfigError,
+    """Returns the arrivals of the trace; the sender applies --speed. Raises ConfigError,
     WorkloadError."""
     for name in ("speed", "rate", "spread_tick_seconds"):
         check_positive(name, getattr(flags, name))

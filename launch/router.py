@@ -1,19 +1,18 @@
-"""A router: the generation service over workers that register with it. Needs no JAX, only the
-model's tokenizer.
+"""Runs a router: the generation service over workers that register with it. Needs no JAX.
 
-    python -m launch.router --port=8700 --http_port=8000
-    python -m launch.worker --role=prefill --layout=tp=2 --router=localhost:8700 --port=8701
-    python -m launch.worker --role=decode --layout=dp=2 --router=localhost:8700 --port=8702
+    jdisagg router --port=8700 --http_port=8000
+    jdisagg worker --role=prefill --layout=tp=2 --router=localhost:8700 --port=8701
+    jdisagg worker --role=decode --layout=dp=2 --router=localhost:8700 --port=8702
 
-Of the recipe it takes limits, routing, service and model. Prints one line on stdout when it
-listens. Health says SERVING while there is a worker for each half of a request, and a small request
-of the router's own (a canary) went through two of them lately. Several routers may serve the same
-workers: workers own their reservations and register with each. On SIGTERM new requests are refused
-and running ones finish, within --drain_seconds; a second signal ends the waiting.
+The router reads limits, routing, service and model of the recipe. One line on stdout reports that
+it listens. Its health service reports SERVING while a prefill and a decode worker are registered
+and a canary request passed through both recently. Several routers may serve the same workers. On
+SIGTERM new requests are refused and running ones finish within --drain_seconds; a second signal
+exits.
 
---elastic: prefill and decode workers change places as the load asks for it, so that the objective
-is met (--set=elastic.slo.ttft_seconds=1 --set=elastic.slo.tpot_seconds=0.05); of several routers,
-for one alone. Without it the router only advises: in its metrics, and on GetAdvice."""
+--elastic lets workers change their role to meet the objective of --set=elastic.slo.ttft_seconds=1
+--set=elastic.slo.tpot_seconds=0.05. Give it to one router only. Without it the router only reports
+its advice (metrics, GetAdvice)."""
 
 import asyncio
 import contextlib

@@ -1,16 +1,15 @@
-"""Serves an embedded cluster over gRPC (`jdisagg.v1.GenerationService`, health, reflection) until
-SIGTERM or SIGINT.
+"""Serves a model from one process until SIGTERM or SIGINT.
 
-    python -m launch.serve
-    python -m launch.serve --config=configs/tiny_moe_cpu.py --slots_per_rank=16 --port=8700
-    python -m launch.serve --http_port=8000
+    jdisagg serve --http_port=8000
+    jdisagg serve --config=configs/tiny_moe_cpu.py --slots_per_rank=16 --port=8700
 
-Prints one line on stdout when it is ready. The configuration is a recipe; flags win over it, and
---set changes any field by its path. --http_port opens a second door, HTTP as OpenAI's clients speak
-it (docs/http.md). On SIGTERM new requests are refused and running ones finish, within
---drain_seconds. Before the line there is nothing to finish: either signal ends it at once, with 130
-(SIGINT) or 143 (SIGTERM). When a mesh breaks it ends, too, with 3: what is started in its place can
-serve."""
+--port is the gRPC service (docs/grpc.md), --http_port the OpenAI-compatible API (docs/http.md). One
+line on stdout reports that the server is ready. The configuration is a recipe (--config). Flags
+override it, and --set changes any other field.
+
+On SIGTERM new requests are refused and running ones finish within --drain_seconds. During start-up
+SIGINT and SIGTERM stop the process at once (status 130 or 143). If a mesh fails, the process exits
+with status 3, so that a supervisor can restart it."""
 
 import asyncio
 import contextlib
@@ -51,13 +50,13 @@ def main() -> None:
         broken = asyncio.run(_serve(config, observe, decisions))
     if broken is not None:
         print(f"error: {broken.message}", file=sys.stderr, flush=True)
-        os._exit(EXIT_BROKEN)  # JAX's own end would wait for programs that may never end
+        os._exit(EXIT_BROKEN)  # JAX's shutdown would wait for programs that may never end
 
 
 async def _serve(
     config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None
 ) -> UnavailableError | None:
-    """Until it is signalled, or a mesh breaks: returns what broke it then."""
+    """Serves until a signal or until a mesh fails; returns that failure."""
     broken: UnavailableError | None = None
     async with observing("serve", observe) as observer:
         deployment = deployment_of(config, observer, flags.record, decisions or NO_ROUTER_EVENTS)

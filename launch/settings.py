@@ -1,16 +1,16 @@
-"""From flags to configuration: a recipe, and the flags that win over it."""
+"""Builds configurations from flags. Flags override --set, and --set overrides the recipe."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from jdisagg.config import EngineConfig, override
+from jdisagg.config import EngineConfig, Mode, override
 from jdisagg.errors import ConfigError
 from jdisagg.node.recipes import load_recipe
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.internal.connection import Credentials
 from launch.flags import HTTP, SERVICE, Given
-from launch.shipped import SHIPPED_MODEL
+from launch.shipped import DEFAULT_RECIPE, SHIPPED_MODEL
 from models.model_folder import stored_dtype
 
 _BOTH = (
@@ -41,10 +41,14 @@ _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_
 
 
 def engine_config(given: Given) -> EngineConfig:
-    """The recipe of --config with the flags that were given and --set. `elastic.` of --set is left
-    to `elastic_config`. The type of a --model is the one of its config.json where neither --dtype
-    nor --set names another, and of any model with --dtype=auto. Raises ConfigError, LayoutError,
-    CheckpointError."""
+    """Returns the recipe of --config, changed by --set and by the flags that were given.
+
+    `elastic.` of --set is left to `elastic_config`. With --model, or with --dtype=auto, the dtype
+    is the one of the checkpoint's config.json, unless --dtype or --set name another.
+
+    Raises:
+        ConfigError, LayoutError, CheckpointError: A value is impossible; the message names it.
+    """
     recipe = load_recipe(given.config)
     changes: list[str] = []
     said = given.given()
@@ -66,14 +70,32 @@ def engine_config(given: Given) -> EngineConfig:
     return override(recipe, [*changes, *_of_both(given.set)])
 
 
+def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
+    """Returns the default recipe's value of each flag that sets a configuration field."""
+    if "config" not in names:
+        return {}
+    recipe = load_recipe(DEFAULT_RECIPE)
+    found: dict[str, object] = {}
+    for name in names:
+        if path := _FIELDS.get(name):
+            value: object = recipe
+            for part in path.split("."):
+                value = getattr(value, part)
+            found[name] = value.value if isinstance(value, Mode) else value
+        elif name in _BOTH:
+            prefill, decode = (getattr(side, name) for side in (recipe.prefill, recipe.decode))
+            found[name] = prefill if prefill == decode else f"{prefill} and {decode}"
+    return found
+
+
 def elastic_config(given: Given) -> ElasticConfig:
-    """What `elastic.` of --set says."""
+    """Returns the elastic controller's settings, from `elastic.` of --set."""
     texts = [text for text in given.set if text.startswith("elastic.")]
     return override(ElasticConfig(), [text.removeprefix("elastic.") for text in texts])
 
 
 def observe_config(given: Given) -> ObserveConfig:
-    """Raises ConfigError for what cannot be."""
+    """Returns metrics, logging and tracing as the flags set them. Raises ConfigError."""
     return ObserveConfig(
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
@@ -85,8 +107,11 @@ def observe_config(given: Given) -> ObserveConfig:
 
 
 def credentials(given: Given, token_file: str) -> Credentials:
-    """By which a page that asks a server shows who it is, and whom it believes. Raises ConfigError
-    naming a file that is no such, or a --target that is no address."""
+    """Loads the TLS files and the token with which a client calls --target.
+
+    Raises:
+        ConfigError: A file cannot be used, or --target is not host:port.
+    """
     check_target(given.target)
     return Credentials.load(
         authority=given.authority,
@@ -98,7 +123,7 @@ def credentials(given: Given, token_file: str) -> Credentials:
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError for what can be no server's address, before anybody waits for one."""
+    """Raises ConfigError where `target` is not host:port, before a client waits for it."""
     host, colon, port = target.rpartition(":")
     if "//" in target or not colon or not host or not port.isdigit():
         raise ConfigError(
@@ -107,7 +132,7 @@ def check_target(target: str) -> None:
 
 
 def _of_both(texts: Sequence[str]) -> list[str]:
-    """--set without `elastic.`, and `instance.` as what both sides have."""
+    """Drops `elastic.` from the --set texts and expands `instance.` to both sides."""
     found: list[str] = []
     for text in texts:
         if text.startswith("instance."):

@@ -1,18 +1,16 @@
-"""Simulates a cluster on virtual time: the live path, router, schedulers and workers, on meshes
-that take the cost model's seconds.
+"""Simulates a cluster in virtual time: the real router, schedulers and workers, with step times
+from the cost model.
 
-    python -m launch.simulate --trace=conversation.csv.gz --prefill_workers=2 --decode_workers=2
-    python -m launch.simulate --rate=6 --requests=2000 --mode=chunked --ttft=0.5 --tpot=0.05
-    python -m launch.simulate --trace=mooncake.jsonl.gz --spread_tick_seconds=3 --out=run/
-    python -m launch.simulate --trace=mooncake.jsonl.gz --prefix_cache --host_cache_gib=200
-    python -m launch.simulate --turns=6 --system_tokens=2048 --prefix_cache
-    python -m launch.simulate --concurrency=64 --prompt_tokens=4096
+    jdisagg simulate --trace=conversation.csv.gz --prefill_workers=2 --decode_workers=2
+    jdisagg simulate --rate=6 --requests=2000 --mode=chunked --ttft=0.5 --tpot=0.05
+    jdisagg simulate --trace=mooncake.jsonl.gz --prefix_cache --host_cache_gib=200
+    jdisagg simulate --turns=6 --system_tokens=2048 --prefix_cache
+    jdisagg simulate --concurrency=64 --prompt_tokens=4096
 
-Without --trace arrivals are a Poisson process (--variation: gamma gaps, bursts above 1) of one
-length, or come from a closed loop of --concurrency users. On stdout the report: what was simulated,
-TTFT, TPOT and TBT percentiles, goodput at the SLO, utilisation, cost a million tokens; --out writes
-one row a request, the figures as JSON and pictures. The same flags give the same result.
-docs/simulator.md says what is modelled and what is not."""
+Without --trace, arrivals are a Poisson process with prompts of one length, or a closed loop of
+--concurrency users. Stdout gets the report: percentiles of TTFT, TPOT and TBT, goodput, utilisation
+and cost per million tokens. --out writes one row a request, the figures as JSON and plots. The same
+flags give the same result. docs/simulator.md lists what is modelled."""
 
 import sys
 import time
@@ -78,7 +76,7 @@ def main() -> None:
     ):
         task, every = bar.add_task("", total=len(arrivals)), max(1, len(arrivals) // 500)
 
-        def progress(done: int, total: int) -> None:  # a bar need not be drawn for each request
+        def progress(done: int, total: int) -> None:  # redrawing the bar per request is slow
             if done % every == 0 or done == total:
                 bar.update(task, completed=done)
 

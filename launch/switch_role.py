@@ -1,12 +1,11 @@
-"""Lets a worker of a running cluster change its role.
+"""Changes the role of a worker in a running cluster.
 
-    python -m launch.switch_role --target=localhost:8700 --worker=prefill-1 --role=decode
+    jdisagg switch_role --target=localhost:8700 --worker=prefill-1 --role=decode
 
-The worker drains (what it offered is fetched, running sequences move to other decode workers or
-end), lays the same weights out anew on the same devices, and serves under its other role; streams
-go on. --layout is the layout to take; by default the one that most workers of that role have, where
-the worker's devices are enough for it. Prints one line with the seconds when the worker serves;
-ends with 1 when it may not change, or came back in its old role."""
+The worker drains, lays out its weights anew on the same devices, and serves in the new role.
+Streams continue. --layout defaults to the most common layout of that role that fits the worker's
+devices. One line with the seconds is printed when the worker serves. Exit status 1: the change was
+refused or failed, and the worker has its old role."""
 
 import asyncio
 import sys

@@ -1,10 +1,9 @@
-"""Merges the timelines that processes wrote into one trace for Perfetto (https://ui.perfetto.dev)
-or chrome://tracing.
+"""Merges timelines of processes into one trace for Perfetto (https://ui.perfetto.dev).
 
-    python -m launch.trace --inputs=DIR --output=trace.json
-    python -m launch.trace --inputs=DIR --output=trace.json --request=ID
+    jdisagg trace --inputs=DIR --output=trace.json
+    jdisagg trace --inputs=DIR --output=trace.json --request=ID
 
-DIR is what the processes were given as --timelines."""
+DIR is the folder that the processes were given with --timelines."""
 
 from pathlib import Path
 

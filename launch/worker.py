@@ -1,18 +1,16 @@
-"""A worker: one instance of a role on this process's devices, registered with its routers.
+"""Runs a worker: one instance of a role on this process's devices, registered with its routers.
 
-    python -m launch.worker --role=prefill --layout=dp=1,tp=2 --router=localhost:8700 --port=8701
-    python -m launch.worker --role=decode --layout=dp=2,tp=1 --router=localhost:8700 --port=8702
-    python -m launch.worker --role=mixed --layout=tp=1 --router=localhost:8700 --mode=unified
+    jdisagg worker --role=prefill --layout=dp=1,tp=2 --router=localhost:8700 --port=8701
+    jdisagg worker --role=decode --layout=dp=2,tp=1 --router=localhost:8700 --port=8702
+    jdisagg worker --role=mixed --layout=tp=1 --router=localhost:8700 --mode=unified
 
-Of the recipe it takes what is its role's. Compiles its programs, then registers, and says each
-quarter of a second how it is. On SIGTERM it takes no new requests and drains, within
---drain_seconds: a prefill worker until what it offered is fetched, a decode worker until its
-sequences have ended; then it leaves and ends with 0. A second signal ends it now. It ends with 3
-when its mesh broke, so that its supervisor starts it again, and with 78 when it cannot work as it
-is configured.
+The worker reads its role's part of the recipe, compiles its programs and registers. On SIGTERM it
+takes no new requests and drains within --drain_seconds: a prefill worker until its KV is fetched, a
+decode worker until its sequences have ended or moved. Exit status: 0 after draining, 3 if its mesh
+failed and it should be restarted, 78 if it cannot work with its configuration.
 
-Of several processes: the same command for each, with --num_processes, --process_id, --coordinator
-(host:port where they meet) and a port of its own. They start and end as one."""
+A worker of several processes is the same command for each of them, with --num_processes,
+--process_id, --coordinator and a port of its own. They start and end together."""
 
 import asyncio
 import os
@@ -49,7 +47,7 @@ flags = define(
     *("kv_channel", "devices", "gpus", "place", "num_processes", "process_id", "coordinator"),
     *("record", "config_file", *OBSERVE),
     port=0,
-    gpus=(None, "GPUs to use, such as 0-3,6. Default: all that it sees."),
+    gpus=(None, "GPUs to use, e.g. 0-3,6. Default: all that are visible."),
 )
 
 
@@ -75,7 +73,7 @@ def main() -> None:
         status = EXIT_BROKEN if isinstance(error, UnavailableError) else EXIT_CONFIG
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # JAX's own end waits for programs and transfers that no one needs any more.
+    # JAX's shutdown would wait for programs and transfers that are no longer needed.
     os._exit(status)
 
 
@@ -90,11 +88,10 @@ async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
 
 def _of_flags() -> WorkerProcessConfig:
     if flags.role is None:
-        raise ConfigError("--role is not given; give --role=prefill, decode or mixed")
+        raise ConfigError("--role is required: prefill, decode or mixed")
     role, routers = WorkerRole(flags.role), tuple(text for text in flags.router if text.strip())
     if not routers:
-        gone = f"--router is not given: nobody would find this {role.value} worker"
-        raise ConfigError(f"{gone}; name its routers, --router=host:port")
+        raise ConfigError(f"--router=host:port is required for a {role.value} worker")
     worker = worker_config(engine_config(flags), role)
     layout = Layout.parse(flags.layout) if flags.layout else worker.instance.layout
     port = worker.service.port if flags.present("port") else 0

@@ -1,5 +1,4 @@
-"""What scripts that run workloads share: what their flags mean, where results may go, and what is
-said of requests that did not finish."""
+"""Builds workloads from flags, checks output files, and summarises failed requests."""
 
 import math
 import os
@@ -14,24 +13,24 @@ from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, at_rate, faster, gamma, spread_ticks
 from launch.flags import Given
 
-TWICE = "--speed={:g} and --rate={:g} say the same thing twice; give one of them"
+TWICE = "--speed={:g} and --rate={:g} both set the rate; give one of them"
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ConfigError that names the flag where it was given and is no positive number."""
+    """Raises ConfigError if the flag was given and is not a positive number."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigError(f"--{name} must be a positive number, got {value:g}")
 
 
 def slo_limits(flags: Given) -> SloLimits | None:
-    """Of --ttft and --tpot; None where neither is given."""
+    """Returns the objective of --ttft and --tpot, or None if neither is given."""
     given = flags.ttft is not None or flags.tpot is not None
     return SloLimits(flags.ttft, flags.tpot) if given else None
 
 
 def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival]:
-    """The arrivals of a simulation as its flags want them; conversations end where the model's
-    context does. Raises ConfigError, WorkloadError."""
+    """Returns the arrivals of a simulation. `context_tokens` bounds conversations. Raises
+    ConfigError, WorkloadError."""
     if flags.rate is not None and flags.speed is not None:
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
     if flags.requests is not None and flags.requests < 1:
@@ -40,21 +39,15 @@ def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival
         value = getattr(flags, name)
         check_positive(name, value)
         if name != "rate" and value is not None and flags.trace is None:
-            raise ConfigError(
-                f"--{name}={value:g} is of a trace's times, and there is no --trace; give"
-                " one, or leave it out"
-            )
+            raise ConfigError(f"--{name}={value:g} needs --trace")
     for name in ("turns", "think_seconds", "system_tokens"):
         if flags.present(name) and (flags.trace is not None or flags.turns is None):
-            raise ConfigError(
-                f"--{name}={getattr(flags, name)} is of conversations that are made up: give"
-                " --turns and no --trace, or leave it out"
-            )
+            raise ConfigError(f"--{name}={getattr(flags, name)} needs --turns and no --trace")
     for name in ("rate", "speed", "variation", "spread_tick_seconds", "turns"):
         if flags.concurrency is not None and flags.present(name):
             raise ConfigError(
-                f"--{name}={getattr(flags, name)} says when requests come, and with"
-                f" --concurrency={flags.concurrency} they come when others end; give one of them"
+                f"--{name}={getattr(flags, name)} and --concurrency={flags.concurrency} both"
+                " determine when requests arrive; give one of them"
             )
     if flags.trace is None:
         lengths = Fixed(flags.prompt_tokens, flags.output_tokens)
@@ -75,7 +68,7 @@ def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival
 
 
 def traced(flags: Given, limit: int | None) -> list[Arrival]:
-    """The first `limit` requests of --trace, spread and at the rate that the flags want."""
+    """Returns the first `limit` requests of --trace, spread and stretched as the flags set."""
     arrivals = read_trace(flags.trace, limit)
     if flags.spread_tick_seconds is not None:
         arrivals = spread_ticks(arrivals, flags.spread_tick_seconds, flags.seed)
@@ -83,8 +76,7 @@ def traced(flags: Given, limit: int | None) -> list[Arrival]:
 
 
 def check_output(path: str | None, kind: str) -> None:
-    """For whoever asks before the work. Raises ConfigError where a file of `kind` (".json") cannot
-    be written to `path`; None: to none."""
+    """Raises ConfigError if `path` cannot be written as a file of `kind` (".json")."""
     if not path:
         return
     folder = Path(path).resolve().parent
@@ -105,7 +97,7 @@ def check_output(path: str | None, kind: str) -> None:
 
 
 def reasons(outcomes: Iterable[RequestOutcome], most: int = 3) -> list[str]:
-    """One line for each of the most frequent reasons why requests did not finish."""
+    """Formats the `most` most frequent reasons why requests did not finish."""
     found = Counter(
         f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason
     )

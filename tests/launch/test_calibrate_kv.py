@@ -41,7 +41,7 @@ def test_what_it_writes_is_what_is_loaded(tmp_path: Path) -> None:
         *ends("calibrate_kv", (f"--model={model}", f"--text={text}", "--layout=tp=2")),
         *ends("inspect", (f"--model={model}", "--kv_dtype=fp8")),
     )
-    assert "KV scales       none; python -m launch.calibrate_kv" in none.out
+    assert "KV scales       none; `jdisagg calibrate_kv`" in none.out
     assert done.status == 0, done.err
     assert f"KV scales       {KV_SCALES_FILE}\n" in again.out
     stated = json.loads((model / KV_SCALES_FILE).read_text())

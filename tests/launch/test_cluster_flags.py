@@ -74,7 +74,7 @@ def test_mixed_workers_come_instead_of_a_recipes_two_kinds(asked, tmp_path: Path
     assert [one.name for one in plan(asked("--mixed_workers=1"), tmp_path).instances] == ["mixed-0"]
     both = plan(asked(shape=ClusterShape(1, 1, 1)), tmp_path)
     assert [one.name for one in both.instances] == ["prefill-0", "decode-0", "mixed-0"]
-    with pytest.raises(ConfigError, match="mixed workers come instead of the two other kinds"):
+    with pytest.raises(ConfigError, match="--mixed_workers=1 excludes"):
         asked("--mixed_workers=1", "--prefill_workers=2")
 
 

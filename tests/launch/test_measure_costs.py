@@ -64,7 +64,7 @@ def test_bad_input_is_one_line_that_names_it_before_anything_is_measured() -> No
     for end, (_, message) in zip(ended, refused, strict=True):
         assert (end.status, end.out) == (1, "")
         assert end.err.startswith(f"error: {message}") and end.err.count("\n") == 1, end.err
-    assert devices.status == 1 and "--devices=0: 0 is not a positive integer" in devices.err
+    assert devices.status == 2 and "--devices=0: 0 is not a positive integer" in devices.err
 
 
 def test_files_nested_without_end_are_refused_as_what_cannot_be_read(tmp_path: Path) -> None:

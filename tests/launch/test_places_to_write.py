@@ -64,8 +64,8 @@ def test_a_worker_whose_programs_cannot_be_kept_or_whom_nobody_would_find_is_not
     )
     said = (
         "compilation_cache: folder '",
-        "--router is not given: nobody would find this prefill worker; ",
-        "--router is not given",
+        "--router=host:port is required for a prefill worker",
+        "--router=host:port is required",
     )
     for end, message in zip(ends("worker", *lines), said, strict=True):
         assert (end.status, end.out) == (EXIT_CONFIG, ""), end.err
@@ -84,7 +84,7 @@ def test_training_begins_only_when_its_result_can_be_written(nowhere: str, tmp_p
         "--destination: folder '",
         "--keep: folder '",
         f"--keep={tmp_path} is a folder; name a file in it",
-        "flags alone are taken",
+        "unexpected argument",
     )
     for end, message in zip(ends("train", *lines, package="tools.tiny_models"), said, strict=True):
         assert (end.status, end.out) == (1, "")

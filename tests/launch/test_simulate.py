@@ -103,14 +103,14 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
             (("--chunk_tokens=0",), "chunk_tokens"),
             (
                 ("--mode=chunked", "--prefill_workers=3"),
-                "--prefill_workers=3 means nothing in mode chunked",
+                "--prefill_workers=3 has no effect in mode chunked",
             ),
             (
                 ("--mode=unified", "--prefill_stages=2"),
-                "--prefill_stages=2 means nothing in mode unified",
+                "--prefill_stages=2 has no effect in mode unified",
             ),
-            (("--speed=2",), "--speed=2 is of a trace's times, and there is no --trace"),
-            (("--think_seconds=2",), "--think_seconds=2.0 is of conversations that are made up"),
+            (("--speed=2",), "--speed=2 needs --trace"),
+            (("--think_seconds=2",), "--think_seconds=2.0 needs --turns"),
             (("--turns=0.5",), "1 turn or more"),
             (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),
             (("--concurrency=2", "--rate=3"), "with --concurrency=2 they come when others end"),
