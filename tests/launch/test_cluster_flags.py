@@ -104,7 +104,7 @@ def test_settings_of_both_sides_reach_every_worker_and_those_of_the_router_it_al
 
 def test_a_flag_that_cannot_be_ends_it_with_one_line() -> None:
     (end,) = ends("cluster", ("--canary_seconds=-1",))
-    assert (end.status, end.out, end.err.count("\n")) == (1, "", 1)
+    assert (end.status, end.out, end.err.count("\n")) == (2, "", 1)
     assert "--canary_seconds=-1: -1.0 is not a non-negative number" in end.err
     (end,) = ends("cluster", ("--codec=int3",))
     assert "--codec=int3: value should be one of <none|" in end.err

@@ -112,8 +112,8 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
             (("--speed=2",), "--speed=2 needs --trace"),
             (("--think_seconds=2",), "--think_seconds=2.0 needs --turns"),
             (("--turns=0.5",), "1 turn or more"),
-            (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 is of a trace's times"),
-            (("--concurrency=2", "--rate=3"), "with --concurrency=2 they come when others end"),
+            (("--spread_tick_seconds=3",), "--spread_tick_seconds=3 needs --trace"),
+            (("--concurrency=2", "--rate=3"), "--rate=3.0 and --concurrency=2 both determine"),
         ],
         quick=7,
     ),
@@ -162,7 +162,7 @@ def test_a_negative_seed_is_refused_by_its_flag(script: str, needed: tuple[str, 
         timeout=time_scale.seconds(120),
         check=False,
     )
-    assert done.returncode == 1 and "--seed=-1" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "--seed=-1" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_interrupted_run_ends_at_once_without_a_word(tmp_path: Path) -> None:
