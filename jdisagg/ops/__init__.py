@@ -1,2 +1,2 @@
-"""Array mathematics: JAX functions on local shards; they know axis names and shapes, never requests
+"""Array operations: JAX functions on local shards. They know axis names and shapes, never requests
 or schedulers."""

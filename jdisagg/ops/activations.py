@@ -1,5 +1,5 @@
-"""What gates a feed-forward block (`ops/mlp.py`). Plain: a model's configuration is read where
-there is no JAX."""
+"""Activations of feed-forward blocks (`ops/mlp.py`) as data, without JAX, because a model's
+configuration is read where JAX is not installed."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,8 +9,8 @@ Activation = Literal["silu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """Of experts whose gate is at most `limit` and whose other half lies within it on both sides:
-    (up + 1) * gate * sigmoid(alpha * gate), as gpt-oss has it."""
+    """Expert gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`
+    and up within +-`limit`."""
 
     limit: float
     alpha: float
@@ -18,13 +18,13 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class SquaredRelu:
-    """Of experts that have no gate: relu(up)^2 (So et al., 2021, arXiv 2109.08668), as Nemotron has
-    it. Written as a gate it is relu(up) * up."""
+    """Experts without a gate: relu(up)^2 (So et al., 2021, arXiv 2109.08668), as in Nemotron. As
+    a gate it is relu(up) * up."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeluGate:
-    """Of experts gated by gelu, in its tanh form (Gemma 4)."""
+    """Experts gated by the tanh form of gelu (Gemma 4)."""
 
 
 ExpertGate = ClampedGate | SquaredRelu | GeluGate

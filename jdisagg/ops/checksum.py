@@ -1,21 +1,17 @@
-"""Keyed checksums of KV: equal on both sides of a hand-off whatever the sharding, the paging and
-the cutting in between.
+"""Keyed checksums of KV, equal on both sides of a hand-off for any sharding, paging and cutting.
 
-A row is one (component, head, position) of H values, taken as the integers that their bits are. Its
-term is
-
-    mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key))      mod 2^32,
-
-with odd weights and a bijective `mix`, and the sum of rows is the sum of their terms mod 2^32.
-There are two independent lanes, so 64 bits. The sum is additive: over components, heads and
-positions, so over any shards and any cut into blocks. Any single changed bit changes it for certain
-(an odd weight times a power of two is not zero mod 2^32); rows that changed places, another key,
-several changed bits or missing rows change it but for a chance of 2^-64. All weights depend on the
-key, which outsiders do not have.
+A row is one (component, head, position) of H values, read as the integers of their bits. Its term
+is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod 2^32, with odd
+weights and a bijective `mix`. The sum of rows is the sum of their terms mod 2^32. Two independent
+lanes give 64 bits. The sum is additive over components, heads and positions, and hence over any
+shards and blocks. A single changed bit always changes it, because an odd weight times a power of
+two is not zero mod 2^32. Swapped rows, another key, several changed bits or missing rows go
+undetected with chance 2^-64. All weights depend on the secret key.
 
 Coordinates are the model's own: the component's index over all layers, the global kv head, the
-absolute position. Pure and traceable; 32-bit integer arithmetic alone. Sum what lies in memory, not
-what a fusion may compute a second time with another rounding."""
+absolute position. Pure and traceable, with 32-bit integer arithmetic only. Callers must sum values
+that lie in memory, because a fusion may recompute a value with another rounding.
+"""
 
 from collections.abc import Sequence
 
@@ -30,12 +26,12 @@ _LANE_SALTS = (0x27D4EB2F, 0x165667B1)
 
 
 def key_words(key: int) -> np.ndarray:
-    """A 64-bit key as programs take it: uint32 [2]."""
+    """Splits a 64-bit key into uint32 [2], the form that programs take."""
     return np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], np.uint32)
 
 
 def fold(sums: np.ndarray) -> int:
-    """The one number that sums [..., 2] of several parts amount to: lane 0 is the low half."""
+    """Adds the sums [..., 2] of several parts into one number. Lane 0 is the low half."""
     low, high = (
         int(lane) & 0xFFFFFFFF for lane in sums.reshape(-1, LANES).astype(np.uint64).sum(axis=0)
     )
@@ -50,10 +46,14 @@ def row_sums(
     positions_T: jax.Array,
     valid_T: jax.Array,
 ) -> jax.Array:
-    """Sums over components of the rows of `parts`, each [C, K, T, x] (one row's values lie one
-    after the other): uint32 [K, T, 2].
+    """Sums the rows of `parts` over components: uint32 [K, T, 2].
 
-    component, head: what index 0 stands for in the model. Rows of tokens that are not valid give 0.
+    Args:
+        parts: Arrays [C, K, T, x] whose last axes together are a row's values.
+        key_2: Key from `key_words`.
+        component, head: Model-wide index of component 0 and of head 0.
+        positions_T: Absolute positions.
+        valid_T: Mask of tokens. Rows of other tokens give 0.
     """
     components, heads = parts[0].shape[:2]
     c_C11 = jnp.arange(components, dtype=jnp.uint32)[:, None, None] + jnp.asarray(component).astype(
@@ -74,7 +74,7 @@ def row_sums(
 
 
 def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax.Array]:
-    """For each lane the weighted sum of a row's bits: uint32 [C, K, T]."""
+    """Returns each lane's weighted sum of a row's bits: uint32 [C, K, T]."""
     lanes = [jnp.uint32(0)] * len(seeds)
     first = 1
     for part_CKTx in bits:
@@ -87,8 +87,7 @@ def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax
 
 
 def _sum_lanes(lanes: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """Sums all lanes in one pass over what they have in common (one reduction each took five times
-    as long on a CPU)."""
+    """Sums all lanes in one pass. Separate reductions took five times as long on a CPU."""
     zeros = [jnp.uint32(0)] * len(lanes)
     return list(
         lax.reduce(
@@ -108,20 +107,20 @@ def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
 
 
 def bits_of(values: jax.Array) -> jax.Array:
-    """The bits of each value as uint32."""
+    """Returns the bits of each value as uint32."""
     return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}")).astype(
         jnp.uint32
     )
 
 
 def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
-    """Both words of the key go into each lane."""
+    """Derives a lane's seed from both words of the key."""
     return _mix(key_2[lane] + _mix(key_2[1 - lane] ^ jnp.uint32(_LANE_SALTS[lane])))
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of 32 bits that spreads every bit over all (two rounds of xor-shift and
-    multiplication)."""
+    """A bijection of 32 bits that spreads every bit over all: two rounds of xor-shift and
+    multiplication."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

@@ -1,7 +1,9 @@
-"""Dense causal attention over whole sequences, without a cache: the oracle of tests, and training.
+"""Dense causal attention over whole sequences without a cache, for tests (as an oracle) and
+training.
 
-The tokens given are one sequence, in order. Softmax in float32. Memory is T x T per head: not for
-serving."""
+The tokens are one sequence, in order. The softmax is in float32. Memory is T x T per head, so this
+is not for serving.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ def dense_causal_attend(
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
 ) -> jax.Array:
-    """An `Attend` (see `model_api`): token t attends to tokens max(0, t - window + 1) ... t."""
+    """Implements `model_api.Attend`: token t attends to tokens max(0, t - window + 1) ... t."""
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None

@@ -1,5 +1,5 @@
-"""State for a whole sequence at once, from its beginning, kept nowhere: what
-`ops/dense_attention.py` is to attention. For tests and for looking at a model."""
+"""Recurrent state over a whole sequence, without a cache, for tests and model inspection. The
+counterpart of `ops/dense_attention.py`."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,14 @@ _GRAIN = 16
 def recur_from_the_beginning(
     parts: Sequence[KVComponent], dtype: str, tokens: int, shards: Shards
 ) -> Recur:
-    """A layer's pass over one sequence of so many tokens; its state has these parts, of `dtype`
-    where they say nothing, and heads of a device's share."""
+    """Returns a `Recur` for one sequence of `tokens` tokens that starts with zero state.
+
+    Args:
+        parts: State components of the layer.
+        dtype: Data type of components that set none.
+        tokens: Length of the sequence.
+        shards: Mesh axes. State has this device's share of the heads.
+    """
     over = lax.axis_size(shards.tp[0]) if shards.tp else 1
 
     def recur(advance: Advance) -> jax.Array:

@@ -1,8 +1,9 @@
 """Token embedding and logits with the vocabulary sharded over tensor-parallel axes.
 
-The table is padded so that tp divides it; padded rows are never looked up, padded logits are -inf,
-so that sampling and randomness see only the real vocabulary. Works on local shards inside
-`shard_map`, or on a whole table without axes."""
+The table is padded to a multiple of tp. Padded rows are never looked up and padded logits are -inf,
+so sampling and randomness use only the real vocabulary. Works on local shards inside `shard_map`,
+or on a whole table without axes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jax import lax
 
 
 def embed_tokens(table_VD: jax.Array, tokens_T: jax.Array, tp: tuple[str, ...]) -> jax.Array:
-    """Rows of the (local) table, x [T, D] replicated over tp: each device adds the rows it holds,
-    zeros for the others."""
+    """Looks up rows of the local table: x [T, D], replicated over tp. Each device adds the rows
+    that it holds, and zeros for the others."""
     if not tp:
         return jnp.take(table_VD, tokens_T, axis=0, mode="clip")
     rows = table_VD.shape[0]
@@ -22,8 +23,8 @@ def embed_tokens(table_VD: jax.Array, tokens_T: jax.Array, tp: tuple[str, ...]) 
 
 
 def gather_logits(logits_RV: jax.Array, vocabulary: int, tp: tuple[str, ...]) -> jax.Array:
-    """Local columns -> float32 [R, V_padded] on every device of tp; columns from `vocabulary` on
-    are -inf."""
+    """Gathers local columns into float32 [R, V_padded] on every device of tp. Columns from
+    `vocabulary` on are -inf."""
     logits_RV = logits_RV.astype(jnp.float32)
     if tp:
         logits_RV = lax.all_gather(logits_RV, tp, axis=1, tiled=True)

@@ -1,15 +1,15 @@
-"""The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state forgets
-by a gate and corrects what it holds of a key before it writes.
+"""The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state decays
+by a gate and subtracts its value of a key before it writes the new one.
 
-Of each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
+For each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
 
-    u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),
-    S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
+u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
 
-A decode step computes just that. A chunk goes run by run of `grain` tokens: within a run, with
-cumulated gates G, the u are the solution of a triangular system, (I + A) U = B (V - exp(G) K S),
-A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i, so that a run is a few products of matrices and only
-the state goes from run to run. All in float32; q and k have length one."""
+A decode step computes just that. A chunk is processed in runs of `grain` tokens. Within a run, with
+cumulative gates G, the u solve a triangular system, (I + A) U = B (V - exp(G) K S), A_ij = b_i
+exp(G_i - G_j) k_i.k_j for j < i. A run is thus a few matrix products, and only the state passes
+between runs. All in float32. q and k have length one.
+"""
 
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 
 class DeltaInputs(NamedTuple):
-    """Of each token and head. `g_TN`: the logarithm of the gate, never positive; `b_TN`: the
-    strength of writing. Of padding both count as zero, so that it changes nothing."""
+    """Inputs per token and head. `g_TN` is the logarithm of the gate, never positive, and `b_TN`
+    the strength of writing. Both count as zero for padding, which then changes nothing."""
 
     q_TNH: jax.Array
     k_TNH: jax.Array
@@ -33,8 +33,8 @@ class DeltaInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What a run does to a state, whatever that is: u = values - keys S, o = queries S + mix u,
-    S' = decay S + writes^T u."""
+    """A run's effect on any state S: u = values - keys S, o = queries S + mix u, S' = decay S +
+    writes^T u."""
 
     values_NCV: jax.Array
     keys_NCK: jax.Array
@@ -44,7 +44,7 @@ class _Run(NamedTuple):
     decay_N: jax.Array
 
     def on(self, state_NKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The output [N, C, dv] and the state after it."""
+        """Returns the output [N, C, dv] and the next state."""
         u_NCV = self.values_NCV - _product(self.keys_NCK, state_NKV)
         out_NCV = _product(self.queries_NCK, state_NKV) + _product(self.mix_NCC, u_NCV)
         kept_NKV = self.decay_N[:, None, None] * state_NKV
@@ -52,12 +52,12 @@ class _Run(NamedTuple):
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Of matrices, in full float32: a GPU would round to 11 bits what it multiplies."""
+    """Multiplies matrices in full float32, where a GPU would round the inputs to 11 bits."""
     return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
 
 
 def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """The last axis scaled to length one, in float32."""
+    """Scales the last axis to length one, in float32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
@@ -65,17 +65,17 @@ def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
 def delta_runs(
     inputs: DeltaInputs, state_RNKV: jax.Array, runs: Runs, platform: str = "cpu"
 ) -> tuple[jax.Array, jax.Array]:
-    """The rule over a chunk's rows.
+    """Applies the rule to a chunk's rows.
 
     Args:
-        inputs: of T tokens.
-        state_RNKV: float32, of each row before its first token here.
-        runs: where rows lie.
-        platform: on a GPU there is no loop over the runs.
+        inputs: Inputs of T tokens.
+        state_RNKV: float32 state before each row's first token here.
+        runs: Positions of rows among the tokens.
+        platform: On "gpu" there is no loop over the runs.
 
     Returns:
         o [T, N, dv] in float32 (unspecified for padding), and the state after each row's last
-        token; of a row without tokens as it was.
+        token. Rows without tokens keep their state.
     """
     tokens, heads, width = inputs.v_TNH.shape
     parts = jax.vmap(_prepare)(DeltaInputs(*(cut_into_runs(part, runs) for part in inputs)))
@@ -84,7 +84,8 @@ def delta_runs(
 
 
 def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Without a loop, for more arithmetic: what a run does to a state is a matrix."""
+    """Processes all runs without a loop at the cost of more arithmetic, because a run's effect on
+    the state is a matrix."""
     written_nNKC = jnp.swapaxes(parts.writes_NCK, 2, 3)
     keep_nNKK = parts.decay_N[:, :, None, None] * jnp.eye(state_RNKV.shape[2])[
         None, None
@@ -96,7 +97,7 @@ def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array,
 
 
 def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `delta_runs`, of one more token of each sequence: o [B, N, dv] and the states after it."""
+    """Like `delta_runs` for one more token of each sequence: o [B, N, dv] and the next states."""
     q, k, v, g, b = (part.astype(jnp.float32) for part in inputs)
     kept = jnp.exp(g)[..., None, None] * state_BNKV
     u_BNV = b[..., None] * (v - _read(kept, k))
@@ -105,12 +106,12 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
 
 
 def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
-    """What a state holds of a key [B, N, dv]."""
+    """Returns the state's value of a key [B, N, dv]."""
     return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
 
 
 def _prepare(run: DeltaInputs) -> _Run:
-    """Of one run, its parts with heads first [N, C, ...]."""
+    """Prepares one run from its inputs, heads first [N, C, ...]."""
     q, k, v, g, b = run
     size = g.shape[-1]
     total_NC = jnp.cumsum(g, axis=-1)
@@ -134,9 +135,9 @@ def _prepare(run: DeltaInputs) -> _Run:
 
 
 def _inverse(below_NCC: jax.Array) -> jax.Array:
-    """(I + L)^-1 of strictly lower triangular L, whose size is a power of two: of blocks twice as
-    large from blocks, [[a, 0], [c, d]]^-1 = [[a', 0], [-d' c a', d']]. As stable as substitution,
-    and no loop."""
+    """Inverts I + L for strictly lower triangular L, whose size is a power of two, by doubling
+    blocks: [[a, 0], [c, d]]^-1 = [[a', 0], [-d' c a', d']]. As stable as substitution, without a
+    loop."""
     size = below_NCC.shape[-1]
     index = jnp.arange(size)
     found = jnp.broadcast_to(jnp.eye(size, dtype=below_NCC.dtype), below_NCC.shape)

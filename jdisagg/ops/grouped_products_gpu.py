@@ -1,18 +1,17 @@
-"""Experts on a GPU: grouped products, each expert's rows by its own matrix, in kernels that are
-told on the device which rows those are. No loop that the host would drive, and no expert's matrices
-are copied out.
+"""Grouped expert products on a GPU: each expert's rows times its own matrix. The kernels read the
+assignment of rows on the device, so the host drives no loop and no expert's matrices are copied.
 
-Two implementations, chosen by `products`:
-- Hopper, 16-bit: JAX's own `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma
-  and TMA.
-- elsewhere (Blackwell, float32, quantized experts): our own kernels (Pallas, Triton backend), two
-  calls. Gate, up and their activation are one; it reads a block's tokens by their numbers, so that
-  they need not be gathered first. A program is one block of rows and one tile of columns; blocks
-  that do not exist do nothing. Quantized values are widened as they are read.
+`products` chooses between two implementations:
+- Hopper, 16-bit: JAX's `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma and
+  TMA.
+- Elsewhere (Blackwell, float32, quantized experts): our own kernels (Pallas, Triton backend), two
+  calls. Gate, up and their activation are one. It reads a block's tokens by index, so they need not
+  be gathered first. A program is one block of rows and one tile of columns. Blocks that do not
+  exist do nothing. Quantized values are widened as they are read.
 
-Rows of no local expert are not computed; what stands in their places means nothing. Triton is
-imported as `paged_attention_pallas` imports it; `interpret=True` runs our kernels on CPU, for
-tests."""
+Rows without a local expert are not computed and their output is undefined. Triton is imported as in
+`paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,16 +26,16 @@ from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.paged_attention_pallas import Ref, triton
 from jdisagg.ops.quantized_weights import halves
 
-# rows that a tensor-core product needs, and more than which a block's registers would not hold
+# Lower bound: rows of a tensor-core product. Upper bound: rows whose block fits into registers.
 MIN_ROWS, MAX_ROWS = 16, 128
 TILE = 64
 WARPS, STAGES = 4, 3
-# of ragged_dot_mgpu: the rows and columns of a tile, the depth of a step, steps in flight
+# ragged_dot_mgpu: rows and columns of a tile, depth of a step, steps in flight.
 MGPU_ROWS, MGPU_COLUMNS, MGPU_DEPTH, MGPU_STEPS = 64, 128, 64, 4
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Rows of a block: about an expert's mean share."""
+    """Returns the rows of a block, about an expert's mean share."""
     rows = MIN_ROWS
     while rows < min(MAX_ROWS, pairs / experts):
         rows *= 2
@@ -48,7 +47,7 @@ def is_hopper(device_kind: str) -> bool:
 
 
 def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
-    """Whether `ragged_dot_mgpu` is for this device and these sizes."""
+    """Whether `ragged_dot_mgpu` supports this device and these sizes."""
     whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
     return is_hopper(device_kind) and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
 
@@ -62,8 +61,15 @@ def by_wgmma(
     biases_PF: tuple[jax.Array, jax.Array] | None = None,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """[P, D]: rows sorted by expert, `sizes_E` of each, and then those of none. `biases_PF`: of
-    each row's gate and up."""
+    """Computes all experts by wgmma: [P, D].
+
+    Args:
+        rows_PD: Rows sorted by expert, rows without a local expert last.
+        sizes_E: Rows of each expert.
+        gate_EDF, up_EDF, down_EFD: Expert matrices.
+        biases_PF: Biases of each row's gate and up.
+        clamp: Gate function, silu if None.
+    """
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
     product = partial(
@@ -95,9 +101,9 @@ def by_blocks(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """[P, D], without the output's bias: pair p's expert applied to token `token_P[p]`; P is padded
-    by `rows`. Block b is rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b];
-    nothing where they are equal."""
+    """Applies pair p's expert to token `token_P[p]`, without the output's bias: [P, D]. P is padded
+    by `rows`. Block b is rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b]. It is
+    empty if both are equal."""
     gate_EDF, up_EDF, down_EFD, *scales = weights[:6]
     assert gate_EDF is not None and up_EDF is not None and down_EFD is not None
     pairs, depth, ffn = token_P.shape[0], x_TD.shape[1], gate_EDF.shape[2]
@@ -141,10 +147,11 @@ def _hidden(
     clamp: ExpertGate | None,
     biased: bool,
 ) -> None:
-    """silu(x gate) * (x up) of one block and one tile. The last: scales, biases, the output."""
+    """Computes silu(x gate) * (x up) of one block and one tile. The last refs are scales, biases
+    and the output."""
     *scales, out_ref = more_and_out
     scales, biases = (scales[:-2], scales[-2:]) if biased else (scales, [])
-    # read here: interpreted, a branch does not know them
+    # Read here because interpreted branches cannot read them.
     block, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(end_ref[block] > 0)
@@ -156,7 +163,7 @@ def _hidden(
         if biased:
             gate_RN = gate_RN + _tile_of(biases[0], expert, tile)
             up_RN = up_RN + _tile_of(biases[1], expert, tile)
-        # in float32: Triton has no bfloat16 arithmetic
+        # In float32, because Triton has no bfloat16 arithmetic.
         hidden_RN = gated_expert(gate_RN, up_RN, clamp)
         _store(out_ref, tile, place_R, own_R, hidden_RN.astype(out_ref.dtype))
 
@@ -170,9 +177,9 @@ def _down(
     *scales_and_out: Ref,
     rows: int,
 ) -> None:
-    """hidden down, of one block and one tile."""
+    """Computes the down product of one block and one tile."""
     *scales, out_ref = scales_and_out
-    # read here: interpreted, a branch does not know them
+    # Read here because interpreted branches cannot read them.
     block, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(end_ref[block] > 0)
@@ -185,7 +192,7 @@ def _down(
 
 
 def _block(start: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Places of a block's rows, and which of them are its own."""
+    """Returns the places of a block's rows, and which of them are its own."""
     place_R = start + jnp.arange(rows, dtype=jnp.int32)
     return place_R, place_R < end
 
@@ -199,8 +206,8 @@ def _products(
     tile: jax.Array,
     scales: Sequence[Ref],
 ) -> tuple[jax.Array, ...]:
-    """Rows of x by an expert's tile of columns of each matrix, summed in float32; by the scales of
-    quantized ones."""
+    """Multiplies rows of x with an expert's tile of columns of each matrix, summed in float32, and
+    applies the scales of quantized matrices."""
     rows, (_, kept, columns) = row_R.shape[0], matrices[0].shape
     paired = 2 if 2 * kept == x_ref.shape[1] else 1  # inputs in a byte
     column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
@@ -245,7 +252,7 @@ def _products(
 
 
 def _tile_of(of_EN: Ref, expert: jax.Array, tile: jax.Array) -> jax.Array:
-    """float32 [1, TILE]: an expert's scales or biases of one tile of columns."""
+    """Loads an expert's scales or biases of one tile of columns: float32 [1, TILE]."""
     column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     at = jnp.full((TILE,), expert, jnp.int32), column_N
     loaded_N = triton.load(of_EN.at[at], mask=column_N < of_EN.shape[1], other=0.0)

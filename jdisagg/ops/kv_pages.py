@@ -1,18 +1,19 @@
 """Reading and writing KV pages: `pages_PKSH`, one component (K or V) of one layer on one dp rank.
 
-Page P, kv head K, slot S, head size H: heads before slots, so that a page's bytes of one head are
-one run. All functions take LOCAL shards and are pure; the caller's jit donates the pages, and each
-of these then writes in place (a copy of the pool would cost more than the whole step). They know
-nothing of sequences beyond the coordinates given.
+Heads precede slots, so that one head's bytes of a page are contiguous. All functions take LOCAL
+shards and are pure. The caller's jit donates the pages, and the functions then write in place (a
+copy of the pool would cost more than the whole step). They know nothing of sequences beyond the
+given coordinates.
 
-Invariants: a page id of `P` or more means "nowhere": the row is dropped (padding). Negative ids are
-not allowed: they would count from the end. Pages must only ever hold finite values: attention
-multiplies stale slots by zero.
+Invariants: a page id of `P` or more means padding, and its row is dropped. Negative ids are not
+allowed, because they would count from the end. Pages must only hold finite values, because
+attention multiplies stale slots by zero.
 
-Pages may be of a narrower type than the model computes in (fp8, as bytes). What is written is
-rounded to it first (`as_kept`), and what is read, from pages or from the chunk at hand, is what was
-kept (`as_read`): so tokens do not depend on how a prompt is cut, nor on where it is computed. On a
-CPU pages of bfloat16 are kept as their bits (`kept_dtype`)."""
+Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to it
+first (`as_kept`), and attention reads the rounded values both from pages and from the present chunk
+(`as_read`). Tokens thus do not depend on how or where a prompt is cut. On a CPU bfloat16 pages are
+stored as their bits (`kept_dtype`).
+"""
 
 from typing import NamedTuple
 
@@ -25,18 +26,20 @@ from jdisagg.ops.quarantine import MARKER, SHOWS
 
 
 def kept_dtype(dtype: str, platform: str) -> jnp.dtype:
-    """The type of the arrays in which KV of `dtype` is kept: bfloat16 as its bits on a CPU. XLA of
-    JAX before 0.12 computes there in float32 what it is asked for in bfloat16, writes too: one of a
-    row converted the whole pool, and converted it back."""
+    """Returns the array type in which KV of `dtype` is stored: bfloat16 as its bits on a CPU.
+    XLA:CPU of JAX before 0.12 emulates bfloat16 in float32, writes included, so that a write of one
+    row would convert the whole pool twice."""
     return jnp.dtype("uint16" if (dtype, platform) == ("bfloat16", "cpu") else dtype)
 
 
 def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Finite values in the type of pages. 16 bits are bfloat16's (`kept_dtype`). Bytes are fp8
-    (e4m3fn: 3 bits of mantissa, 2^-9 the smallest), in which values beyond +-448 are 448, and the
-    marker of a broken sequence, which it has no room for, is its NaN. They are kept as bytes for
-    XLA widens arrays of fp8 for nearly all that it does with them: a write of one row was a copy of
-    the pool."""
+    """Converts finite values to the type of pages.
+
+    16 bits are bfloat16's (`kept_dtype`). Bytes are fp8 (e4m3fn: 3 bits of mantissa, smallest
+    2^-9). Values beyond +-448 become 448. The marker of a broken sequence does not fit and becomes
+    NaN. Bytes avoid XLA's widening of fp8 arrays, which turned a write of one row into a copy of
+    the pool.
+    """
     if values.dtype == dtype:
         return values
     if dtype == jnp.uint16:
@@ -49,7 +52,7 @@ def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What attention takes of kept values: finite, in `dtype`."""
+    """Converts stored values to finite values in `dtype`, the inputs of attention."""
     if kept.dtype == jnp.uint16:
         return lax.bitcast_convert_type(kept, jnp.bfloat16).astype(dtype)
     if kept.dtype != jnp.uint8:
@@ -59,8 +62,8 @@ def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 class PastPages(NamedTuple):
-    """The earlier tokens of the sequences of a prefill chunk. Rows 0..count-1 have a past, of
-    lengths_R tokens; 0 is allowed. Of latent attention there are no `v_pages_PKSH`."""
+    """Earlier tokens of the sequences of a prefill chunk. Rows 0..count-1 have a past of
+    `lengths_R` tokens, possibly 0. Latent attention has no `v_pages_PKSH`."""
 
     k_pages_PKSH: jax.Array
     v_pages_PKSH: jax.Array | None
@@ -72,10 +75,9 @@ class PastPages(NamedTuple):
 def token_coordinates(
     table_RN: jax.Array, row_T: jax.Array, positions_T: jax.Array, *, pages: int, slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of each token: row `row_T` of the page table, absolute position `positions_T`.
-
-    Tokens with a negative row (padding), or with a position beyond the table, get page `pages`:
-    nowhere."""
+    """Returns page and slot of each token, from row `row_T` of the page table and absolute position
+    `positions_T`. Tokens with a negative row (padding) or a position beyond the table get page
+    `pages`, which drops them."""
     columns = table_RN.shape[1]
     column_T = positions_T // slots
     inside_T = (row_T >= 0) & (positions_T >= 0) & (column_T < columns)
@@ -88,8 +90,8 @@ def token_coordinates(
 def decode_coordinates(
     table_BN: jax.Array, positions_B: jax.Array, *, slots: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of one new token a sequence. Positions must lie inside the table (padding rows
-    own dummy pages)."""
+    """Returns page and slot of one new token per sequence. Positions must lie inside the table.
+    Padding rows own dummy pages."""
     page_B = jnp.take_along_axis(table_BN, (positions_B // slots)[:, None], axis=1, mode="clip")[
         :, 0
     ]
@@ -99,11 +101,12 @@ def decode_coordinates(
 def write_tokens(
     pages_PKSH: jax.Array, kv_TKH: jax.Array, page_T: jax.Array, slot_T: jax.Array, *, unique: bool
 ) -> jax.Array:
-    """Writes one row a token, for any coordinates.
+    """Writes one row per token, at any coordinates.
 
-    `unique=True` promises that all coordinates are in range and differ from each other (decode:
-    padding rows of the batch own distinct dummy rows). `unique=False` drops rows whose page is out
-    of range; of rows that share a coordinate any one wins."""
+    `unique=True` promises that all coordinates are in range and distinct, as in decode, where
+    padding rows own distinct dummy rows. `unique=False` drops rows whose page is out of range. If
+    rows share a coordinate, any of them wins.
+    """
     kv_TKH = as_kept(kv_TKH, pages_PKSH.dtype)
     rows = pages_PKSH.at[page_T, :, slot_T]
     if unique:
@@ -114,8 +117,8 @@ def write_tokens(
 def insert_block(
     pages_PKSH: jax.Array, block_KTH: jax.Array, page_T: jax.Array, slot_T: jax.Array
 ) -> jax.Array:
-    """Inserts a heads-first block [K, T, H], as it is received; any coordinates, rows out of range
-    are dropped. By rows of H values: on a CPU a third as fast as `insert_run`."""
+    """Inserts a received heads-first block [K, T, H] at any coordinates. Rows out of range are
+    dropped. Writes rows of H values, which on a CPU is a third as fast as `insert_run`."""
     head_K1 = jnp.arange(pages_PKSH.shape[1], dtype=jnp.int32)[:, None]
     return pages_PKSH.at[page_T[None, :], head_K1, slot_T[None, :]].set(
         as_kept(block_KTH, pages_PKSH.dtype), mode="drop"
@@ -125,7 +128,7 @@ def insert_block(
 def insert_run(
     pages_PKSH: jax.Array, run_KTH: jax.Array, page: jax.Array, slot: jax.Array
 ) -> jax.Array:
-    """Inserts heads-first rows [K, T, H] into slots [slot, slot + T) of one page; both must be in
+    """Inserts heads-first rows [K, T, H] into slots [slot, slot + T) of one page. Both must be in
     range."""
     return lax.dynamic_update_slice(
         pages_PKSH, as_kept(run_KTH, pages_PKSH.dtype)[None], (page, 0, slot, 0)
@@ -133,31 +136,29 @@ def insert_run(
 
 
 def read_run(pages_PKSH: jax.Array, page: jax.Array, slot: jax.Array, tokens: int) -> jax.Array:
-    """What `insert_run` wrote: [K, T, H]."""
+    """Reads what `insert_run` wrote: [K, T, H]."""
     return lax.dynamic_slice(
         pages_PKSH, (page, 0, slot, 0), (1, pages_PKSH.shape[1], tokens, pages_PKSH.shape[3])
     )[0]
 
 
 def copy_pages(pages_PKSH: jax.Array, source_C: jax.Array, destination_C: jax.Array) -> jax.Array:
-    """Copies whole pages (copy-on-write). Sources are read before any destination is written; a
-    destination out of range is dropped."""
+    """Copies whole pages (copy-on-write). All sources are read before any destination is written.
+    Destinations out of range are dropped."""
     return pages_PKSH.at[destination_C].set(pages_PKSH.at[source_C].get(mode="clip"), mode="drop")
 
 
 def gather_tokens(pages_PKSH: jax.Array, page_T: jax.Array, slot_T: jax.Array) -> jax.Array:
-    """The rows at these coordinates, heads first: [K, T, H]. For tests and for looking at a
-    cache."""
+    """Gathers the rows at these coordinates, heads first: [K, T, H]. For tests and cache
+    inspection."""
     return pages_PKSH.at[page_T, :, slot_T].get(mode="clip").swapaxes(0, 1)
 
 
 def gather_columns(
     pages_PKSH: jax.Array, table_BN: jax.Array, column: jax.Array | int, count: int
 ) -> jax.Array:
-    """`count` columns of the page table from `column` on, as one contiguous [B, K, count * S, H].
-
-    Rows of (page, head) are gathered, so that the result needs no transpose.
-    """
+    """Gathers `count` columns of the page table from `column` on into one contiguous [B, K, count *
+    S, H]. It gathers rows of (page, head), so that the result needs no transpose."""
     pages, heads, slots, width = pages_PKSH.shape
     batch = table_BN.shape[0]
     table_BC = lax.dynamic_slice(table_BN, (0, column), (batch, count))
@@ -170,7 +171,7 @@ def gather_columns(
 
 class SpanRows(NamedTuple):
     """Pages of one component as rows, one for each head's part of a page that a span of `length`
-    positions reads: made once, outside the loop over spans."""
+    positions reads. Created once, outside the loop over spans."""
 
     rows_RW: jax.Array
     length: int
@@ -180,7 +181,8 @@ class SpanRows(NamedTuple):
 
 
 def span_rows(pages_PKSH: jax.Array, length: int) -> SpanRows:
-    """`length` is a multiple of the page size, or divides it."""
+    """Prepares pages for `gather_span`. `length` must be a multiple of the page size, or divide
+    it."""
     pages, heads, slots, width = pages_PKSH.shape
     run = min(length, slots)
     assert length % run == 0 and slots % run == 0
@@ -194,16 +196,17 @@ def span_rows(pages_PKSH: jax.Array, length: int) -> SpanRows:
 
 
 def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Array:
-    """Positions [index * length, (index + 1) * length) of each sequence, as one contiguous [B, K,
+    """Gathers positions [index * length, (index + 1) * length) of each sequence: contiguous [B, K,
     length, H].
 
-    On CPU this is a decode step's costliest copy, hence its form. A gather as one sees it, rows
-    straight into [B, K, length, H], has an inner loop over H, which XLA unrolls wholly into scalar
-    moves: half the speed of memory in float32, a quarter in bfloat16. So rows stay rows on either
-    side (the pages' are made outside the loop, a barrier keeps the result's), and a choice that is
-    always the same makes a fusion of it, which runs on all cores; a gather of its own runs on one.
-    A single sequence is gathered plainly: there is little to copy, and with so few rows XLA lays
-    the pages' rows out anew, a copy of the whole pool in every step."""
+    On CPU this is the costliest copy of a decode step, hence its form. A direct gather into [B, K,
+    length, H] has an inner loop over H, which XLA unrolls into scalar moves, at half the memory
+    speed in float32 and a quarter in bfloat16. Rows therefore stay rows on both sides: the pages'
+    are made outside the loop, and a barrier keeps the result's. A `where` that always takes one
+    side turns the gather into a fusion, which runs on all cores, where a plain gather runs on one.
+    A single sequence is gathered plainly: there is little to copy, and with so few rows XLA would
+    re-lay the pages' rows, a copy of the whole pool in every step.
+    """
     heads, slots, length = span.heads, span.slots, span.length
     batch, columns, parts = table_BN.shape[0], max(1, length // slots), max(1, slots // length)
     table_BC = lax.dynamic_slice(table_BN, (0, index // parts * columns), (batch, columns))
@@ -211,7 +214,7 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
     row_BKC = row_BKC * parts + (index % parts).astype(table_BN.dtype)
     shape = (batch, heads, length, span.rows_RW.shape[1] * columns // length)
     if batch == 1:
-        # here: made outside the loop, they are what would be laid out anew
+        # Reshaped here, because rows made outside the loop would be laid out anew.
         rows_RW = span.pages_PKSH.reshape(span.rows_RW.shape)
         return rows_RW.at[row_BKC].get(mode="promise_in_bounds").reshape(shape)
     row_R = row_BKC.reshape(-1)

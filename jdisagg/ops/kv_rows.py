@@ -1,10 +1,11 @@
-"""From a component of the KV cache to rows of a block, and back: what `layout/kv_spec.py` says, on
-local shards inside `shard_map` over the mesh axes ("dp", "kv", "rep").
+"""Conversion between components of the KV cache and rows of a block, as `layout/kv_spec.py` defines
+them. Works on local shards inside `shard_map` over the mesh axes ("dp", "kv", "rep").
 
-A component [k, T, w] is a device's heads of some tokens, or the whole of one without heads. Where
-all components are alike it is one row as it lies, and nothing is moved. A component without heads
-beside others with some is cut along its values: each kv shard gives its part, and `from_rows`
-gathers them."""
+A component [k, T, w] is a device's heads of some tokens, or all of a component without heads. If
+all components are equal, a component is one row and nothing is moved. A component without heads
+beside others with heads is cut along its values: each kv shard sends its part, and `from_rows`
+gathers them.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,8 +19,9 @@ from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 def to_rows(
     part_KTH: jax.Array, part: KVComponent, spec: KVSpec, *, scatter: bool = True
 ) -> jax.Array:
-    """The rows [R, K, T, H] of one component on this device. `scatter`: of one that is cut, all its
-    values are given, of which this device takes its part; else that part alone is given."""
+    """Returns the rows [R, K, T, H] of one component on this device. For a cut component, `scatter`
+    means that all values are given and this device takes its part. Otherwise only that part is
+    given."""
     values = _retyped(part_KTH, spec.row_dtype)
     rows, width, tokens = spec.rows_of(part), spec.row_width, values.shape[1]
     if spec.is_cut(part):
@@ -38,8 +40,8 @@ def to_rows(
 def from_rows(
     rows_RKTH: jax.Array, part: KVComponent, spec: KVSpec, *, gather: bool = True
 ) -> jax.Array:
-    """The component [k, T, w] of these rows, in its own type. `gather`: of one that is cut, all its
-    values, by a collective; else this device's part of them."""
+    """Returns the component [k, T, w] of these rows, in its own type. For a cut component, `gather`
+    collects all its values by a collective. Otherwise this device's part is returned."""
     rows, heads, tokens, width = rows_RKTH.shape
     if spec.is_cut(part):
         whole = lax.all_gather(rows_RKTH, "kv", axis=1, tiled=True) if gather else rows_RKTH
@@ -47,7 +49,7 @@ def from_rows(
     elif rows == 1:
         values = rows_RKTH[0]
     else:
-        each = max(1, part.heads) // spec.row_heads  # heads of the component to a head of a row
+        each = max(1, part.heads) // spec.row_heads  # component heads per row head
         cut = rows_RKTH.reshape(each, rows // each, heads, tokens, width)
         values = cut.transpose(2, 0, 3, 1, 4).reshape(heads * each, tokens, -1)
     return _retyped(values, spec.dtype_of(part))
@@ -60,7 +62,7 @@ def block_of(
     *,
     scatter: bool = True,
 ) -> jax.Array:
-    """All rows [R, K, T, H] of some layers, from their components; `scatter` as in `to_rows`."""
+    """Returns all rows [R, K, T, H] of some layers' components. `scatter` as in `to_rows`."""
     return jnp.concatenate(
         [
             to_rows(array, part, spec, scatter=scatter)
@@ -73,7 +75,7 @@ def block_of(
 def components_of(
     block_RKTH: jax.Array, layers: Sequence[KVLayer], spec: KVSpec, *, gather: bool = True
 ) -> Iterator[jax.Array]:
-    """The components of some layers, in their order, from all their rows; `gather` as in
+    """Yields the components of some layers, in order, from all their rows. `gather` as in
     `from_rows`."""
     first = 0
     for layer in layers:
@@ -84,7 +86,8 @@ def components_of(
 
 
 def _retyped(values: jax.Array, dtype: str) -> jax.Array:
-    """The same bits [K, T, x] as values of another type, which may be narrower or wider."""
+    """Reinterprets the bits of [K, T, x] as values of another type, which may be narrower or
+    wider."""
     wanted, size = jnp.dtype(dtype), values.dtype.itemsize
     if values.dtype == wanted:
         return values

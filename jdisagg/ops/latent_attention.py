@@ -1,16 +1,16 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): of each token one
-vector is cached, which all heads share: a latent of `rank` values and a key part that rotary
-positions have turned.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1). One vector per
+token is cached for all heads: a latent of `rank` values and a key part with rotary positions.
 
-A head's key is its matrix times the latent, then the turned part; its value another matrix times
-the latent. Two forms of the same attention:
-- *expanded*: keys and values of each head are made, and attention is the ordinary one: least work
-  where many queries meet the same tokens (prefill);
-- *absorbed*: the key matrix is applied to the query instead, and the value matrix to what the
-  latents mix to. Attention is then that of many query heads over one kv head of rank + rope values,
-  whose first `rank` are its values: a token is read once for all heads (decode, cached tokens).
+A head's key is its matrix times the latent, then the rotary part. Its value is another matrix times
+the latent. The same attention has two forms:
+- *expanded*: keys and values of each head are computed, and attention is ordinary. It costs the
+  least where many queries attend to the same tokens (prefill).
+- *absorbed*: the key matrix is applied to the query, and the value matrix to the mix of latents.
+  Attention then has many query heads over one kv head of rank + rope values, whose first `rank` are
+  its values. A token is read once for all heads (decode, cached tokens).
 
-Local heads, no meshes: the latent is replicated over tp."""
+Local heads, no meshes: the latent is replicated over tp.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jdisagg.model_api import Latent
 
 
 def absorb(q_TNH: jax.Array, latent: Latent) -> jax.Array:
-    """Queries of nope + rope values as queries of the cached vector: [T, N, rank + rope]."""
+    """Turns queries of nope + rope values into queries of the cached vector: [T, N, rank +
+    rope]."""
     nope = latent.keys_NRH.shape[2]
     inner_TNR = jnp.einsum(
         "tnh,nrh->tnr", q_TNH[..., :nope], latent.keys_NRH, preferred_element_type=jnp.float32
@@ -28,7 +29,7 @@ def absorb(q_TNH: jax.Array, latent: Latent) -> jax.Array:
 
 
 def release(mixed_TNR: jax.Array, latent: Latent) -> jax.Array:
-    """What latents mixed to as the heads' values: [T, N, value]."""
+    """Turns mixed latents into the heads' values: [T, N, value]."""
     values = latent.values_NRH.astype(mixed_TNR.dtype)
     return jnp.einsum("tnr,nrv->tnv", mixed_TNR, values, preferred_element_type=jnp.float32).astype(
         mixed_TNR.dtype
@@ -36,7 +37,7 @@ def release(mixed_TNR: jax.Array, latent: Latent) -> jax.Array:
 
 
 def expand(cached_T1H: jax.Array, latent: Latent) -> tuple[jax.Array, jax.Array]:
-    """Keys [T, N, nope + rope] and values [T, N, value] of each head."""
+    """Computes keys [T, N, nope + rope] and values [T, N, value] of each head."""
     rank = latent.keys_NRH.shape[1]
     inner_TR, turned_T1H = cached_T1H[:, 0, :rank], cached_T1H[..., rank:]
     keys_TNH, values_TNV = (

@@ -1,9 +1,11 @@
-"""Decode over cached latents (the absorbed form of `ops/latent_attention.py`) as our own GPU
-kernel: Pallas, Triton backend, like `paged_attention_pallas`, whose splits it shares.
+"""Decode over cached latents (the absorbed form of `ops/latent_attention.py`) as a GPU kernel:
+Pallas, Triton backend, with the splits of `paged_attention_pallas`.
 
-A program takes ROWS query heads of a sequence, so that what it mixes stays in registers, and walks
-its share of the positions. The latent and the turned part are read apart, for Triton's blocks are
-powers of two, and the latent once for both scores and mix. `interpret=True` runs it on a CPU."""
+A program takes ROWS query heads of a sequence, so that its mix stays in registers, and walks its
+share of the positions. Latent and rotary part are read separately, because Triton's blocks are
+powers of two. The latent is read once for scores and mix. `interpret=True` runs the kernel on a
+CPU.
+"""
 
 from functools import partial
 
@@ -31,7 +33,7 @@ from jdisagg.ops.quarantine import SHOWS
 
 
 def applies(q_BNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
-    """Whether latent and turned part are blocks that Triton can have."""
+    """Whether latent and rotary part have sizes that Triton blocks support."""
     turned = q_BNH.shape[-1] - rank
     return (
         triton is not None
@@ -55,7 +57,7 @@ def latent_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """What queries of cached vectors mix of their latents: [B, N, rank] in q's dtype; else as
+    """Mixes latents for queries of cached vectors: [B, N, rank] in q's dtype. Otherwise like
     `ops.paged_attention.paged_attention`."""
     assert triton is not None, "ask `applies` first"
     batch, heads, width = q_BNH.shape
@@ -67,7 +69,7 @@ def latent_attention(
     longest = -(-table_BN.shape[1] * slots // SHARE)
     splits = min(steps, max(even, min(LONG_SPLITS, longest)))
     out = lambda *tail: jax.ShapeDtypeStruct((batch, blocks, splits, ROWS, *tail), jnp.float32)  # noqa: E731
-    # each program its rows of one split
+    # Each program writes its rows of one split.
     own = lambda *tail: pl.BlockSpec(  # noqa: E731
         (None, None, None, ROWS, *tail), lambda b, k, i: (b, k, i, 0, *(0 for _ in tail))
     )

@@ -1,9 +1,10 @@
-"""The matrix product of activations with a weight, in the orientation that the platform likes.
+"""The matrix product of activations with a weight, in the orientation that is fast on the platform.
 
-A kernel is [in, out], or [out, in] where `transposed`: on a CPU bfloat16 is about 10 % faster so,
-and float32 slower by a third in decode. The choice is made once, when a model is built
-(`kernel_is_transposed`), and is part of the module's structure. All CPU tuning of matrix products
-lives in this file, and of quantized kernels in `quantized_weights`; models know nothing of it."""
+A kernel is [in, out], or [out, in] if `transposed`. On a CPU the latter makes bfloat16 about 10 %
+faster and float32 decode a third slower. `kernel_is_transposed` decides when a model is built, and
+the choice is part of the module's structure. All CPU tuning of matrix products is here, and that of
+quantized kernels in `quantized_weights`, so that models contain none.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ _UPCASTS = jax.__version_info__ < (0, 12)
 
 
 def kernel_is_transposed(platform: str, dtype: str) -> bool:
-    """Whether kernels are kept as [out, in] on this platform."""
+    """Whether kernels are stored as [out, in] on this platform."""
     return platform == "cpu" and dtype == "bfloat16"
 
 
@@ -29,8 +30,8 @@ def project(
     out_dtype: jnp.dtype | None = None,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """x [T, in] times kernel -> [T, out] in `out_dtype` (x's where None), plus the bias. `scale`:
-    of a quantized kernel's outputs."""
+    """Multiplies x [T, in] with a kernel and adds the bias: [T, out] in `out_dtype`, x's if None.
+    `scale` holds the output scales of a quantized kernel."""
     if scale is not None:
         y = scaled_product(x_TD, kernel, scale, transposed=transposed, platform=platform)
     elif platform == "cpu" and x_TD.dtype == jnp.bfloat16:
@@ -50,15 +51,16 @@ def _product(
 
 
 def _bfloat16_on_cpu(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """The product rounded to bfloat16, logits included, as transformers and vLLM compute them.
+    """The product rounded to bfloat16, logits included, as transformers and vLLM compute it.
 
-    From JAX 0.12 on it is asked for as bfloat16: asked for float32, XLA:CPU takes twice as long
-    ([32, 768] x [768, 32000]: 6.8 against 3.5 ms). Before, asked for bfloat16, XLA:CPU makes
-    float32 copies of all weights of a program before it begins (twice their bytes) and is 2 to 11
-    times slower ([2, 2048] x [2048, 2048]: 25 against 2.3 ms); there it is asked for float32.
+    From JAX 0.12 on bfloat16 is requested, because XLA:CPU takes twice as long for float32 ([32,
+    768] x [768, 32000]: 6.8 against 3.5 ms). Earlier XLA:CPU, asked for bfloat16, makes float32
+    copies of all weights of a program first (twice their bytes) and is 2 to 11 times slower ([2,
+    2048] x [2048, 2048]: 25 against 2.3 ms), so float32 is requested there.
 
-    One row falls off a cliff (46 ms against 5 ms for that kernel), and so would a doubled row that
-    XLA can see through: hence two rows behind a barrier."""
+    A single row is very slow (46 ms against 5 ms for that kernel), and so would be a doubled row
+    that XLA recognises, hence two rows behind a barrier.
+    """
     wanted = jnp.dtype(jnp.float32) if _UPCASTS else None
     if x_TD.shape[0] > 1:
         return _product(x_TD, kernel, transposed, wanted).astype(x_TD.dtype)

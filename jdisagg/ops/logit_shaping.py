@@ -1,17 +1,18 @@
-"""What happens to logits before a token is chosen, and what is reported of them: penalties, bias,
-min_tokens, logprobs.
+"""Changes to logits before a token is chosen, and reports about them: penalties, bias, min_tokens,
+logprobs.
 
-The order (vLLM's, so that the same parameters give the same distribution): logit bias, then the
-repetition penalty, then frequency, then presence; stop ids are at -inf while fewer than min_tokens
-were generated. What a grammar does not allow is at -inf after all that. Temperature and filters
-come after, in `sampling`. A row whose parameters are neutral keeps its logits bit for bit.
+The order is vLLM's, so that equal parameters give equal distributions: logit bias, repetition,
+frequency and presence penalty. Stop ids are -inf while fewer than min_tokens were generated, and
+then ids that a grammar forbids. Temperature and filters follow in `sampling`. A row with neutral
+parameters keeps its logits bit for bit.
 
-  repetition (Hugging Face; tokens of prompt or output): logit / r where positive, logit * r where
-  not; frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence *
-  (count > 0).
+- repetition (Hugging Face; tokens of prompt or output): logit / r if positive, else logit * r
+- frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence * (count >
+  0)
 
-All of a row's history is one int32 array of counts, a function of prompt and accepted ids (rule 9):
-`token_counts` builds it on the host, `update_counts` adds what was sampled."""
+A row's history is one int32 array of counts, a function of prompt and accepted ids. `token_counts`
+builds it on the host, `update_counts` adds sampled tokens.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,10 +27,11 @@ PROMPT_BIT = 1 << 30
 
 
 class ShapingRows(NamedTuple):
-    """Parameters of each row. Lists of ids are padded with -1; their widths may be 0.
+    """Parameters of each row. Lists of ids are padded with -1 and may have width 0.
 
-    `token_counts`: how often each id was generated, plus PROMPT_BIT where the prompt holds it.
-    `stop_ids` are masked while `position < min_position`, the prompt's length + min_tokens."""
+    A row's `token_counts` hold how often each id was generated, plus PROMPT_BIT for ids of the
+    prompt. `stop_ids` are masked while `position < min_position`, the prompt's length + min_tokens.
+    """
 
     presence: jax.Array  # float32 [B]
     frequency: jax.Array  # float32 [B]
@@ -43,8 +45,8 @@ class ShapingRows(NamedTuple):
 def shape_logits(
     logits_BV: jax.Array, rows: ShapingRows, token_counts_BV: jax.Array, position_B: jax.Array
 ) -> jax.Array:
-    """float32 [B, V_padded]: the logits of which log-probabilities are reported and tokens are
-    chosen."""
+    """Returns float32 [B, V_padded], the logits from which log-probabilities are reported and
+    tokens chosen."""
     logits_BV = _scatter(logits_BV, rows.bias_ids).add(rows.bias_values, mode="drop")
 
     generated_BV = token_counts_BV & (PROMPT_BIT - 1)
@@ -59,11 +61,11 @@ def shape_logits(
 
 
 def mask_logits(logits_BV: jax.Array, mask_BW: jax.Array) -> jax.Array:
-    """-inf at ids whose bit is 0.
+    """Sets logits to -inf at ids whose bit is 0.
 
     Args:
-      logits_BV: float32 [B, V].
-      mask_BW: uint32 [B, ceil(V / 32)]; the first id in the lowest bit of the first word.
+        logits_BV: float32 [B, V].
+        mask_BW: uint32 [B, ceil(V / 32)]. The first id is the lowest bit of the first word.
     """
     id_V = jnp.arange(logits_BV.shape[1], dtype=jnp.uint32)
     words_BV = jnp.repeat(mask_BW, 32, axis=1, total_repeat_length=32 * mask_BW.shape[1])
@@ -74,14 +76,15 @@ def mask_logits(logits_BV: jax.Array, mask_BW: jax.Array) -> jax.Array:
 def logprobs(
     logits_BV: jax.Array, token_B: jax.Array, top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Natural-log probabilities: of `token` [B], and the `top` most likely ids [B, top] with
-    theirs, descending, ties by id.
+    """Returns natural-log probabilities: that of `token` [B], and the ids [B, top] and values of
+    the `top` most likely tokens, descending, ties by id.
 
     `logits` are the shaped ones, before temperature and filters (`request.TokenLogprobs`). An
-    invalid token gives NaN."""
+    invalid token gives NaN.
+    """
     values_BK, ids_BK = selection.largest(logits_BV, max(top, 1))
-    # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, ten times the cost of
-    # all this.
+    # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, at ten times the cost
+    # of all this.
     largest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     total_B1 = largest_B1 + jnp.log(
         jnp.sum(jnp.exp(logits_BV - largest_B1), axis=-1, keepdims=True)
@@ -95,8 +98,8 @@ def logprobs(
 def update_counts(
     token_counts_BV: jax.Array, token_B: jax.Array, generated_B: jax.Array | None = None
 ) -> jax.Array:
-    """Counts after each row's token; rows where `generated` is False, and invalid tokens, count
-    nothing. Donate `token_counts`."""
+    """Returns the counts after each row's token. Invalid tokens and rows where `generated` is False
+    add nothing. Donate `token_counts`."""
     if generated_B is not None:
         token_B = jnp.where(generated_B, token_B, -1)
     return _scatter(token_counts_BV, token_B[:, None]).add(1, mode="drop")
@@ -105,7 +108,7 @@ def update_counts(
 def token_counts(
     prompt_token_ids: Sequence[int], generated_token_ids: Sequence[int], vocabulary: int
 ) -> np.ndarray:
-    """int32 [V]: one row of counts, built on the host from what a sequence is."""
+    """Builds one row of counts on the host: int32 [V]."""
     counts_V = np.bincount(np.asarray(generated_token_ids, np.int64), minlength=vocabulary).astype(
         np.int32
     )
@@ -114,8 +117,8 @@ def token_counts(
 
 
 def _scatter(x_BV: jax.Array, ids_BM: jax.Array):
-    """`x.at[row, ids]`, with the padding id -1 out of range, where mode="drop" ignores it (a
-    negative index would wrap)."""
+    """`x.at[row, ids]` with the padding id -1 moved out of range, where mode="drop" ignores it. A
+    negative index would wrap."""
     rows_B1 = jnp.arange(x_BV.shape[0], dtype=jnp.int32)[:, None]
     return x_BV.at[
         jnp.broadcast_to(rows_B1, ids_BM.shape), jnp.where(ids_BM < 0, x_BV.shape[1], ids_BM)

@@ -1,5 +1,5 @@
-"""The feed-forward block's activation: silu(gate) * up, or gelu(gate) * up with the tanh form of
-GELU (Shazeer, 2020); without a gate relu(up)^2 (So et al., 2021)."""
+"""Activations of the feed-forward block: silu(gate) * up, gelu(gate) * up with the tanh form of
+GELU (Shazeer, 2020), or relu(up)^2 without a gate (So et al., 2021)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jdisagg.ops.activations import Activation, ExpertGate, GeluGate, SquaredRel
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """Elementwise, in the inputs' dtype."""
+    """Applies the gate elementwise, in the inputs' dtype."""
     if activation == "gelu_tanh":
         return jax.nn.gelu(gate, approximate=True) * up
     return gated_silu(gate, up)
@@ -25,7 +25,7 @@ def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def gated_expert(gate: jax.Array, up: jax.Array, clamp: ExpertGate | None) -> jax.Array:
-    """Of an expert: by silu, or as `clamp` says."""
+    """Applies an expert's gate: silu, or as `clamp` defines."""
     if clamp is None:
         return gated_silu(gate, up)
     if isinstance(clamp, SquaredRelu):

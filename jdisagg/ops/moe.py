@@ -1,16 +1,17 @@
-"""Routing, and experts spread over devices: each computes only what was routed to the experts it
-holds; nothing is dropped.
+"""Routing, and experts spread over devices. Each device computes only the tokens routed to its own
+experts, and nothing is dropped.
 
-Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows that belong to
-one expert, whose number is known only on the device. On CPU a loop runs over the blocks that exist;
-on GPU, where the host would drive it, kernels do (`grouped_products_gpu`). `lax.ragged_dot` would
-be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms against 5 ms for 32
-experts); on TPU it is a grouped product, and is used there. Kernels are [in,
-out] for all types: neither [out, in] nor a barrier before the product gained anything here on CPU.
+Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows of one expert,
+whose number is known only on the device. On CPU a loop runs over the existing blocks. On GPU, where
+the host would drive that loop, kernels do (`grouped_products_gpu`). `lax.ragged_dot` would be
+simpler, but on CPU and GPU it multiplies every row by every expert (75 ms against 5 ms for 32
+experts). On TPU it is a grouped product and is used. Kernels are [in, out] for all types: neither
+[out, in] nor a barrier before the product helped on CPU.
 
-Three placements (see `layout/axes.py`): experts whole and spread over dp and tp (tokens gathered
-over dp, results scattered back), over tp alone (tokens are already on all of tp), or each split
-inside over tp. Padding tokens are routed nowhere."""
+Three placements (see `layout/axes.py`): whole experts spread over dp and tp (tokens gathered over
+dp, results scattered back), whole experts over tp (tokens are already on all of tp), or each expert
+split inside over tp. Padding tokens are routed nowhere.
+"""
 
 from typing import NamedTuple
 
@@ -24,22 +25,21 @@ from jdisagg.ops.activations import ExpertGate, SquaredRelu
 from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.quantized_weights import scaled_product, widened
 
-# one bfloat16 row is slow on CPU (`ops/linear.py`); above 128 rows only padding grows
+# A single bfloat16 row is slow on CPU (`ops/linear.py`). Above 128 rows only padding grows.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
 
 
 class Routing(NamedTuple):
-    """Of each token: the experts chosen (int32 [T, J], global numbers), and their weights (float32
-    [T, J])."""
+    """Chosen experts of each token (int32 [T, J], global numbers) and their weights (float32 [T,
+    J])."""
 
     experts_TJ: jax.Array
     weights_TJ: jax.Array
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of this device: their number is read off the arrays. Scales where they are
-    quantized, biases where they have them. Where they have no gate (`SquaredRelu`), `up_EDF` stands
-    in both places."""
+    """Expert matrices of this device, with scales if quantized and biases if present. Experts
+    without a gate (`SquaredRelu`) have `up_EDF` in both places."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -53,12 +53,13 @@ class ExpertWeights(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """Pairs sorted by local expert (those of no local expert last), and the blocks of rows that
-    cover the local ones.
+    """Pairs sorted by local expert, those without one last, and the blocks of rows that cover the
+    local ones.
 
-    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]; only the first `blocks` entries
-    count (behind them start and end are 0). The loop computes a block's surplus rows too: they are
-    overwritten by the next expert's block, or belong to no local expert and are never read."""
+    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
+    are valid, and start and end are 0 behind them. The loop also computes a block's surplus rows.
+    The next expert's block overwrites them, or they have no local expert and are never read.
+    """
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -68,7 +69,7 @@ class BlockPlan(NamedTuple):
 
 
 def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> Routing:
-    """Softmax over all experts in float32, the largest few; ties go to the smaller expert
+    """Routes by float32 softmax over all experts to the largest few. Ties go to the smaller expert
     number."""
     probabilities_TE = jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     weights_TJ, experts_TJ = lax.top_k(probabilities_TE, experts_per_token)
@@ -78,8 +79,8 @@ def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> 
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Rows of a block: about twice an expert's mean share, so that most experts' weights are read
-    once."""
+    """Returns the rows of a block, about twice an expert's mean share, so that most experts'
+    weights are read once."""
     rows = MIN_BLOCK_ROWS
     while rows < min(MAX_BLOCK_ROWS, 2 * pairs / experts):
         rows *= 2
@@ -87,8 +88,8 @@ def block_rows(pairs: int, experts: int) -> int:
 
 
 def plan_blocks(local_P: jax.Array, experts: int, rows: int) -> BlockPlan:
-    """`local_P`: the local expert of each pair, in [0, experts), or `experts` where it is not held
-    here or is padding."""
+    """Plans the blocks. `local_P` is the local expert of each pair, or `experts` for padding and
+    pairs of other devices."""
     pairs = local_P.shape[0]
     order_P = jnp.argsort(local_P, stable=True)
     pairs_E = _sizes(local_P, experts)
@@ -97,7 +98,7 @@ def plan_blocks(local_P: jax.Array, experts: int, rows: int) -> BlockPlan:
     end_block_E = jnp.cumsum(blocks_E)
     block_B = jnp.arange(-(-pairs // rows) + min(experts, pairs), dtype=jnp.int32)
     expert_B = jnp.minimum(
-        # not its default, a loop of its own
+        # the default method is a loop
         jnp.searchsorted(end_block_E, block_B, side="right", method="compare_all"),
         experts - 1,
     ).astype(jnp.int32)
@@ -118,8 +119,8 @@ def routed_experts(
     valid_T: jax.Array | None = None,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """Weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp. `experts` is
-    the number on all devices. `clamp`: how they are gated, by silu where None."""
+    """Returns the weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp.
+    `experts` is the number on all devices. `clamp` is the gate function, silu if None."""
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)
@@ -151,7 +152,8 @@ def routed_experts(
 
 
 def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
-    """Added on one device alone where each expert is split over several, whose parts are summed."""
+    """Returns the bias on one device only if experts are split over several, whose parts are
+    summed."""
     if not shards.tp or shards.ep:
         return bias_ED
     return jnp.where(lax.axis_index(shards.tp) == 0, bias_ED, jnp.zeros((), bias_ED.dtype))
@@ -160,8 +162,8 @@ def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
 def _combine(
     y_TJD: jax.Array, here_TJ: jax.Array, weights_TJ: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """Sum in float32 over each token's local experts, in the order of its choice, whatever else is
-    in the batch."""
+    """Sums each token's local experts in float32, in the order of its choice, independent of the
+    batch."""
     weighted_TJD = jnp.where(
         here_TJ[:, :, None], y_TJD.astype(jnp.float32) * weights_TJ[:, :, None], 0.0
     )
@@ -169,7 +171,7 @@ def _combine(
 
 
 def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None) -> jax.Array:
-    """One expert's, whose arrays have no E; without the output's bias."""
+    """Applies one expert, whose arrays have no E, without the output's bias."""
 
     def product(
         x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
@@ -188,8 +190,8 @@ def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None)
 def _token_rows(
     x_TD: jax.Array, plan: BlockPlan, choices: int, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The token of each sorted pair, padded by one block so that the last block can be sliced
-    whole; and each pair's place."""
+    """Returns the token of each sorted pair, padded by one block so that the last block can be
+    sliced whole, and each pair's place."""
     token_P = jnp.pad(plan.order_P // choices, (0, rows))
     place_P = (
         jnp.zeros_like(plan.order_P)
@@ -206,8 +208,8 @@ def block_products(
     rows: int,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """Each pair's expert applied to its token, without the output's bias: [T, J, D]; what stands
-    where local_TJ names no local expert means nothing."""
+    """Applies each pair's expert to its token, without the output's bias: [T, J, D]. Entries
+    without a local expert are undefined."""
     choices = local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), weights.gate_EDF.shape[0], rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, rows)
@@ -236,7 +238,7 @@ def _gpu_products(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The same by kernels."""
+    """`block_products` by GPU kernels."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     rows = grouped_products_gpu.block_rows(local_TJ.size, held)
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
@@ -257,13 +259,13 @@ def _gpu_products(
 
 
 def _sizes(local_TJ: jax.Array, held: int) -> jax.Array:
-    """int32 [held]: how many pairs each local expert has."""
+    """Counts the pairs of each local expert: int32 [held]."""
     expert_E = jnp.arange(held, dtype=local_TJ.dtype)
     return jnp.sum(local_TJ.reshape(-1)[:, None] == expert_E[None, :], axis=0, dtype=jnp.int32)
 
 
 def _of_pairs(of_EF: jax.Array | None, local_TJ: jax.Array, plan: BlockPlan) -> jax.Array | None:
-    """Of each sorted pair that of its expert; anything for those of no local expert."""
+    """Returns each sorted pair's row of its expert. Pairs without a local expert get any row."""
     if of_EF is None:
         return None
     return of_EF[jnp.minimum(local_TJ.reshape(-1)[plan.order_P], of_EF.shape[0] - 1)]
@@ -276,7 +278,7 @@ def _ragged_products(
     rows: int,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """The same by `lax.ragged_dot`, for platforms where that is a grouped product."""
+    """`block_products` by `lax.ragged_dot`, for platforms where that is a grouped product."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)

@@ -1,6 +1,6 @@
 """Root mean square norm (Zhang and Sennrich, 2019), computed in float32 and rounded once: before
-the weight, or behind it where the weight is what is added to one (Gemma), as the published
-checkpoints were trained."""
+the weight, or after it if the weight is added to one (Gemma), as the published checkpoints were
+trained."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,14 @@ def rms_norm(
     *,
     above_one: bool = False,
 ) -> jax.Array:
-    """Normalises the last axis of x [..., D]; returns x's dtype. `over`: mesh axes that the last
-    axis is sharded over, in equal parts (or replicated, which leaves the mean as it is).
-    `above_one`: the scale is one plus the weight; `weight_D` None: one."""
+    """Normalises the last axis of x [..., D] and returns x's dtype.
+
+    Args:
+        weight_D: Scale, or None for one.
+        over: Mesh axes over which the last axis is sharded in equal parts (replication leaves the
+            mean unchanged).
+        above_one: Whether the scale is one plus the weight.
+    """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     if over:

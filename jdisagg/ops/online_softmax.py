@@ -1,10 +1,10 @@
-"""The running softmax of attention: scores arrive block by block, the state is what has been seen
-so far.
+"""The running softmax of attention over blocks of scores.
 
 A state is the largest score, the sum of exponentials relative to it, and the unnormalised mix of
 values, all float32. Folding blocks in any order gives the softmax over their union. Masked scores
-are `MASKED`, a finite number, so that nothing here gives NaN: a row all of whose scores so far are
-masked holds rubbish, which the first real score fades to 0."""
+are `MASKED`, a finite number, which avoids NaN: a row with only masked scores so far holds
+meaningless values, which the first real score fades to 0.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Softmax(NamedTuple):
 
 
 def empty(shape: tuple[int, ...]) -> Softmax:
-    """The state before any score, for an output of this shape."""
+    """Returns the state before any score, for an output of this shape."""
     rows = (*shape[:-1], 1)
     return Softmax(
         jnp.full(rows, MASKED, jnp.float32),
@@ -34,15 +34,15 @@ def empty(shape: tuple[int, ...]) -> Softmax:
 
 
 def first(scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """The state after one block of scores [..., Q, S]; `mix` multiplies weights with the block's
-    values, in float32."""
+    """Returns the state after one block of scores [..., Q, S]. `mix` multiplies weights with the
+    block's values, in float32."""
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     return Softmax(top, weights.sum(-1, keepdims=True), mix(weights))
 
 
 def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """The state after one more block."""
+    """Returns the state after one more block."""
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
     fade, weights = jnp.exp(state.top - top), jnp.exp(scores - top)
     return Softmax(
@@ -51,7 +51,7 @@ def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array
 
 
 def merge(one: Softmax, other: Softmax) -> Softmax:
-    """The state after what both have seen."""
+    """Returns the state after the blocks of both states."""
     top = jnp.maximum(one.top, other.top)
     fades = jnp.exp(one.top - top), jnp.exp(other.top - top)
     return Softmax(
@@ -62,7 +62,8 @@ def merge(one: Softmax, other: Softmax) -> Softmax:
 
 
 def finish(state: Softmax, sinks: jax.Array | None = None) -> jax.Array:
-    """The attention. `sinks`: as `top`, scores of nothing: they take their part of the softmax."""
+    """Returns the attention. `sinks`, shaped like `top`, are scores without a value that join the
+    softmax."""
     if sinks is None:
         return state.mixed / state.total
     top = jnp.maximum(state.top, sinks)
@@ -71,12 +72,13 @@ def finish(state: Softmax, sinks: jax.Array | None = None) -> jax.Array:
 
 
 def capped(scores: jax.Array, cap: float) -> jax.Array:
-    """Scores bounded by `cap` through a tanh (Gemma 2, arXiv 2408.00118); 0: as they are."""
+    """Bounds scores by `cap` through a tanh (Gemma 2, arXiv 2408.00118). 0 leaves them
+    unchanged."""
     return cap * jnp.tanh(scores / cap) if cap else scores
 
 
 def grouped_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
-    """Of query heads: float32 [K, G, 1, 1], by the kv head that they share."""
+    """Groups sinks of query heads by kv head: float32 [K, G, 1, 1]."""
     if sinks_N is None:
         return None
     return sinks_N.astype(jnp.float32).reshape(heads, -1, 1, 1)

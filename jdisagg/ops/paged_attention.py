@@ -1,20 +1,19 @@
-"""Decode attention over KV pages: one new token a sequence, whose own k and v have just been
-written.
+"""Decode attention over KV pages: one new token per sequence, whose own k and v were just written.
 
-`paged_attention` is the op; `platform` chooses the implementation:
+`paged_attention` is the op, and `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest
   sequence), so there are no context buckets, and a block of pages stays in cache. The CPU's choice,
-  and right everywhere.
-- `gather`: the whole padded table gathered and one softmax: for a GPU where the kernel does not
-  apply (a loop of unknown length would be driven by the host), at the price of the table's width.
-- `pallas`: our own split-K kernel (`paged_attention_pallas`), the GPU's choice.
+  and correct everywhere.
+- `gather`: gathers the whole padded table and computes one softmax. For a GPU where the kernel does
+  not apply, because the host would drive the loop. It costs the table's full width.
+- `pallas`: a split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
-Of latent attention (`ops/latent_attention.py`) the pages hold one vector a token, and the absorbed
-form is taken.
+For latent attention (`ops/latent_attention.py`) the pages hold one vector per token, and the
+absorbed form is used.
 
-It works on local shards and knows nothing of meshes or of who owns a page. Entries of the table
-beyond a sequence's length may be anything: they are clipped into range and masked. No row ever
-gives NaN."""
+The op works on local shards, without meshes or page ownership. Table entries beyond a sequence's
+length may hold anything: they are clipped into range and masked. No row ever gives NaN.
+"""
 
 from functools import partial
 from typing import Literal
@@ -42,7 +41,7 @@ from jdisagg.ops.quarantine import seen_scores
 Implementation = Literal["loop", "gather", "pallas"]
 
 LONG_STEP, SHORT_STEP = 256, 128  # positions
-# a long step's keys: beyond this they leave the CPU's caches before they are used
+# Bytes of a long step's keys. Beyond this they leave the CPU's caches before use.
 STEP_BYTES = 4 << 20
 PARTS_PER_STEP = 4
 
@@ -62,12 +61,19 @@ def paged_attention(
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Token b attends to positions 0..positions_B[b] of its sequence (with `window`: the last
-    `window` of these).
+    """Attends token b to positions 0..positions_B[b] of its sequence, or with `window` to the last
+    `window` of these.
 
-    q_BNH: local query heads, a multiple of the pages' kv heads. table_BN, positions_B: int32.
-    `cap`, `sinks_N`: see `model_api.Attend`. `latent`: `k_pages_PKSH` are of cached vectors, of one
-    kv head, and there are no others. Returns o_BNH in q's dtype."""
+    Args:
+        q_BNH: Local query heads, a multiple of the pages' kv heads.
+        k_pages_PKSH, v_pages_PKSH: Pages. With `latent` the first hold cached vectors with one kv
+            head, and the second is None.
+        table_BN, positions_B: int32.
+        cap, sinks_N, latent: See `model_api.Attend`.
+
+    Returns:
+        o_BNH in q's dtype.
+    """
     if latent is not None:
         assert not cap and sinks_N is None, "no family has both"
         rank = latent.keys_NRH.shape[1]
@@ -121,10 +127,11 @@ def _loop(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """`values`: their pages, or how many of the keys' values they are, the first ones.
+    """`values` are their pages, or the number of leading key values that serve as values.
 
-    Whole steps of 256 or 128 positions or a page, then what is left of the longest sequence in
-    parts of a step: a last page that has just begun is not read whole."""
+    Processes whole steps of 256 or 128 positions or a page, then the rest of the longest sequence
+    in parts of a step, so that a nearly empty last page is not read whole.
+    """
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
     positions = (
@@ -135,7 +142,7 @@ def _loop(
     columns = max(1, min(positions // slots, table_BN.shape[1]))
     step = columns * slots
     part = max(1, step // PARTS_PER_STEP)
-    if step % part or (slots % part and part % slots):  # not whole pages, nor whole parts of one
+    if step % part or (slots % part and part % slots):  # neither whole pages nor even parts of one
         part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
     q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
@@ -203,7 +210,7 @@ def _scores(
     *,
     marked: bool,
 ) -> jax.Array:
-    """`marked`: keys may be the marker of `ops/quarantine.py`."""
+    """`marked` means that keys may be the marker of `ops/quarantine.py`."""
     s_BKGS = (
         jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
     )
@@ -213,7 +220,7 @@ def _scores(
 
 
 def _row_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
-    """[1, K, G, 1]: of queries [B, K, G, H]."""
+    """Returns sinks [1, K, G, 1] for queries [B, K, G, H]."""
     sinks_KG11 = grouped_sinks(sinks_N, heads)
     return None if sinks_KG11 is None else sinks_KG11[None, ..., 0]
 
@@ -227,7 +234,7 @@ def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
 def _seen(
     start: jax.Array | int, length: int, positions_B: jax.Array, window: int | None
 ) -> jax.Array:
-    """Which of the positions start..start+length each token attends to: bool [B, length]."""
+    """Returns which positions start..start+length each token attends to: bool [B, length]."""
     position_1S = (start + jnp.arange(length, dtype=jnp.int32))[None, :]
     seen_BS = position_1S <= positions_B[:, None]
     return seen_BS if window is None else seen_BS & (position_1S > positions_B[:, None] - window)

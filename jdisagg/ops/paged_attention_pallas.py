@@ -1,17 +1,17 @@
-"""Decode attention over KV pages as our own GPU kernel (Pallas, Triton backend), on `pages [P, K,
-S, H]`.
+"""Decode attention over KV pages as a GPU kernel (Pallas, Triton backend), on `pages [P, K, S, H]`.
 
 Flash-decoding: a program for each (sequence, kv head, split) walks its share of the sequence's
-positions with a running softmax; XLA merges the splits. A sequence is split by its *own* length:
-evenly over as many programs as fill the GPU, and over more where each still has SHARE positions, so
-that a long one among many short ones is not walked by one program alone. Programs that a sequence
-does not need end at once and write nothing, so that the page table may be as wide as the context.
-The query heads of one kv head fill the 16 rows that a tensor-core product needs. Positions
-hidden by length or window are not read; table entries beyond the length may be anything.
+positions with a running softmax, and XLA merges the splits. Splits follow each sequence's *own*
+length: evenly over as many programs as fill the GPU, and over more while each has SHARE positions,
+so that one program does not walk a long sequence among many short ones alone. Surplus programs end
+at once and write nothing, so that the page table may be as wide as the context. The query heads of
+one kv head fill the 16 rows of a tensor-core product. Positions hidden by length or window are not
+read. Table entries beyond the length may be anything.
 
-Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12: only this file
-imports it, and `applies` says no where it is gone. `interpret=True` runs the same kernel on CPU,
-for tests."""
+Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12. Only this file
+imports it, and `applies` returns False without it. `interpret=True` runs the same kernel on CPU,
+for tests.
+"""
 
 import importlib
 from functools import partial
@@ -33,16 +33,17 @@ except ImportError:  # a JAX that has dropped it
 
 ROWS = 16  # the smallest row count of a tensor-core product
 Ref: TypeAlias = Any  # a Pallas reference; JAX has no public type for it
-STEP_BYTES = 32768  # of keys in one step, at most; four such buffers are in use
+STEP_BYTES = 32768  # most bytes of keys in one step; four such buffers are in use
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200
-# of a sequence in a batch that fills the GPU: positions of a program, and its programs at most
+# For a sequence in a batch that fills the GPU: positions of a program, and its most programs.
 SHARE, LONG_SPLITS = 512, 8
-# Triton shares the stages with the load of page ids: 5 gives two buffers of keys and of values
+# Triton shares the stages with the load of page ids. 5 gives two buffers of keys and of values.
 WARPS, STAGES = 4, 5
 
 
 def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
-    """Triton blocks are powers of two; other head sizes take the XLA form."""
+    """Whether the head size fits Triton's blocks, which are powers of two. Others take the XLA
+    form."""
     width = q_BNH.shape[-1]
     return (
         triton is not None
@@ -66,8 +67,8 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.paged_attention.paged_attention`. `splits`: programs that every (sequence, kv head)
-    is spread over; by default enough to fill the GPU."""
+    """See `ops.paged_attention.paged_attention`. `splits` is the number of programs for every
+    (sequence, kv head), by default enough to fill the GPU."""
     assert triton is not None, "ask `applies` first"
     batch, query_heads, width = q_BNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape
@@ -116,8 +117,8 @@ def merged(
     share_B: jax.Array,
     sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
-    """The attention [B, K, G, H] of what the splits I of each sequence found, of which those that
-    it had no steps for wrote nothing. `sinks_KG`: scores that take their part of the softmax."""
+    """Merges the splits I of each sequence into its attention [B, K, G, H]. Splits without steps
+    wrote nothing. `sinks_KG` are scores without a value that join the softmax."""
     first_I = jnp.arange(mixed_BKIGH.shape[2], dtype=jnp.int32)
     used_BI = first_I[None, :] * share_B[:, None] < steps_B[:, None]
     used_BKIG = used_BI[:, None, :, None]
@@ -136,9 +137,9 @@ def merged(
 def shares(
     position: jax.Array, window: int | None, even: int, splits: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of a sequence, or of each of several: the first step of `size` positions, the step behind the
-    last, and how many a program walks: over `even` programs alike, or SHARE positions each while
-    there are programs."""
+    """Returns, for one or several sequences, the first step of `size` positions, the step after the
+    last, and the steps of a program: an even share over `even` programs, or SHARE positions each
+    while there are programs."""
     oldest = jnp.zeros_like(position) if window is None else jnp.maximum(position - (window - 1), 0)
     low, high = oldest // size, position // size + 1
     steps = high - low

@@ -1,10 +1,10 @@
-"""A model's parameters: arrays that carry the names of their dimensions, and their shardings under
-a layout.
+"""Model parameters: arrays with named dimensions, and their shardings under a layout.
 
 Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name of `layout/axes.py`'s
 table per dimension. A layout's table maps them to mesh axes. Flax's own sharding annotations are
-not used: they constrain eagerly, while our programs run on local shards inside `shard_map`. Leaf
-order is always that of `jax.tree.leaves(nnx.state(module))`."""
+not used, because they constrain eagerly and our programs run on local shards inside `shard_map`.
+Leaf order is always that of `jax.tree.leaves(nnx.state(module))`.
+"""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, get_args
@@ -19,15 +19,15 @@ from jdisagg.layout.axes import MESH_AXES, Layout, LogicalAxis
 from jdisagg.model_api import Device
 
 Axes = tuple[LogicalAxis, ...]
-# Types, kept whatever the model's is: of biases and scales, and of quantized matrices.
+# Types independent of the model's: biases, scales and quantized matrices.
 TypeRole = Literal["float32", "int8", "uint8", "int4", "float8_e4m3fn"]
 TYPE_ROLES: tuple[TypeRole, ...] = get_args(TypeRole)
 Role = Literal["matrix", "embedding", "norm", "bias", TypeRole]
 
 
 class Make(Protocol):
-    """Makes the value of a parameter (an array, or only its shape), so that one description serves
-    abstract models, random ones and checkpoints. `fan_in` scales random matrices."""
+    """Creates the value of a parameter (an array, or only its shape), so that one description
+    serves abstract models, random ones and checkpoints. `fan_in` scales random matrices."""
 
     def __call__(
         self, shape: tuple[int, ...], role: Role, fan_in: int
@@ -35,7 +35,7 @@ class Make(Protocol):
 
 
 def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[jax.Array]:
-    """A parameter with its logical axes."""
+    """Returns a parameter with its logical axes."""
     if len(axes) != len(value.shape):
         raise ValueError(
             f"parameter of shape {value.shape} needs one logical axis per dimension, got {axes}"
@@ -44,13 +44,13 @@ def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[
 
 
 def param_logical_axes(module: nnx.Module) -> tuple[Axes, ...]:
-    """The logical axes of each parameter, in leaf order."""
+    """Returns the logical axes of each parameter, in leaf order."""
     variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable)
     return tuple(variable.get_metadata()["logical_axes"] for variable in variables)
 
 
 def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]:
-    """The partition of each parameter over the mesh axes ("dp", "kv", "rep"), in leaf order:
+    """Returns each parameter's partition over the mesh axes ("dp", "kv", "rep"), in leaf order, for
     `shard_map`'s in_specs."""
     table = layout.axis_table()
     return tuple(
@@ -60,12 +60,13 @@ def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]
 
 
 def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
-    """The sharding of each parameter on the mesh, in leaf order."""
+    """Returns the sharding of each parameter on the mesh, in leaf order."""
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
 
 
 def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:
-    """The mesh of an instance on exactly these devices, with the axes ("dp", "kv", "rep")."""
+    """Builds the mesh of an instance on exactly these devices, with the axes ("dp", "kv",
+    "rep")."""
     shape = layout.mesh_shape(kv_heads)
     if len(devices) != layout.devices:
         raise LayoutError(

@@ -1,21 +1,23 @@
-"""Prefill attention: one flattened, packed chunk of tokens of several sequences, and the pages of
-those that began earlier.
+"""Prefill attention over a packed chunk of tokens of several sequences, and the pages of those that
+began earlier.
 
-Tokens of a segment (a row of the step) are contiguous and in order; `segment_T` is -1 for padding,
+Tokens of a segment (a row of the step) are contiguous and in order. `segment_T` is -1 for padding,
 whose output is 0. Two parts share one running softmax: *self*, causal among the chunk's tokens of
-the same segment, and *past*, the earlier tokens of a sequence, which lie in pages. Local shards, no
-meshes; K and V are never repeated for GQA.
+the same segment, and *past*, the sequence's earlier tokens in pages. Local shards, no meshes. K and
+V are never repeated for GQA.
 
-On CPU self is cut into query blocks, dense over their causal prefix while that fits the cache, and
-beyond it in a loop over key blocks whose traced first block skips other segments and what the
-window hides. Past loops over the rows that have one and over their page columns, both traced: no
-buckets, no work without a past. On GPU they go to cuDNN (`prefill_attention_cudnn`).
+On CPU self is cut into query blocks. They are dense over their causal prefix while that fits the
+cache, and beyond it loop over key blocks from a traced first block, which skips other segments and
+keys outside the window. Past loops over the rows that have one and over their page columns. Both
+bounds are traced, so there are no buckets, and no work without a past. On GPU both use cuDNN
+(`prefill_attention_cudnn`).
 
-Latent attention takes the expanded form among the chunk's tokens and the absorbed one for the past,
-whose keys would else be made anew with each chunk (`ops/latent_attention.py`); on a GPU the whole
-of the page table, in steps that are laid out one behind the other, without a loop. So do, on a GPU,
-families whose scores are capped, which cuDNN does not know, and packed chunks of families with
-sinks, but for their past."""
+Latent attention takes the expanded form among the chunk's tokens and the absorbed form for the
+past, whose keys would otherwise be recomputed for each chunk (`ops/latent_attention.py`). On a GPU
+the past covers the whole page table in unrolled steps, without a loop. So do families with capped
+scores, which cuDNN does not support, and packed chunks of families with sinks except for their
+past.
+"""
 
 from functools import partial
 
@@ -41,13 +43,13 @@ from jdisagg.ops.online_softmax import (
 )
 from jdisagg.ops.quarantine import seen_scores
 
-# chunks up to here are dense over the causal prefix (measured: beyond it scores leave the cache)
+# Chunks up to here are dense over the causal prefix. Beyond it scores leave the cache (measured).
 DENSE_TOKENS = 1024
 DENSE_TOKENS_PACKED = 512  # a packed chunk gains earlier from skipping key blocks
 KEY_BLOCK = 256
 PAST_QUERIES = 512  # query rows that share one gather of pages
 PAST_POSITIONS = 128
-UNROLLED_POSITIONS = 4096  # of a step where there is no loop: its scores are in memory
+UNROLLED_POSITIONS = 4096  # positions of an unrolled step, whose scores are in memory
 
 
 def prefill_attention(
@@ -69,13 +71,21 @@ def prefill_attention(
     packed: bool = True,
     rows: int = 16,
 ) -> jax.Array:
-    """Attention of a chunk. Returns o_TNH in q's dtype; 0 for padding.
+    """Computes the attention of a chunk.
 
-    positions_T: absolute positions, only read where there is both a past and a window. `window`:
-    positions seen, itself included. `packed=False` promises that all valid tokens are of one
-    segment, row 0, and come first. `past=None` compiles no past. `rows`: the most segments. On GPU
-    row 0 alone may have a past, and comes first. `cap`, `sinks_N`: see `model_api.Attend`.
-    `latent`: `k_TKH` is what is cached of it, and there is no `v_TKH`."""
+    Args:
+        segment_T: Row of each token, -1 for padding.
+        positions_T: Absolute positions, read only with both a past and a window.
+        past: Earlier tokens. None compiles no past. On GPU only row 0, which comes first, may have
+            one.
+        window: Positions attended to, the token's own included.
+        cap, sinks_N, latent: See `model_api.Attend`.
+        packed: False promises that all valid tokens are of row 0 and come first.
+        rows: Most segments.
+
+    Returns:
+        o_TNH in q's dtype, 0 for padding.
+    """
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
@@ -112,7 +122,7 @@ def prefill_attention(
             sinks_N=sinks_N,
             query_block=query_block,
             packed=packed,
-            at_once=platform == "gpu",  # where the host would drive its loops
+            at_once=platform == "gpu",  # the host would drive its loops
         )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
@@ -134,7 +144,7 @@ def _blocks(
     packed: bool,
     at_once: bool,
 ) -> jax.Array:
-    """`at_once`: no loops, whatever that costs."""
+    """`at_once` avoids loops at any cost."""
     tokens, query_heads, width = q_TNH.shape
     heads = k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(tokens, heads, query_heads // heads, width).transpose(1, 2, 0, 3)
@@ -185,15 +195,16 @@ def _blocks(
 
 
 def _released(cached: Softmax, latent: Latent) -> Softmax:
-    """What [1, N, Q, ...] heads that share a kv head mixed of latents, as mixes of their own values
-    [N, 1, Q, ...]."""
+    """Turns mixed latents [1, N, Q, ...] of heads that share a kv head into mixes of each head's
+    own values [N, 1, Q, ...]."""
     mixed_NQV = jnp.einsum("nqr,nrv->nqv", cached.mixed[0], latent.values_NRH.astype(jnp.float32))
     top, total = (part.swapaxes(0, 1) for part in (cached.top, cached.total))
     return Softmax(top, total, mixed_NQV[:, None])
 
 
 def _first_key(segment_T: jax.Array, window: int | None) -> jax.Array:
-    """Index in the chunk of the first key each token sees; never decreases along the chunk."""
+    """Returns the chunk index of the first key that each token attends to. It never decreases along
+    the chunk."""
     index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
     new_T = jnp.concatenate([jnp.ones(1, bool), segment_T[1:] != segment_T[:-1]])
     start_T = lax.cummax(jnp.where(new_T, index_T, 0))
@@ -216,11 +227,11 @@ def _self_block(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Query rows low..high over the chunk's keys: the last ones dense, the ones before in a
+    """Attends query rows low..high to the chunk's keys: the last keys dense, the earlier ones in a
     loop."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
-    # keys that no row of this block can see
+    # Keys outside the window of every row of this block.
     hidden = 0 if window is None else max(0, low - window + 1)
     dense = at_once or tokens <= (DENSE_TOKENS_PACKED if packed else DENSE_TOKENS)
     begin = hidden if dense else max(hidden, low // KEY_BLOCK * KEY_BLOCK)
@@ -266,8 +277,8 @@ def _fold_past(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Goes on with the tokens that lie in pages, row by row, several pages at a time; `at_once`:
-    of the first row alone, without a loop."""
+    """Folds in the tokens in pages, row by row, several pages at a time. `at_once` covers only the
+    first row, without a loop."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
     columns = max(1, min(positions // slots, past.table_RN.shape[1]))
@@ -300,7 +311,7 @@ def _fold_past(
 
         if at_once:
             for number in range(table_RN.shape[1] // columns):
-                # else the scores of all steps may live at once
+                # Without the barrier the scores of all steps may live at once.
                 table_1N, state = lax.optimization_barrier((table_1N, state))
                 state = column(jnp.int32(number), state)
             return state
@@ -325,7 +336,7 @@ def _scores(
     cap: float,
     marked: bool,
 ) -> jax.Array:
-    """`marked`: keys may be the marker of `ops/quarantine.py`."""
+    """`marked` means that keys may be the marker of `ops/quarantine.py`."""
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
     s_KGQS = capped(seen_scores(s_KGQS) if marked else s_KGQS, cap)
     return s_KGQS if seen_QS is None else jnp.where(seen_QS[None, None], s_KGQS, MASKED)

@@ -1,23 +1,23 @@
 """Prefill attention by cuDNN's flash attention, on GPU in bfloat16 or float16: a chunk of one
-sequence, or a packed one, each with a past or without, with a window or without. No loop, so that a
-program of these is one CUDA graph.
+sequence or a packed one, with or without past and window. There is no loop, so such a program is
+one CUDA graph.
 
-cuDNN's causal mask is top-left: query i sees keys up to i, which is wrong for a chunk that follows
-cached tokens. So a chunk with a past takes two calls, *past* (no causality, keys up to their
+cuDNN's causal mask is top-left: query i attends to keys up to i, which is wrong for a chunk after
+cached tokens. A chunk with a past therefore takes two calls, *past* (not causal, keys up to their
 length) and *self* (as many keys as queries, causal), merged by their log-sum-exp. The public
-function rounds that residual to the output's dtype, which at bfloat16 shifts the weights by some
-percent; so the function below it is called, which keeps float32. With a window only the last tokens
-of the past are seen: they are put before the chunk, queries that nobody reads with them, and one
-call does.
+function rounds that residual to the output's dtype, which in bfloat16 shifts the weights by some
+percent, so the private function below it is called, which keeps float32. With a window only the
+last tokens of the past matter: they are put before the chunk, with dummy queries, and one call
+suffices.
 
-Packed prompts are one call by segment offsets (Hopper and later). The first of them alone may have
-a past (`scheduler/prefill_batches.py`); then it is computed as one sequence is.
+Packed prompts are one call by segment offsets (Hopper and later). Only the first may have a past
+(`scheduler/prefill_batches.py`), and is then computed like a single sequence. A sink joins the
+softmax at the end, through the log-sum-exp of all scores.
 
-A sink takes its part of the softmax at the end, by the log-sum-exp of all that was seen.
-
-Float32 takes the XLA form, and so do heads of more than 128, on a Hopper of more than 256:
-`applies` says no. The same recipes run on any platform with `implementation="xla"`, which is how
-they are tested without a GPU."""
+Float32 takes the XLA form, and so do heads larger than 128 (256 on Hopper), for which `applies`
+returns False. The same recipes run on any platform with `implementation="xla"`, which tests them
+without a GPU.
+"""
 
 from typing import Literal
 
@@ -53,8 +53,9 @@ def attend(
     sinks_N: jax.Array | None = None,
     implementation: Implementation = "cudnn",
 ) -> jax.Array:
-    """Attention of a chunk as `ops.prefill_attention.prefill_attention`, undefined for padding.
-    `rows`: the most segments. Segment 0, which alone may have a past, comes first."""
+    """Computes the attention of a chunk like `ops.prefill_attention.prefill_attention`, undefined
+    for padding. `rows` is the most segments. Segment 0, which alone may have a past, comes
+    first."""
     how = {"scale": scale, "window": window, "implementation": implementation}
     first = jnp.sum(segment_T == 0, dtype=jnp.int32)
     if not packed:
@@ -80,8 +81,9 @@ def one_sequence(
     window: int | None,
     implementation: Implementation = "cudnn",
 ) -> jax.Array:
-    """Attention of the first `tokens` rows of the chunk; the other rows are undefined. Without
-    a window the whole page table of the past is gathered: give it no wider than need be."""
+    """Computes the attention of the first `tokens` rows of the chunk. Other rows are undefined.
+    Without a window the past's whole page table is gathered, so it should not be wider than
+    needed."""
     partial = _cudnn if implementation == "cudnn" else _xla
     if past is None and sinks_N is not None:
         o_TNH, seen_TN1 = partial(
@@ -126,7 +128,7 @@ def one_sequence(
     total = old_weight + new_weight
     if sinks_1N1 is not None:
         total = total + jnp.exp(sinks_1N1 - top_TN1)
-    # an empty past may have given NaN
+    # An empty past may have given NaN.
     old = jnp.where(old_weight > 0, old_weight * old_TNH.astype(jnp.float32), 0.0)
     return ((old + new_weight * new_TNH.astype(jnp.float32)) / total).astype(q_TNH.dtype)
 
@@ -143,7 +145,7 @@ def _within_window(
     sinks_N: jax.Array | None,
     implementation: Implementation,
 ) -> jax.Array:
-    """A chunk behind the last tokens of its past that its window may reach."""
+    """Attends a chunk behind the last tokens of its past that its window may reach."""
     assert past.v_pages_PKSH is not None, "latents have a form of their own"
     pages, _, slots, _ = past.k_pages_PKSH.shape
     reach = min(-(-(window - 1) // slots), past.table_RN.shape[1]) * slots
@@ -157,7 +159,7 @@ def _within_window(
     page_W = jnp.clip(jnp.take(past.table_RN[0], position_W // slots, mode="clip"), 0, pages - 1)
 
     def behind(tail_WKH: jax.Array, chunk: jax.Array) -> jax.Array:
-        """The kept end of the tail, then the chunk, then what comes."""
+        """Returns the kept end of the tail, then the chunk, then padding."""
         room = jnp.zeros((reach, *chunk.shape[1:]), chunk.dtype)
         whole = jnp.concatenate((tail_WKH, chunk, room))
         return lax.dynamic_slice_in_dim(whole, reach - kept, reach + chunk.shape[0])
@@ -176,7 +178,7 @@ def _within_window(
 
 
 def _beside_sinks(o_TNH: jax.Array, seen_TN1: jax.Array, sinks_N: jax.Array) -> jax.Array:
-    """What is left of an attention beside sinks: `seen_TN1` is its log-sum-exp."""
+    """Returns the attention after sinks join the softmax. `seen_TN1` is its log-sum-exp."""
     left_TN1 = jax.nn.sigmoid(seen_TN1 - sinks_N.astype(jnp.float32)[None, :, None])
     return (left_TN1 * o_TNH.astype(jnp.float32)).astype(o_TNH.dtype)
 
@@ -193,7 +195,7 @@ def _segments(
     window: int | None,
     implementation: Implementation,
 ) -> jax.Array:
-    """Packed sequences without a past."""
+    """Attends packed sequences without a past."""
     if implementation == "xla":
         at_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
         seen_TS = (segment_T[:, None] == segment_T[None, :]) & (at_T[None, :] <= at_T[:, None])
@@ -206,7 +208,7 @@ def _segments(
         if sinks_N is None:
             return o_1TNH[0]
         return _beside_sinks(o_1TNH[0], lse_1TN[0].astype(jnp.float32)[:, :, None], sinks_N)
-    # private: the public one has no segments
+    # Private, because the public function has no segments.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     here_TR = segment_T[:, None] == jnp.arange(rows, dtype=segment_T.dtype)[None, :]
@@ -235,8 +237,8 @@ def _segments(
 
 
 def of_packed(sums_RNT: jax.Array, segment_T: jax.Array, first_R: jax.Array) -> jax.Array:
-    """[T, N, 1] of what cuDNN gives of packed segments, each from 0 on in a row of its own.
-    `first_R`: where each begins in the chunk; padding gets anything."""
+    """Maps cuDNN's per-segment rows to the packed order: [T, N, 1]. `first_R` is each segment's
+    start in the chunk. Padding gets any value."""
     row_T = jnp.clip(segment_T, 0, sums_RNT.shape[0] - 1)
     place_T = jnp.maximum(jnp.arange(segment_T.shape[0], dtype=jnp.int32) - first_R[row_T], 0)
     return sums_RNT[row_T, :, place_T].astype(jnp.float32)[:, :, None]
@@ -253,8 +255,8 @@ def _cudnn(
     causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial attention and its log-sum-exp in float32: [T, N, H], [T, N, 1]."""
-    # private: the public one rounds the residual
+    """Computes partial attention and its log-sum-exp in float32: [T, N, H], [T, N, 1]."""
+    # Private, because the public function rounds the residual.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     outputs = dot_product_attention(

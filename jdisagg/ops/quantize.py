@@ -1,13 +1,15 @@
 """KV values in fewer bits: one float32 scale for each (component, head, token), symmetric, over the
 H values of a row.
 
-What each form promises, with x the row, q what is packed, and `scale` = max|x| / (127, 7 or 448):
+Error bounds, with row x, packed q and `scale` = max|x| / (127, 7 or 448):
 - int8: |x - q * scale| <= scale / 2, so max|x| / 254;
 - int4: |x - q * scale| <= scale / 2, so max|x| / 14;
 - fp8 (e4m3): |x - q * scale| <= max(|x| / 16, scale / 1024).
-(Plus float32 rounding of the arithmetic, a few 2^-24 of max|x|, and the rounding to the dtype of
-the result, if it is narrower.) Zero rows come back as zeros. Rows must be finite. Pure and
-traceable; two values in a byte are of the two halves of H, so that both are contiguous."""
+
+Float32 rounding (a few 2^-24 of max|x|) and rounding to a narrower result dtype add to these. Zero
+rows come back as zeros. Rows must be finite. Pure and traceable. The two values of an int4 byte are
+from the two halves of H, so that both are contiguous.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +19,13 @@ INT8_LARGEST, INT4_LARGEST, FP8_LARGEST = 127.0, 7.0, 448.0
 
 
 def row_scale(values: jax.Array, largest: float) -> jax.Array:
-    """The scale [..., 1] that maps each row's largest magnitude to `largest`."""
+    """Returns the scale [..., 1] that maps each row's largest magnitude to `largest`."""
     magnitude = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1, keepdims=True)
     return magnitude / jnp.float32(largest)
 
 
 def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """values / scale in float32; zeros where the scale is zero."""
+    """Returns values / scale in float32, and zeros where the scale is zero."""
     usable = scale > 0
     return jnp.where(
         usable,
@@ -33,20 +35,20 @@ def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def to_int8(values: jax.Array, scale: jax.Array, largest: float = INT8_LARGEST) -> jax.Array:
-    """Rounded to whole scales, within +-largest."""
+    """Rounds to whole scales within +-largest."""
     return jnp.clip(jnp.round(scaled(values, scale)), -largest, largest).astype(jnp.int8)
 
 
 def pack_int4(whole: jax.Array) -> jax.Array:
-    """Two numbers of [-8, 7] in a byte: int8 [..., H] -> uint8 [..., H / 2]; the first half of H in
-    the low four bits."""
+    """Packs two numbers of [-8, 7] into a byte: int8 [..., H] -> uint8 [..., H / 2]. The first half
+    of H is in the low four bits."""
     nibbles = lax.bitcast_convert_type(whole, jnp.uint8) & jnp.uint8(15)
     low, high = jnp.split(nibbles, 2, axis=-1)
     return low | (high << jnp.uint8(4))
 
 
 def unpack_int4(packed: jax.Array) -> jax.Array:
-    """The inverse: uint8 [..., H / 2] -> int8 [..., H]."""
+    """Inverts `pack_int4`: uint8 [..., H / 2] -> int8 [..., H]."""
     nibbles = jnp.concatenate([packed & jnp.uint8(15), packed >> jnp.uint8(4)], axis=-1).astype(
         jnp.int8
     )
@@ -54,17 +56,16 @@ def unpack_int4(packed: jax.Array) -> jax.Array:
 
 
 def to_fp8(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """e4m3 as its bytes: uint8 (no float8 array leaves a program, so that nothing between need know
-    the type)."""
+    """Converts to e4m3 as bytes, uint8, so that no float8 array leaves a program."""
     limited = jnp.clip(scaled(values, scale), -FP8_LARGEST, FP8_LARGEST)
     return lax.bitcast_convert_type(limited.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
 def from_fp8(packed: jax.Array) -> jax.Array:
-    """The bytes' values in float32."""
+    """Converts e4m3 bytes to float32."""
     return lax.bitcast_convert_type(packed, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 def rescaled(numbers: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """numbers * scale, in `dtype`."""
+    """Returns numbers * scale, in `dtype`."""
     return (numbers.astype(jnp.float32) * scale).astype(dtype)

@@ -1,16 +1,17 @@
-"""Weight matrices in fewer bits: how they are kept, and their product with activations.
+"""Weight matrices in fewer bits: their storage and their product with activations.
 
-A matrix w [in, out] is kept as q times one float32 scale for each output, symmetric: scale =
-max|w| over the inputs / (127, 7 or 448), q = w / scale rounded to int8, int4 or fp8 (e4m3). So
-|w - q * scale| is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 1024)
-(fp8). The product multiplies activations by q and the float32 sums by the scales: nothing of the
-matrix's size is wanted in the activations' type.
+A matrix w [in, out] is stored as q and one float32 scale per output, symmetric: scale = max|w| over
+the inputs / (127, 7 or 448), q = w / scale rounded to int8, int4 or fp8 (e4m3). So |w - q * scale|
+is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 1024) (fp8). The
+product multiplies activations by q and the float32 sums by the scales, so no array of the matrix's
+size is needed in the activations' type.
 
-On an accelerator XLA widens q inside of its product, and q has XLA's own type. XLA:CPU writes the
-widened matrix down, and holds those of a whole program at once; there the product goes over a
-matrix in tiles of columns, q of fp8 is kept as bytes, and two adjacent inputs of int4 share a byte
-(the first in its low half), since XLA:CPU copies whole arrays of its own such types before it cuts
-a tile out. So do experts in int4 on a GPU, whose kernels know no int4."""
+On an accelerator XLA widens q inside the product, and q has XLA's own type. XLA:CPU materialises
+the widened matrices, and those of a whole program at once. There the product runs over tiles of
+columns, fp8 is stored as bytes, and two adjacent int4 inputs share a byte (the first in its low
+half), because XLA:CPU copies whole arrays of its own narrow types before it cuts a tile. int4
+experts on a GPU share bytes too, because their kernels do not support int4.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -26,12 +27,12 @@ from jdisagg.ops.parameters import Role
 
 Weights = Literal["", "int8", "int4", "fp8"]
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-# of a tile, widened: 4 MB in float32
+# Values of a widened tile: 4 MB in float32.
 _TILE_VALUES = 1 << 20
 
 
 def checked_weights(text: str) -> Weights:
-    """The form of that name. Raises ConfigError where there is none."""
+    """Returns the weights form of that name. Raises ConfigError if there is none."""
     for weights in get_args(Weights):
         if text == weights:
             return weights
@@ -40,15 +41,15 @@ def checked_weights(text: str) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """How matrices are kept: as [out, in] where `transposed` (experts never are); in the model's
-    type where `weights` is "", else as "int8", "int4" or "fp8"."""
+    """Storage form of matrices: [out, in] if `transposed` (experts never are), and in the model's
+    type if `weights` is "", else as int8, int4 or fp8."""
 
     transposed: bool = False
     weights: Weights = ""
     platform: str = "cpu"
 
     def plain(self) -> "KernelForm":
-        """The same, in the model's type."""
+        """Returns the same form in the model's type."""
         return KernelForm(self.transposed, "", self.platform)
 
     def packed(self, *, experts: bool = False) -> bool:
@@ -57,7 +58,7 @@ class KernelForm:
         return self.weights == "int4" and (self.platform == "cpu" or by_kernels)
 
     def role(self, *, experts: bool = False) -> Role:
-        """What `Make` is asked for."""
+        """Returns the role that `Make` receives."""
         if self.packed(experts=experts):
             return "uint8"
         if self.weights == "fp8":
@@ -66,8 +67,8 @@ class KernelForm:
 
 
 def quantized(values: np.ndarray, axis: int, weights: str) -> tuple[np.ndarray, np.ndarray]:
-    """(q in an array of its own type, of the shape of `values`; scales, float32, `axis` left out).
-    `axis`: the inputs. All zeros where an output's weights are."""
+    """Quantizes along `axis`, the inputs. Returns q in its own type with the shape of `values`, and
+    float32 scales without `axis`. Outputs with only zero weights get zeros."""
     wide, largest = values.astype(np.float32), np.float32(LARGEST[weights])
     scale = np.max(np.abs(wide), axis=axis) / largest
     divisor = np.expand_dims(np.where(scale > 0, scale, np.float32(1)), axis)
@@ -79,7 +80,8 @@ def quantized(values: np.ndarray, axis: int, weights: str) -> tuple[np.ndarray, 
 
 
 def pack_pairs(whole: np.ndarray, axis: int) -> np.ndarray:
-    """int4 -> bytes, half as many along `axis`: of two neighbours the first is the low half."""
+    """Packs int4 into bytes, half as many along `axis`. The first of two neighbours is the low
+    half."""
     nibbles = np.moveaxis(whole.astype(np.int8), axis, -1).view(np.uint8) & 15
     return np.moveaxis(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), -1, axis)
 
@@ -92,8 +94,8 @@ def scaled_product(
     transposed: bool = False,
     platform: str = "cpu",
 ) -> jax.Array:
-    """x [T, in] times a kept matrix -> [T, out] in x's type. Bytes that are half as many as inputs
-    are pairs of int4, as many as inputs fp8."""
+    """Multiplies x [T, in] with a stored matrix: [T, out] in x's type. Half as many bytes as inputs
+    are int4 pairs, as many bytes as inputs are fp8."""
     if platform == "cpu":
         y_TO = _by_tiles(x_TD, kernel, transposed)
     else:
@@ -102,20 +104,20 @@ def scaled_product(
 
 
 def widened(kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """q, not in pairs, in the type of activations: exactly, for each fits."""
+    """Widens q (not pairs) to the activations' type, exactly."""
     if kernel.dtype == jnp.uint8:
         kernel = lax.bitcast_convert_type(kernel, jnp.float8_e4m3fn)
     return kernel.astype(dtype)
 
 
 def halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bytes -> int8: the low halves, and the high ones."""
+    """Splits bytes into int8 low halves and high halves."""
     both, four = lax.bitcast_convert_type(packed, jnp.int8), jnp.int8(4)
     return (both << four) >> four, both >> four
 
 
 def _sums(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """float32 [T, out], not yet scaled."""
+    """Returns the unscaled product, float32 [T, out]."""
     inputs = kernel.shape[1 if transposed else 0]
     if kernel.dtype == jnp.uint8 and 2 * inputs == x_TD.shape[1]:
         low, high = (half.astype(x_TD.dtype) for half in halves(kernel))
@@ -129,7 +131,7 @@ def _dot(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
 
 
 def _by_tiles(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """The same, a tile of columns after the other; the last overlaps where they do not divide."""
+    """`_sums` in tiles of columns. The last tile overlaps if they do not divide."""
     rows, depth = x_TD.shape
     if rows == 1:  # see `linear._bfloat16_on_cpu`
         two_rows = lax.optimization_barrier(jnp.concatenate((x_TD, x_TD)))

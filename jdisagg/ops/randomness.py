@@ -1,26 +1,25 @@
-"""Randomness as a pure function of (request seed, child, token position, vocabulary id); rule 10 of
-the design.
+"""Randomness as a pure function of (request seed, child, token position, vocabulary id).
 
-There is no key that is split and carried: every number is computed from its own coordinates, so a
-stream does not depend on the batch it ran in, its slot, the layout, the padding of the vocabulary,
-or on how often it was moved or rebuilt. It knows nothing of logits.
+No key is split and carried: every number is computed from its own coordinates. A stream thus does
+not depend on its batch, slot, layout or vocabulary padding, or on how often it was moved or
+rebuilt. This module knows nothing of logits.
 
-The hash is counter based, on uint32 (the widest integer multiply that CPU and GPU vector units
-have):
+The hash is counter based, on uint32, the widest integer multiply of CPU and GPU vector units:
 
-- A row's coordinates (two seed words, child, position) are absorbed one word at a time, a full mix
-  after each, in two lanes with different initial values. This gives a 64-bit key per row; two rows
-  share one with chance 2^-64.
+- A row's coordinates (two seed words, child, position) are absorbed one word at a time, with a full
+  mix after each, in two lanes with different initial values. This gives a 64-bit key per row. Two
+  rows share one with chance 2^-64.
 - An element takes its vocabulary id times an odd constant (a bijection that spreads neighbouring
   ids over all bits) plus the first key word, then multiply and xor-shift, then xor with the second
   key word, then multiply and xor-shift. The second word enters in the middle, because with one word
   two rows would be shifts of one another.
 - Shifts and multipliers are MurmurHash3's finaliser, whose avalanche is within 0.3 % of one half
-  for every pair of input and output bit; each of its steps is a bijection, so ids never collide
-  within a row. The tests measure avalanche, uniformity and correlation between neighbours along
-  every coordinate.
+  for every pair of input and output bit. Each step is a bijection, so ids never collide within a
+  row. The tests measure avalanche, uniformity and correlation between neighbours along every
+  coordinate.
 
-It is not cryptographic. Cost: three multiplies an element, 0.2 ms for [32, 32000] on two CPU cores.
+It is not cryptographic. Cost: three multiplies per element, 0.2 ms for [32, 32000] on two CPU
+cores.
 """
 
 import jax
@@ -37,8 +36,8 @@ _LANE_STARTS = (np.uint32(0x243F6A88), np.uint32(0xB7E15162))
 def row_keys(
     seed_B2: jax.Array, child_B: jax.Array, position_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Two uint32 key words per row. seed uint32 [B, 2] (low word, high word), child and position
-    int32 [B]."""
+    """Returns two uint32 key words per row. `seed` is uint32 [B, 2] (low word, high word), child
+    and position are int32 [B]."""
     words = (
         seed_B2[:, 0],
         seed_B2[:, 1],
@@ -51,8 +50,8 @@ def row_keys(
 def random_bits(
     keys: tuple[jax.Array, jax.Array], vocabulary: int, first: jax.Array | int = 0
 ) -> jax.Array:
-    """uint32 [B, V]: bits for each vocabulary id of each row, from id `first` on; an id's do not
-    depend on V."""
+    """Returns uint32 [B, V], bits for each vocabulary id of each row from id `first` on. They do
+    not depend on V."""
     key_B1, late_key_B1 = keys[0][:, None], keys[1][:, None]
     ids_BV = lax.broadcasted_iota(jnp.uint32, (key_B1.shape[0], vocabulary), 1)
     ids_BV = ids_BV + jnp.asarray(first).astype(jnp.uint32)
@@ -63,22 +62,23 @@ def random_bits(
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """float32 in (0, 1), never 0 or 1, with steps of 2^-31 near 0: `exponential` needs the
-    resolution there."""
+    """Converts bits to float32 in (0, 1), never 0 or 1, with steps of 2^-31 near 0, the resolution
+    that `exponential` needs there."""
     step = np.float32(2.0**-31)
-    # Signed: x86 before AVX-512 has no conversion from unsigned. Rounding reaches 1 from below,
-    # hence the minimum.
+    # Signed, because x86 before AVX-512 has no conversion from unsigned. Rounding may reach 1 from
+    # below, hence the minimum.
     numerator = (bits >> np.uint32(1)).astype(jnp.int32).astype(jnp.float32)
     return jnp.minimum(numerator * step + step / 2, np.float32(1 - 2.0**-24))
 
 
 def exponential(bits: jax.Array) -> jax.Array:
-    """Exponential variates -log(1 - u), positive and finite; the relative resolution of the small
-    ones is kept.
+    """Returns exponential variates -log(1 - u), positive and finite, with full relative resolution
+    of small ones.
 
-    The smallest decides who wins a race over a large vocabulary, hence not -log(u), whose small
-    values are steps of 2^-24: tokens would tie. log1p by Kahan's correction, log(w) * u / (1 - w)
-    with w = 1 - u rounded: half the time of `jnp.log1p`."""
+    The smallest variate wins a race over a large vocabulary. -log(u) would not do, because its
+    small values are steps of 2^-24 and tokens would tie. log1p uses Kahan's correction, log(w) * u
+    / (1 - w) with w = 1 - u rounded, in half the time of `jnp.log1p`.
+    """
     u = uniform(bits)
     w = 1 - u
     return jnp.where(w == 1, u, -jnp.log(w) * u / (1 - w))

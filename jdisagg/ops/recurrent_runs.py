@@ -1,9 +1,10 @@
-"""A chunk's rows through a recurrence, run by run of `grain` tokens: what is within a run is a few
-products of matrices, and only the state goes from run to run. What a run does to a state is the
-recurrence's own affair (`gated_delta`, `state_space`); how runs follow each other is told here.
+"""Recurrences over a chunk's rows in runs of `grain` tokens. A run is a few matrix products, and
+only the state passes between runs. `gated_delta` and `state_space` define a run's effect on a
+state, this module the order of runs.
 
-A row's first run takes the row's own state, by a choice and never by a product with zero: a row
-that is not finite reaches no other."""
+A row's first run selects the row's own state by a choice, never by a product with zero, so that a
+row that is not finite affects no other.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,15 +17,15 @@ from jdisagg.model_api import Runs
 
 
 class OnState(Protocol):
-    """What one run does: a NamedTuple of arrays, so that JAX can stack it."""
+    """The effect of one run: a NamedTuple of arrays, so that JAX can stack it."""
 
     def on(self, state: jax.Array, /) -> tuple[jax.Array, jax.Array]:
-        """The output of the run, and the state after it."""
+        """Returns the output of the run and the next state."""
         ...
 
 
 def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
-    """[n, X, grain, ...] in float32, what belongs to nobody set to zero."""
+    """Cuts tokens into runs: [n, X, grain, ...] in float32, with padding set to zero."""
     real_T, lacking = runs.row_T >= 0, -runs.row_T.shape[0] % runs.grain
     masked = jnp.where(
         real_T.reshape(-1, *(1,) * (part_TX.ndim - 1)), part_TX.astype(jnp.float32), 0.0
@@ -34,12 +35,12 @@ def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
 
 
 def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Of each run: its row, and whether it is the row's first."""
+    """Returns each run's row, and whether it is the row's first run."""
     return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
 
 
 def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Run by run: the outputs [n, ...], and the rows' new states."""
+    """Processes run after run. Returns the outputs [n, ...] and the rows' new states."""
     rows, (row_n, first_n) = state_R.shape[0], owners(runs)
 
     def one_row(
@@ -54,7 +55,7 @@ def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, 
         part, row, first = run
         before = jnp.where(first, jnp.take(state_R, row, axis=0, mode="clip"), carry[0])
         out, state = part.on(before)
-        # the last run of a row has the last word
+        # Later runs of a row overwrite its state.
         return (state, carry[1].at[jnp.where(row < 0, rows, row)].set(state, mode="drop")), out
 
     if rows == 1:
@@ -73,12 +74,12 @@ def at_once(
     runs: Runs,
     product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """The same without a loop, which XLA would drive from the host of a GPU: where what a run does
-    to a state is linear, S' = product(keep, S) + add, so is what several do one after another
-    (Blelloch, 1990). `product` is associative.
+    """`in_turn` without a loop, which XLA would drive from the host of a GPU. A run's effect must
+    be linear, S' = product(keep, S) + add with an associative `product`, so that effects compose
+    (Blelloch, 1990).
 
     Returns:
-        the state before each run, and the rows' new states.
+        The state before each run, and the rows' new states.
     """
     row_n, first_n = owners(runs)
     given_n = jnp.take(state_R, row_n, axis=0, mode="clip")

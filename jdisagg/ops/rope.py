@@ -1,11 +1,11 @@
 """Rotary position embedding (Su et al., 2021) and its context extensions, as a function of a
-token's own position alone: a token's key never depends on how its prompt was cut into chunks, or on
-what came after it.
+token's own position only. A key never depends on how its prompt was cut or on later tokens.
 
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
-passage); yarn (Peng et al., 2023: the same by rotations, and a factor on the attention
+transition); yarn (Peng et al., 2023: divided by number of rotations, and a factor on the attention
 temperature); longrope (Ding et al., 2024: each wavelength divided by its own factor); proportional
-(Gemma 4: only the first pairs turn, at the wavelengths that they would have if all did)."""
+(Gemma 4: only the first pairs rotate, at the wavelengths that they would have if all did).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from jdisagg.ops.rope_frequencies import Rope
 
 
 def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 [T, R / 2] of R rotated dimensions, times the attention factor."""
+    """Returns cosines and sines, float32 [T, R / 2] of R rotated dimensions, times the attention
+    factor."""
     position_T1 = positions_T.astype(jnp.float32)[:, None]
     angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
     return jnp.cos(angles_TF) * rope.attention_factor, jnp.sin(angles_TF) * rope.attention_factor
@@ -23,8 +24,9 @@ def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Arra
 def rotate(
     x_TNH: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False
 ) -> jax.Array:
-    """Rotates the first dimensions of each head, as many as there are angles for: i with i + half
-    of them, or 2i with 2i + 1 where `interleaved`. The others pass. Returns x's dtype."""
+    """Rotates the first dimensions of each head, as many as `angles` cover, and returns x's dtype.
+    Dimension i pairs with i + half of them, or 2i with 2i + 1 if `interleaved`. Other dimensions
+    pass unchanged."""
     cos_T1F, sin_T1F = (angle[:, None, :].astype(x_TNH.dtype) for angle in angles)
     turned = 2 * cos_T1F.shape[-1]
     part_TNR = x_TNH[..., :turned]
@@ -44,7 +46,7 @@ def rotate(
 
 
 def query_growth(positions_T: jax.Array, rope: Rope) -> jax.Array:
-    """What queries beyond the original context are scaled by, float32 [T, 1, 1]: 1 + beta log(1 +
+    """Returns the scale of queries beyond the original context, float32 [T, 1, 1]: 1 + beta log(1 +
     floor(position / original)), the attention temperature of Llama 4 and Ministral 3."""
     rounds_T = jnp.floor(positions_T.astype(jnp.float32) / rope.original_tokens)
     return (1 + rope.query_beta * jnp.log1p(rounds_T))[:, None, None]

@@ -1,5 +1,5 @@
-"""What determines a rotation of queries and keys: the parameters of rotary positions and their
-frequencies. NumPy alone: a model's configuration is read where there is no JAX."""
+"""Parameters of rotary positions and their frequencies. NumPy only, because a model's configuration
+is read where JAX is not installed."""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +12,18 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What determines the rotation: hashable, so that it is part of a layer's structure. Fields
-    beyond `theta` count only for the types that use them. `original_tokens` is the context before
-    extension.
+    """Parameters of a rotation, hashable as a part of a layer's structure. Fields beyond `theta`
+    apply only to the types that use them.
 
-    `head_dim`: the dimensions of a head that are rotated, the first ones. `interleaved`: pairs are
-    neighbours, and not half of them apart. `query_beta`: queries grow with their position
-    (`rope.query_growth`). `divisors`: of longrope, one a pair. `turned_pairs`: of proportional,
-    whose other pairs stand still."""
+    Attributes:
+        head_dim: Rotated dimensions of a head, its first ones.
+        original_tokens: Context length before the extension.
+        interleaved: Whether neighbouring dimensions are pairs, instead of dimensions half of them
+            apart.
+        query_beta: Growth of queries with their position (`rope.query_growth`).
+        divisors: Divisor of each pair's wavelength (longrope).
+        turned_pairs: Number of pairs that rotate (proportional).
+    """
 
     head_dim: int
     theta: float
@@ -38,7 +42,7 @@ class Rope:
     turned_pairs: int = 0
 
     def frequencies(self) -> np.ndarray:
-        """Radians per position of each pair of dimensions: float32 [R / 2]."""
+        """Returns radians per position of each pair of dimensions: float32 [R / 2]."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         plain = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         match self.type:
@@ -57,7 +61,7 @@ class Rope:
                 return np.where(turned, plain / np.float32(self.factor), np.float32(0))
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
-        # rotations within the original context
+        # Rotations within the original context.
         turns = self.original_tokens * plain.astype(np.float64) / (2 * math.pi)
         smooth = (turns - self.low_frequency_factor) / (
             self.high_frequency_factor - self.low_frequency_factor
@@ -75,7 +79,8 @@ class Rope:
         return (plain * (1 - divided) + plain / self.factor * divided).astype(np.float32)
 
     def _dimension_of_turns(self, turns: float) -> float:
-        """The pair of dimensions that makes so many rotations within the original context."""
+        """Returns the pair of dimensions that makes `turns` rotations within the original
+        context."""
         return (
             self.head_dim
             * math.log(self.original_tokens / (turns * 2 * math.pi))

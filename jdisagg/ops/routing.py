@@ -1,11 +1,11 @@
-"""Routing as DeepSeek's models do it: by softmax in V2 (arXiv 2405.04434, section 2.1.3), by
-sigmoid scores from V3 on (arXiv 2412.19437, section 2.1.2), which GLM-4.5, MiniMax M2 and others
-took over.
+"""Routing of DeepSeek's models: by softmax in V2 (arXiv 2405.04434, section 2.1.3), by sigmoid
+scores from V3 on (arXiv 2412.19437, section 2.1.2), also used by GLM-4.5, MiniMax M2 and others.
 
-By sigmoid each expert's score stands for itself. A correction, learned to balance the load, takes
-part in the choice alone; weights come from the plain scores. Experts may lie in groups of which
-only the best are looked at, a group's worth being its best score (softmax) or the sum of its two
-best corrected ones (sigmoid)."""
+A sigmoid scores each expert independently. A learned correction for load balance affects only the
+choice, and weights use the plain scores. Experts may form groups of which only the best are
+considered. A group's score is its best score (softmax) or the sum of its two best corrected scores
+(sigmoid).
+"""
 
 from typing import Literal
 
@@ -30,17 +30,18 @@ def route_by_scores(
     normalised: bool,
     scaling: float = 1.0,
 ) -> Routing:
-    """The experts of each token and their weights, in float32; ties go to the smaller number.
+    """Returns the experts of each token and their weights, in float32. Ties go to the smaller
+    number.
 
     Args:
-        logits_TE: of the router.
-        correction_E: added to the scores for the choice; None: nothing is.
-        experts_per_token: how many each token takes.
-        scores: what logits become.
-        groups: that the experts lie in, equal and in order.
-        groups_per_token: of which each token takes its experts.
-        normalised: the chosen scores are divided by their sum.
-        scaling: of the weights, at last.
+        logits_TE: Router logits.
+        correction_E: Added to the scores for the choice, or None.
+        experts_per_token: Experts of each token.
+        scores: Function from logits to scores.
+        groups: Number of equal, consecutive groups of experts.
+        groups_per_token: Groups from which each token takes its experts.
+        normalised: Whether chosen scores are divided by their sum.
+        scaling: Final factor of the weights.
     """
     wide_TE = logits_TE.astype(jnp.float32)
     scores_TE = jax.nn.sigmoid(wide_TE) if scores == "sigmoid" else jax.nn.softmax(wide_TE, axis=-1)
@@ -59,7 +60,7 @@ def route_by_scores(
 def _within_best_groups(
     choice_TE: jax.Array, groups: int, kept: int, best_of_group: int
 ) -> jax.Array:
-    """Minus infinity for experts of the other groups."""
+    """Sets experts of other groups to minus infinity."""
     tokens, experts = choice_TE.shape
     choice_TGE = choice_TE.reshape(tokens, groups, experts // groups)
     best = lax.top_k(choice_TGE, min(best_of_group, experts // groups))[0]

@@ -1,30 +1,28 @@
-"""Choosing the next token of each row from its logits, on the device: greedy, or sampled under
-filters.
+"""Choice of each row's next token from its logits, on the device: greedy, or sampled under filters.
 
-Rows are independent: each has its own parameters, and a row's token is a function of its own
-logits, parameters and coordinates alone (rule 10: `randomness`). Logits are float32 [B, V_padded];
-padded columns are -inf and so never chosen. Penalties, bias and log-probabilities are
-`logit_shaping`'s.
+Rows are independent: a token is a function of the row's own logits, parameters and coordinates
+(`randomness`). Logits are float32 [B, V_padded]. Padded columns are -inf and never chosen.
+`logit_shaping` handles penalties, bias and log-probabilities.
 
-Sampling is the Gumbel-max rule, written as a race: with w = exp((logit - max) / temperature) and e
-exponential noise, the argmax of w / e over a set is a draw from w on that set (-log e is Gumbel
-noise; this form saves a logarithm). The filters apply in the order temperature, top-k, top-p (on
-what top-k leaves, renormalised), min-p. The sets they leave are:
-  top-k: as many as `top_k` tokens of the largest logits, and all that tie with the last of them;
-  top-p: tokens for which the probability of all strictly larger logits is below top_p (ties stand
-  or fall together); min-p: tokens with at least `min_p` times the probability of the most likely
-  one.
-The most likely token is in all of them. Nothing is sorted: top-p is by rejection under fixed noise.
-The winner of a superset of the nucleus, if it lies in the nucleus, is the nucleus's winner; if not,
-neither is any token with a smaller or equal logit in the nucleus: they are taken out and the race
-is run again over the rest. A row needs 1 + ln(1 / top_p) rounds in the mean.
+Sampling is the Gumbel-max rule, written as a race: with w = exp((logit - max) / temperature) and
+exponential noise e, the argmax of w / e over a set is a draw from w on that set (-log e is Gumbel
+noise, and this form saves a logarithm). Filters apply in the order temperature, top-k, top-p (on
+what top-k leaves, renormalised), min-p. They keep these sets:
+- top-k: the `top_k` tokens of the largest logits, and all that tie with the last of them;
+- top-p: tokens for which the probability of all strictly larger logits is below top_p (ties are
+  kept or dropped together);
+- min-p: tokens with at least `min_p` times the probability of the most likely one.
 
-Ties in the argmax go to the smallest id. Float noise: two programs that sum in a different order
-may differ in the last bits of a logit, and hence choose differently where two candidates are that
-close; nothing here adds to that.
+The most likely token is in all of them. Nothing is sorted: top-p uses rejection under fixed noise.
+If the winner over a superset of the nucleus lies in the nucleus, it is the nucleus's winner. If
+not, no token with a smaller or equal logit lies in the nucleus either, so these are removed and the
+race is repeated over the rest. A row needs 1 + ln(1 / top_p) rounds in the mean.
 
-A row without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives
-INVALID_TOKEN and disturbs no other."""
+Argmax ties go to the smallest id. Programs that sum in different orders may differ in the last bits
+of a logit and choose differently between candidates that close. Nothing here adds to that. A row
+without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives INVALID_TOKEN and
+affects no other row.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,11 +42,9 @@ _RERUN_ROWS = 4
 
 
 class SamplingRows(NamedTuple):
-    """Parameters of each row, as in `request.SamplingParams`; temperature 0 is greedy, top_k 0 is
-    off.
-
-    `position` is the index in the sequence of the token being chosen: prompt length + tokens
-    generated before it."""
+    """Parameters of each row, as in `request.SamplingParams`. Temperature 0 is greedy, top_k 0 is
+    off. `position` is the sequence index of the token to choose: prompt length + tokens generated
+    before it."""
 
     temperature: jax.Array  # float32 [B]
     top_k: jax.Array  # int32 [B]
@@ -60,8 +56,8 @@ class SamplingRows(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-    """Which part of the vocabulary these logits are, inside `shard_map`: ids from `first` on, the
-    others on the other devices of `axes`. Without axes: all of it."""
+    """The part of the vocabulary that these logits cover inside `shard_map`: ids from `first` on.
+    The other devices of `axes` hold the rest. Without axes it is the whole vocabulary."""
 
     axes: tuple[str, ...] = ()
     first: jax.Array | int = 0
@@ -71,8 +67,8 @@ WHOLE = VocabularyShard()
 
 
 def greedy(logits_BV: jax.Array, shard: VocabularyShard = WHOLE) -> jax.Array:
-    """int32 [B]: the id of each row's largest logit, the smallest such id; INVALID_TOKEN where none
-    is finite."""
+    """Returns the id of each row's largest logit, int32 [B], ties to the smallest id, or
+    INVALID_TOKEN if none is finite."""
     logits_BV = _nan_to_inf(logits_BV)
     token_B = selection.argmax(logits_BV)
     value_B, token_B = _best(_at(logits_BV, token_B), token_B, shard)
@@ -86,11 +82,12 @@ def sample(
     *,
     platform: str = "cpu",
 ) -> jax.Array:
-    """int32 [B]: each row's token, by the rules above. Deterministic; works under jit and on local
-    shards in `shard_map`.
+    """Returns each row's token, int32 [B], by the rules above. Deterministic. Works under jit and
+    on local shards in `shard_map`.
 
-    On a GPU, and where the vocabulary is sharded, both filters find their bound by passes of a
-    known number (`selection.last_value`) instead of loops that end when they may."""
+    On a GPU, and with a sharded vocabulary, both filters find their bound by a fixed number of
+    passes (`selection.last_value`) instead of loops with early exit.
+    """
     largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
@@ -111,8 +108,8 @@ def sample(
     drawn_score_BV = jnp.where(
         weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1
     )
-    # A greedy row runs the same race with its logits alone as the score, so that one argmax serves
-    # all rows.
+    # A greedy row runs the same race with its logits as the score, so that one argmax serves all
+    # rows.
     score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
     top_p_B = jnp.where(drawn_B, rows.top_p, 1)
     if passes:
@@ -129,8 +126,8 @@ def sample(
 def _best(
     value_B: jax.Array, local_B: jax.Array, shard: VocabularyShard
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the shards' candidates: the largest value, and its id, the smallest such id. A number and
-    an id a row are all that is exchanged."""
+    """Returns the largest value over the shards' candidates and its id, ties to the smallest. One
+    number and one id per row are exchanged."""
     if not shard.axes:
         return value_B, local_B
     best_B = lax.pmax(value_B, shard.axes)
@@ -143,7 +140,7 @@ def _largest(value_B: jax.Array, shard: VocabularyShard) -> jax.Array:
 
 
 def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array]:
-    """Of each row of each array [B, V], over all shards."""
+    """Returns the row sums of each array [B, V], over all shards."""
     sums = selection.row_sums(arrays)
     if not shard.axes:
         return sums
@@ -151,7 +148,7 @@ def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array
 
 
 def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: VocabularyShard) -> jax.Array:
-    """As `_top_k_threshold`."""
+    """`_top_k_threshold` by a fixed number of passes."""
 
     def kth() -> jax.Array:
         def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -167,8 +164,8 @@ def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: Vocabulary
 def _nucleus_by_passes(
     logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array, shard: VocabularyShard
 ) -> jax.Array:
-    """float32 [B]: logits above it are in the row's nucleus: the largest value above which top_p of
-    the weight lies (as `_outside`)."""
+    """Returns the largest value above which top_p of the weight lies (as in `_outside`), float32
+    [B]. Larger logits are in the row's nucleus."""
 
     def bound() -> jax.Array:
         p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
@@ -187,8 +184,8 @@ def _nucleus_by_passes(
 
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """float32 [B]: logits at or above it are in the row's top-k; -inf where top-k is off. Costs
-    nothing when all are off."""
+    """Returns float32 [B]: logits at or above it are in the row's top-k. -inf if top-k is off. Free
+    if it is off in all rows."""
     small = min(SMALL_TOP_K, logits_BV.shape[1])
     small_B = (top_k_B > 0) & (top_k_B <= small)
 
@@ -209,11 +206,9 @@ def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
 def _in_nucleus(
     score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array
 ) -> jax.Array:
-    """int32 [B]: the winner of the race within each row's nucleus. Rows with top_p 1 take the first
-    winner.
-
-    Few rows lose their first winner, so the race is run again for _RERUN_ROWS rows at a time: the
-    work is that of the rows concerned."""
+    """Returns the winner of the race within each row's nucleus, int32 [B]. Rows with top_p 1 take
+    the first winner. Few rows reject their first winner, so the race is repeated for _RERUN_ROWS
+    rows at a time, and the work is that of the rows concerned."""
     first_B = selection.argmax(score_BV)
 
     def race() -> jax.Array:
@@ -251,11 +246,12 @@ class _Race(NamedTuple):
 def _outside(
     logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, top_p_B: jax.Array
 ) -> jax.Array:
-    """bool [B]: whether a token of logit `bound` is outside the nucleus: larger logits have at
-    least top_p of the weight.
+    """Returns whether a token of logit `bound` is outside the nucleus, bool [B]: larger logits have
+    at least top_p of the weight.
 
-    larger >= p * total, as (1 - p) * larger - p * rest >= 0: one sum. The most likely token is in:
-    p * rest must not underflow."""
+    larger >= p * total is written as (1 - p) * larger - p * rest >= 0, one sum. The most likely
+    token is inside: p * rest must not underflow.
+    """
     p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
     return (
         jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0
@@ -263,7 +259,8 @@ def _outside(
 
 
 def _nan_to_inf(x_BV: jax.Array) -> jax.Array:
-    """So that a maximum shows a NaN: XLA's vectorised maximum on CPU may lose it."""
+    """Maps NaN to inf so that a maximum shows it: XLA's vectorised maximum on CPU may lose a
+    NaN."""
     return jnp.where(jnp.isnan(x_BV), jnp.inf, x_BV)
 
 

@@ -1,13 +1,12 @@
-"""Attention over keys and values that are kept divided by a scale of each kv head.
+"""Attention over keys and values stored divided by a scale of each kv head.
 
-A narrow type has few magnitudes: e4m3 none beyond 448, and below 2^-6 fewer and fewer bits. So what
-is kept are keys / s and values / t; attention is given queries * s, and what it mixes of values is
-multiplied with t. q * s . k / s = q . k, so that scale, cap, window and sinks of the scores are
-what they were.
+A narrow type has few magnitudes: e4m3 has none beyond 448, and fewer bits below 2^-6. So keys / s
+and values / t are stored. Attention receives queries * s, and its mix of values is multiplied by t.
+Since q * s . k / s = q . k, scale, cap, window and sinks of the scores are unchanged.
 
-Scales are powers of two (`models/kv_scales.py`). Multiplying with one is exact in bfloat16 and
-float32, and passes through products and sums unchanged: nothing but what is rounded to e4m3
-differs."""
+Scales are powers of two (`models/kv_scales.py`). Multiplication by one is exact in bfloat16 and
+float32 and commutes with products and sums, so only the rounding to e4m3 differs.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,8 @@ from jdisagg.model_api import Attend
 
 
 def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) -> Attend:
-    """The attention of a layer that keeps its keys and values so scaled; of one with latents, which
-    have no heads, [1] twice the same."""
+    """Returns the attention of a layer that stores scaled keys and values. Latents, which have no
+    heads, take the same scale [1] twice."""
 
     def scaled(
         q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: object
@@ -27,7 +26,7 @@ def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) ->
             q_TNH * _each(k_scale_K, group),
             k_TKH / _each(k_scale_K),
             None if v_TKH is None else v_TKH / _each(v_scale_K),
-            **how,  # type: ignore[arg-type]  # as `Attend` has them
+            **how,  # type: ignore[arg-type]  # the keywords of `Attend`
         )
         return o_TNH * _each(v_scale_K, group)
 
@@ -35,5 +34,5 @@ def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) ->
 
 
 def _each(scale_K: jax.Array, group: int = 1) -> jax.Array:
-    """[1, heads, 1], each once for every query head of its group."""
+    """Repeats each scale for every query head of its group: [1, heads, 1]."""
     return jnp.repeat(scale_K, group)[None, :, None]

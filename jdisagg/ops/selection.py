@@ -1,11 +1,12 @@
-"""Finding the largest of each row of [B, V] without sorting: the argmax, the k largest, the k-th
-value, and the last value for which something holds.
+"""Largest entries of each row of [B, V] without sorting: the argmax, the k largest, the k-th value,
+and the last value that satisfies a condition.
 
-All three are exact; ties go to the smaller index. They exist because XLA's CPU forms are slow for a
-vocabulary: measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (here 0.2) and
-`lax.top_k` of 20 1.2 ms (here 0.5); a sort of 8 rows alone takes 21 ms. The idea is one plain
-maximum over blocks of 128, which vectorises, and then work on few blocks only. It knows nothing of
-what the values mean. A row with a NaN gives some index within range and disturbs no other row."""
+All are exact, and ties go to the smaller index. They exist because XLA's CPU forms are slow for a
+vocabulary: measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (here 0.2), `lax.top_k`
+of 20 takes 1.2 ms (here 0.5), and a sort of 8 rows takes 21 ms. The idea is one plain maximum over
+blocks of 128, which vectorises, followed by work on few blocks. A row with a NaN gives some index
+in range and affects no other row.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ BLOCK = 128
 
 
 def blocks_of(x_BV: jax.Array, fill: float = -np.inf) -> jax.Array:
-    """[B, V] -> [B, blocks, 128]: a view where 128 divides V, else padded with `fill` at the
+    """Reshapes [B, V] to [B, blocks, 128]: a view if 128 divides V, else padded with `fill` at the
     end."""
     rows, width = x_BV.shape
     if width % BLOCK:
@@ -27,11 +28,9 @@ def blocks_of(x_BV: jax.Array, fill: float = -np.inf) -> jax.Array:
 
 
 def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]) -> jax.Array:
-    """int32 [B]: index over the last two axes of the largest `value(*arrays)`; `arrays` are [B,
-    blocks, 128], or [B, 1, 1].
-
-    `value` is elementwise and is computed twice (over all, then over the winning block), so that no
-    [B, V] array of it needs to be written."""
+    """Returns the index over the last two axes of the largest `value(*arrays)`, int32 [B]. `arrays`
+    are [B, blocks, 128], or [B, 1, 1]. The elementwise `value` is computed twice (over all, then
+    over the winning block), so that no [B, V] array of it is written."""
     block_B = _first_largest(jnp.max(value(*arrays), axis=-1))
     winner = tuple(
         x if x.shape[1] == 1 else jnp.take_along_axis(x, block_B[:, None, None], axis=1)
@@ -41,23 +40,21 @@ def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]
 
 
 def argmax(x_BV: jax.Array) -> jax.Array:
-    """int32 [B]: index of the largest, the smallest such index."""
+    """Returns the index of the largest, int32 [B], ties to the smallest index."""
     return argmax_blocks((blocks_of(x_BV),), lambda x: x)
 
 
 def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row, descending, and their indices int32 [B, count]; ties in
-    order of index.
-
-    They all lie in the `count` blocks whose maxima are largest (the smaller block first among
-    equals)."""
+    """Returns the `count` largest of each row, descending, and their indices int32 [B, count], ties
+    by index. They all lie in the `count` blocks with the largest maxima (the smaller block first
+    among equals)."""
     x_BV = jnp.where(x_BV == 0, 0, x_BV)  # top_k puts -0 below 0
     x_BnS = blocks_of(x_BV)
     rows, blocks, _ = x_BnS.shape
     if blocks <= 2 * count:
         return lax.top_k(x_BV, count)
     _, block_BK = lax.top_k(jnp.max(x_BnS, axis=-1), count)
-    # so that position among the candidates orders as the index does
+    # Sorted, so that position among the candidates orders like the index.
     block_BK = lax.sort(block_BK, dimension=1)
     candidates_BC = jnp.take_along_axis(x_BnS, block_BK[:, :, None], axis=1).reshape(
         rows, count * BLOCK
@@ -68,18 +65,19 @@ def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -> jax.Array:
-    """float32 [B]: a value t such that {x >= t} is the `count` largest and all that tie with the
-    last of them.
+    """Returns a value t, float32 [B], such that {x >= t} is the `count` largest and all that tie
+    with the last of them.
 
-    Exact bisection over the float32 numbers in their order (at most 32 passes; it stops once the
-    count is met). Rows where `wanted` is False give -inf; where all are, no pass is made. `count`
-    >= 1; rows wanted have no NaN."""
+    Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
+    count is met. Rows where `wanted` is False give -inf, and no pass runs if all are. `count` >= 1.
+    Wanted rows have no NaN.
+    """
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
-        # the mean, rounded up, without overflow
+        # The mean, rounded up, without overflow.
         middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)
         reached_B = jnp.sum((x_BV >= _from_order_key(middle_B)[:, None]).astype(jnp.int32), axis=-1)
         open_B = low_B < high_B
@@ -94,11 +92,13 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
 
 
 def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows: int) -> jax.Array:
-    """float32 [rows]: the largest number t for which a condition holds that is true of -inf and of
-    all numbers up to t. `holds`: float32 [rows] each -> bool [rows] each.
+    """Returns the largest number t, float32 [rows], for which a monotone condition holds: it is
+    true of -inf and of all numbers up to t. `holds` maps several float32 [rows] to as many bool
+    [rows].
 
-    Exact, in 8 passes of 15 questions each, 4 bits of the number a pass: a loop of a known length,
-    unrolled. Where the host drives loops (a GPU) that is the price of none."""
+    Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. This avoids loops,
+    which the host drives on a GPU.
+    """
     key_B = jnp.zeros((rows,), jnp.uint32)
     for shift in range(28, -1, -4):
         asked = [_number(key_B + np.uint32(digit << shift)) for digit in range(1, 16)]
@@ -108,17 +108,18 @@ def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows
 
 
 def row_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Sums of [B, V] each over V, in one pass over what they have in common: [B] each."""
+    """Returns the sums of [B, V] each over V, [B] each, in one pass."""
     zeros = [jnp.zeros((), x_BV.dtype) for x_BV in arrays]
     add = lambda one, other: [a + b for a, b in zip(one, other, strict=True)]  # noqa: E731
     return list(lax.reduce(list(arrays), zeros, add, (1,)))
 
 
 def _number(key_B: jax.Array) -> jax.Array:
-    """The float32 at this place of their order; below -inf, where the order has NaNs, -inf."""
+    """Returns the float32 at this place in the order of floats, or -inf below -inf, where the order
+    has NaNs."""
     x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
     low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
-    # a CPU compares denormal numbers as zero
+    # A CPU compares denormal numbers as zero.
     x_B = jnp.where(jnp.abs(x_B) < np.finfo(np.float32).tiny, 0, x_B)
     return jnp.where(key_B < low, -jnp.inf, x_B)
 
@@ -128,7 +129,7 @@ def _first_largest(x_BN: jax.Array) -> jax.Array:
 
 
 def _order_key(x: jax.Array | np.float32) -> jax.Array:
-    """int32 that orders as the float32 does (a negative float's bits run backwards)."""
+    """Returns an int32 that orders like the float32. The bits of a negative float run backwards."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 

@@ -1,8 +1,9 @@
-"""A causal convolution over the last few tokens of each sequence, channel by channel: its state is
+"""A causal convolution over the last few tokens of each sequence, channel by channel. Its state is
 the inputs of the last K - 1 tokens, for a kernel of K.
 
-Whatever is masked is left out by a choice, never by a product with zero: a sequence whose inputs
-are not finite reaches no other. Pure; computed in float32 and rounded once."""
+Masking uses a choice, never a product with zero, so that a sequence whose inputs are not finite
+affects no other. Pure, computed in float32 and rounded once.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,17 @@ def convolve_runs(
     runs: Runs,
     bias_C: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution of a chunk's rows.
+    """Convolves a chunk's rows.
 
     Args:
-        x_TC: inputs.
-        kernel_CK: the newest input's weight last.
-        state_RSC: the S = K - 1 inputs before each row, the newest last.
-        runs: where rows lie.
-        bias_C: added to each output.
+        x_TC: Inputs.
+        kernel_CK: Weights, the newest input's last.
+        state_RSC: The S = K - 1 inputs before each row, the newest last.
+        runs: Positions of rows among the tokens.
+        bias_C: Added to each output.
 
     Returns:
-        y [T, C] in x's dtype, and the inputs that each row ends with [R, S, C].
+        y [T, C] in x's dtype, and each row's last inputs [R, S, C].
     """
     taps, wide_TC = kernel_CK.shape[1], x_TC.astype(jnp.float32)
     kernel_K1C, last = kernel_CK.astype(jnp.float32).T[:, None], state_RSC.shape[1]
@@ -36,7 +37,7 @@ def convolve_runs(
         earlier_TC = jnp.roll(wide_TC, back, axis=0)
         own_T1 = (runs.index_T >= back)[:, None]
         y_TC += jnp.where(own_T1, earlier_TC, 0.0) * kernel_K1C[-1 - back]
-    # The first tokens of a row also see what came before it.
+    # The first tokens of a row also see the inputs before it.
     state = state_RSC.astype(jnp.float32)
     tokens = x_TC.shape[0]
     for ahead in range(last):
@@ -59,7 +60,7 @@ def convolve_runs(
 def convolve_step(
     x_BC: jax.Array, kernel_CK: jax.Array, state_BSC: jax.Array, bias_C: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As `convolve_runs`, of one more token of each sequence."""
+    """Like `convolve_runs` for one more token of each sequence."""
     seen_BKC = jnp.concatenate([state_BSC, x_BC[:, None].astype(state_BSC.dtype)], axis=1)
     kernel_KC = kernel_CK.astype(jnp.float32).T
     y_BC = jnp.sum(seen_BKC.astype(jnp.float32) * kernel_KC[None], axis=1)

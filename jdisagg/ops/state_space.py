@@ -1,14 +1,15 @@
-"""Mamba-2's recurrence: state space duality (Dao and Gu, 2024, arXiv 2405.21060). Linear attention
-whose state forgets by one number a head and token.
+"""Mamba-2's recurrence: state space duality (Dao and Gu, 2024, arXiv 2405.21060), linear attention
+whose state decays by one number per head and token.
 
-Of each head, with state S [ds, P], input x [P], step d > 0, and of its group b and c [ds]:
+For each head, with state S [ds, P], input x [P], step d > 0, and b and c [ds] of its group:
 
-    S_t = exp(g_t) S_(t-1) + b_t (x) d_t x_t,   y_t = S_t^T c_t
+S_t = exp(g_t) S_(t-1) + b_t (x) d_t x_t,   y_t = S_t^T c_t
 
-where g = -d a, a > 0 the head's own. A decode step computes just that. A chunk goes run by run of
-`grain` tokens: with cumulated gates G, what a run's tokens give each other is a masked product,
-y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j <= i, and only the state goes from run to run.
-All in float32. Heads lie in groups of equal size, G of U heads, which share b and c."""
+where g = -d a, and a > 0 is the head's own. A decode step computes just that. A chunk is processed
+in runs of `grain` tokens. With cumulative gates G, the tokens of a run contribute to each other by
+a masked product, y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j <= i, and only the state passes
+between runs. All in float32. Heads form groups of equal size, G of U heads, which share b and c.
+"""
 
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 
 class StateSpaceInputs(NamedTuple):
-    """Of each token: `x_TNP` of each head, `b_TGS` and `c_TGS` of each group; `step_TN`, and
-    `g_TN`, the logarithm of the gate, never positive. Padding counts as zero, so that it changes
+    """Inputs per token: `x_TNP` of each head, `b_TGS` and `c_TGS` of each group, `step_TN`, and
+    `g_TN`, the logarithm of the gate, never positive. Padding counts as zero and changes
     nothing."""
 
     x_TNP: jax.Array
@@ -33,7 +34,7 @@ class StateSpaceInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What a run does to a state [G, U, ds, P]: o = within + from_start (c S), S' = decay S +
+    """A run's effect on a state S [G, U, ds, P]: o = within + from_start (c S), S' = decay S +
     add."""
 
     within_GUCP: jax.Array
@@ -43,7 +44,7 @@ class _Run(NamedTuple):
     add_GUSP: jax.Array
 
     def on(self, state_GUSP: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The output [G, U, C, P] and the state after it."""
+        """Returns the output [G, U, C, P] and the next state."""
         read_GUCP = _sum("gcs,gusp->gucp", self.c_GCS, state_GUSP)
         out_GUCP = self.within_GUCP + self.from_start_GUC[..., None] * read_GUCP
         return out_GUCP, self.decay_GU[..., None, None] * state_GUSP + self.add_GUSP
@@ -52,17 +53,17 @@ class _Run(NamedTuple):
 def state_space_runs(
     inputs: StateSpaceInputs, state_RNSP: jax.Array, runs: Runs, platform: str = "cpu"
 ) -> tuple[jax.Array, jax.Array]:
-    """The recurrence over a chunk's rows.
+    """Applies the recurrence to a chunk's rows.
 
     Args:
-        inputs: of T tokens.
-        state_RNSP: float32, of each row before its first token here.
-        runs: where rows lie.
-        platform: on a GPU there is no loop over the runs.
+        inputs: Inputs of T tokens.
+        state_RNSP: float32 state before each row's first token here.
+        runs: Positions of rows among the tokens.
+        platform: On "gpu" there is no loop over the runs.
 
     Returns:
-        y [T, N, P] in float32 (unspecified for padding), and the state after each row's last
-        token; of a row without tokens as it was.
+        y [T, N, P] in float32 (unspecified for padding), and the state after each row's last token.
+        Rows without tokens keep their state.
     """
     (tokens, heads, width), groups = inputs.x_TNP.shape, inputs.b_TGS.shape[1]
     kept_RGUSP = state_RNSP.reshape(-1, groups, heads // groups, *state_RNSP.shape[2:])
@@ -84,8 +85,8 @@ def state_space_runs(
 def state_space_step(
     inputs: StateSpaceInputs, state_BNSP: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """As `state_space_runs`, of one more token of each sequence: y [B, N, P] and the states after
-    it."""
+    """Like `state_space_runs` for one more token of each sequence: y [B, N, P] and the next
+    states."""
     x, b, c, step, g = (part.astype(jnp.float32) for part in inputs)
     (rows, heads, width), groups = x.shape, b.shape[1]
     kept_BGUSP = state_BNSP.reshape(rows, groups, heads // groups, -1, width)
@@ -100,14 +101,14 @@ def state_space_step(
 
 
 def _prepare(run: StateSpaceInputs) -> _Run:
-    """Of one run, its parts with heads first [N, C, ...]."""
+    """Prepares one run from its inputs, heads first [N, C, ...]."""
     x_NCP, b_GCS, c_GCS, step_NC, g_NC = run
     groups, size = b_GCS.shape[0], g_NC.shape[1]
     g_GUC = g_NC.reshape(groups, -1, size)
     written_GUCP = (step_NC[..., None] * x_NCP).reshape(groups, -1, size, x_NCP.shape[2])
     upto_CC = jnp.tril(jnp.ones((size, size), jnp.bool_))
-    # Summed from j on, not a difference of sums from the start: behind a token that forgets nearly
-    # all these would have lost the digits that matter.
+    # Summed from j on, not as a difference of sums from the start, which would have lost the
+    # significant digits after a token that decays nearly everything.
     behind_CC = jnp.tril(jnp.ones((size, size), jnp.bool_), -1)
     gap_GUCC = jnp.cumsum(jnp.where(behind_CC, g_GUC[..., :, None], 0.0), axis=-2)
     total_GUC = jnp.cumsum(g_GUC, axis=-1)
@@ -124,5 +125,5 @@ def _prepare(run: StateSpaceInputs) -> _Run:
 
 
 def _sum(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """In full float32: a GPU would round to 11 bits what it multiplies."""
+    """Sums in full float32, where a GPU would round the inputs to 11 bits."""
     return jnp.einsum(letters, left, right, precision=lax.Precision.HIGHEST)

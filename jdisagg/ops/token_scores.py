@@ -1,9 +1,10 @@
-"""What a model held of given tokens: log-probabilities, ranks and the most likely ones, of logits
-whose vocabulary may lie on several devices.
+"""Scores of given tokens: log-probabilities, ranks and the most likely tokens, from logits whose
+vocabulary may be spread over devices.
 
-Each device works on its own part of the vocabulary; of a token only a few numbers are exchanged: a
-maximum, sums, and the devices' own most likely tokens. Its rank is one more than the number of
-tokens with a larger logit. Ties among the most likely go to the smaller id."""
+Each device works on its own part of the vocabulary. Only a few numbers per token are exchanged: a
+maximum, sums, and each device's most likely tokens. A token's rank is one more than the number of
+tokens with a larger logit. Ties among the most likely go to the smaller id.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from jdisagg.ops.sampling import VocabularyShard
 
 
 class TokenScores(NamedTuple):
-    """Of each token; where fewer than `top` ids exist the rest is -inf."""
+    """Scores of each token. If fewer than `top` ids exist, the rest is -inf."""
 
     logprob: jax.Array  # float32 [T]
     rank: jax.Array  # int32 [T]
@@ -28,13 +29,16 @@ class TokenScores(NamedTuple):
 def token_scores(
     logits_TV: jax.Array, token_T: jax.Array, shard: VocabularyShard, top: int
 ) -> TokenScores:
-    """Args:
-        logits_TV: float32, this device's part of the vocabulary; -inf where there is no id.
-        token_T: int32, ids of the whole vocabulary.
-        shard: which part it is.
+    """Scores each token under its logits.
+
+    Args:
+        logits_TV: float32, this device's part of the vocabulary, -inf where there is no id.
+        token_T: int32 ids of the whole vocabulary.
+        shard: This device's part.
+        top: Number of most likely tokens.
 
     Returns:
-        The same on every device of `shard.axes`.
+        The same scores on every device of `shard.axes`.
     """
 
     def over_all(reduce: Callable[..., jax.Array], x_T: jax.Array) -> jax.Array:
@@ -61,7 +65,7 @@ def _most_likely(
     values_TK, ids_TK = selection.largest(logits_TV, min(top, logits_TV.shape[1]))
     ids_TK = ids_TK + shard.first
     if shard.axes:
-        # by device, that is by id where values are equal
+        # Ordered by device, and hence by id where values are equal.
         values_TK = lax.all_gather(values_TK, shard.axes, axis=1, tiled=True)
         ids_TK = lax.all_gather(ids_TK, shard.axes, axis=1, tiled=True)
         values_TK, place_TK = lax.top_k(values_TK, min(top, values_TK.shape[1]))
