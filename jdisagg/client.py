@@ -1,22 +1,24 @@
-"""Clients of the generation service, sync and async: text, token ids or chat in, `StreamEvent`s
-out, our typed errors raised.
+"""Sync and async clients of the generation service. Input is text, token ids or a chat; output is a
+stream of `StreamEvent`s. Errors are raised as our own types.
 
     with Client("localhost:8700") as client:
         for event in client.generate("Once upon a time", max_tokens=75, temperature=0):
             print(event.text, end="")
 
-Needs gRPC, neither JAX nor the router. A call waits for the server to be reachable for
-`connect_seconds`. When the connection of a stream breaks, or the server shuts down, the client asks
-again, for `resume_seconds`, and the stream goes on at the next token: the caller sees one stream,
-each token once. A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"; over TLS
-gRPC then has no name to look for in their certificates: give `Credentials` a `server_name` that all
-of them bear). Any other call that may have reached the server is never sent twice.
+Needs gRPC, but neither JAX nor the router. A call waits up to `connect_seconds` for the server to
+be reachable. If the connection of a stream breaks, or the server shuts down, the client repeats the
+request for up to `resume_seconds` and the stream continues at the next token. The caller sees one
+stream with each token once. Any other call that may have reached the server is never sent twice.
 
-`AsyncClient` is the client. `Client` runs the same coroutines over gRPC's blocking calls, where
-they never suspend."""
+A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Over TLS, gRPC then has no
+host name to verify, so give `Credentials` a `server_name` that all their certificates contain.
+
+`AsyncClient` is the implementation. `Client` runs the same coroutines over gRPC's blocking calls,
+where they never suspend."""
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -29,7 +31,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
@@ -41,9 +43,8 @@ from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import StreamEvent
-from jdisagg.service.client.chat import Messages
 from jdisagg.service.client.completion import Choice, Collector, Completion
-from jdisagg.service.client.request import GenerateOptions, asked, tokenize_request
+from jdisagg.service.client.request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client.stream import ResumableStream, lost, never_sent, typed_error
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
@@ -70,25 +71,26 @@ __all__ = [
 
 MAX_MESSAGE_BYTES = 16 << 20
 
+Arguments = ParamSpec("Arguments")
 Reply = TypeVar("Reply")
 Options = list[tuple[str, int | str]]
 
 
 class AsyncClient:
-    """A client for asyncio; use it on one event loop.
+    """A client for asyncio. Use it on one event loop.
 
     Args:
-        target: host:port of the server, or any target of gRPC's.
-        connect_seconds: how long a call waits for the server to be reachable.
-        timeout_seconds: bounds every call but `generate` and `complete`, which have
+        target: host:port of the server, or any gRPC target.
+        connect_seconds: Time limit for the server to become reachable, per call.
+        timeout_seconds: Time limit of every call except `generate` and `complete`, which have
             `deadline_seconds`.
-        resume_seconds: how long a broken stream is asked for again.
-        max_message_bytes: the largest message that is accepted.
-        token: bearer token; replaces that of `credentials`.
-        credentials: for TLS.
+        resume_seconds: How long the client tries to resume a broken stream.
+        max_message_bytes: Largest message accepted from the server.
+        token: Bearer token. Replaces the one of `credentials`.
+        credentials: TLS settings.
 
     Raises:
-        ConfigError: `target` is no address.
+        ConfigError: `target` is not an address.
     """
 
     def __init__(
@@ -118,24 +120,23 @@ class AsyncClient:
     def generate(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Streams one request. Closing the iterator cancels it.
+        """Streams one request. Closing the iterator cancels the request.
 
         Args:
-            prompt: the text to go on with; or give `token_ids` or `messages`.
-            **options: see `GenerateOptions`.
+            prompt: Text to continue. Give `token_ids` or `messages` instead for other inputs.
+            **options: See `GenerateOptions`.
 
         Returns:
-            The events of all children, each child's in order; the last one bears usage and
-            timings.
+            The events of all children, in order for each child. The last event has usage and
+                timings.
 
         Raises:
-            InvalidRequestError: what was given cannot be sent, or the server refuses it.
-            OverloadedError: the server has too much to do; `retry_after_seconds` says when to ask
-                again.
+            InvalidRequestError: An argument cannot be sent, or the server rejects it.
+            OverloadedError: The server is overloaded. Try again after `retry_after_seconds`.
             DeadlineExceededError: `deadline_seconds` passed.
-            UnauthenticatedError: the server asks for another token.
-            UnavailableError: no server answers, for longer than the stream may be broken.
-            JdisaggError: any other failure.
+            UnauthenticatedError: The server does not accept the token.
+            UnavailableError: No server answered within the connect or resume time limit.
+            JdisaggError: Any other failure.
         """
         _check_open(self._closed, self._target)
         return self._events(ResumableStream(asked(prompt, options), self._resume_seconds))
@@ -143,16 +144,16 @@ class AsyncClient:
     async def complete(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """`generate`, read to its end.
+        """Runs `generate` to its end.
 
         Args:
-            prompt, **options: as `generate`.
+            prompt, **options: As in `generate`.
 
         Returns:
             All choices, usage and timings.
 
         Raises:
-            JdisaggError: as `generate`.
+            JdisaggError: As in `generate`.
         """
         collector = Collector()
         async with contextlib.aclosing(self.generate(prompt, **options)) as events:
@@ -163,14 +164,14 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | None = None, *, messages: Messages | None = None
     ) -> tuple[int, ...]:
-        """The token ids that the server makes of a prompt.
+        """Returns the token ids of a prompt, as the server would compute them.
 
         Args:
-            prompt: a text; or
-            messages: a chat, which goes through the model's template.
+            prompt: A text. Or give:
+            messages: A chat, which is rendered by the model's template.
 
         Raises:
-            JdisaggError: as `generate`.
+            JdisaggError: As in `generate`.
         """
         request = tokenize_request(prompt, messages)
         return tuple((await self._unary(self._stub.Tokenize, request)).token_ids)
@@ -178,83 +179,84 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
-        """The text of token ids.
+        """Returns the text of token ids.
 
         Raises:
-            JdisaggError: as `generate`.
+            JdisaggError: As in `generate`.
         """
         request = wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
         return (await self._unary(self._stub.Detokenize, request)).text
 
     async def model(self) -> ModelInfo:
-        """What the server serves.
+        """Returns the served model's properties.
 
         Raises:
-            JdisaggError: as `generate`.
+            JdisaggError: As in `generate`.
         """
         reply = await self._unary(self._stub.GetModel, pb.GetModelRequest())
         return wire_generation.model_from_proto(reply)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
-        """What each worker reports of itself.
+        """Returns the status that each worker reports.
 
         Raises:
-            JdisaggError: as `generate`.
+            JdisaggError: As in `generate`.
         """
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
     async def routing(self) -> RoutingStatus:
-        """The router's last decisions with their reasons, and its account of what it sent where.
+        """Returns the router's latest decisions with reasons, and its accounts of the load per
+        worker.
 
         Raises:
-            JdisaggError: as `generate`.
+            JdisaggError: As in `generate`.
         """
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return wire_generation.routing_from_proto(reply)
 
     async def reset_cache(self) -> int:
-        """Lets workers forget the KV that they keep for later requests; returns how many blocks.
+        """Clears the prefix caches of all workers and returns the number of dropped blocks.
 
         Raises:
-            UnauthenticatedError: the token belongs to a tenant.
-            UnavailableError: a worker does not answer; what it keeps may still be used.
+            UnauthenticatedError: The token belongs to a tenant.
+            UnavailableError: A worker did not answer. Its prefix cache may still be used.
         """
         return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
 
     async def suspend(
         self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
     ) -> None:
-        """Lets a request rest whose stream is open: its slots and pages are free for others, and
-        its stream says nothing until `resume`. Its deadline is not moved. May be called again.
+        """Suspends a request whose stream is open. Its slots and pages become free for others, and
+        its stream is silent until `resume`. Its deadline does not move. May be called again.
 
         Args:
-            request_id: the one that the request was given, or that its first event bears.
-            keep_seconds: for how long its KV is kept in host memory, as far as there is room; then
-                it is computed anew when the request goes on. None: as long as its deadline allows.
-            tenant: as the request says.
+            request_id: Id given with the request, or reported by its first event.
+            keep_seconds: How long the KV stays in host memory, if there is room. Afterwards it is
+                recomputed on resume. None keeps it until the deadline.
+            tenant: Tenant of the request.
 
         Raises:
-            InvalidRequestError: the server streams no such request.
-            UnavailableError: a worker does not answer; ask again.
+            InvalidRequestError: The server streams no such request.
+            UnavailableError: A worker did not answer. Try again.
         """
         request = pb.SuspendRequest(request_id=request_id, tenant=tenant, keep_seconds=keep_seconds)
         await self._unary(self._stub.Suspend, request)
 
     async def resume(self, request_id: str, *, tenant: str = "") -> None:
-        """Lets a suspended request go on, at its next token.
+        """Resumes a suspended request at its next token.
 
         Args:
-            request_id, tenant: as `suspend`.
+            request_id, tenant: As in `suspend`.
 
         Raises:
-            JdisaggError: as `suspend`.
+            JdisaggError: As in `suspend`.
         """
         request = pb.ResumeRequest(request_id=request_id, tenant=tenant)
         await self._unary(self._stub.Resume, request)
 
     async def close(self) -> None:
-        """Ends what runs; nothing more can be asked. Idempotent."""
+        """Cancels running calls and closes the connection. Idempotent."""
         self._closed = True
         await self._calls.close()
 
@@ -317,14 +319,35 @@ class AsyncClient:
         self._connected = True
 
 
-class Client:
-    """The same, blocking. Threads may share one; each stream belongs to the thread that reads it.
+def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
+    """Runs a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("a blocking call does not suspend")
 
-    Args:
-        As `AsyncClient`.
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Reply]],
+) -> "Callable[Concatenate[Client, Arguments], Reply]":
+    """Makes a method of `Client` from the one of `AsyncClient`, with the same signature and
+    docstring."""
+
+    @functools.wraps(method)
+    def blocking(self: "Client", *args: Arguments.args, **named: Arguments.kwargs) -> Reply:
+        return _result(method(self._client, *args, **named))
+
+    return blocking
+
+
+class Client:
+    """The blocking form of `AsyncClient`, with the same arguments and methods.
+
+    Threads may share one client. Each stream belongs to the thread that reads it.
 
     Raises:
-        ConfigError: `target` is no address.
+        ConfigError: `target` is not an address.
     """
 
     def __init__(
@@ -351,52 +374,19 @@ class Client:
     def generate(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[StreamEvent, None, None]:
-        """As `AsyncClient.generate`."""
+        """Streams one request. See `AsyncClient.generate`."""
         return _each(self._client.generate(prompt, **options))
 
-    def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
-        """As `AsyncClient.complete`."""
-        return _result(self._client.complete(prompt, **options))
-
-    def tokenize(
-        self, prompt: str | None = None, *, messages: Messages | None = None
-    ) -> tuple[int, ...]:
-        """As `AsyncClient.tokenize`."""
-        return _result(self._client.tokenize(prompt, messages=messages))
-
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """As `AsyncClient.detokenize`."""
-        return _result(self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
-
-    def model(self) -> ModelInfo:
-        """As `AsyncClient.model`."""
-        return _result(self._client.model())
-
-    def status(self) -> tuple[WorkerStatus, ...]:
-        """As `AsyncClient.status`."""
-        return _result(self._client.status())
-
-    def routing(self) -> RoutingStatus:
-        """As `AsyncClient.routing`."""
-        return _result(self._client.routing())
-
-    def reset_cache(self) -> int:
-        """As `AsyncClient.reset_cache`."""
-        return _result(self._client.reset_cache())
-
-    def suspend(
-        self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
-    ) -> None:
-        """As `AsyncClient.suspend`."""
-        _result(self._client.suspend(request_id, keep_seconds=keep_seconds, tenant=tenant))
-
-    def resume(self, request_id: str, *, tenant: str = "") -> None:
-        """As `AsyncClient.resume`."""
-        _result(self._client.resume(request_id, tenant=tenant))
-
-    def close(self) -> None:
-        """Ends what runs; nothing more can be asked. Idempotent."""
-        _result(self._client.close())
+    complete = _blocking(AsyncClient.complete)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    model = _blocking(AsyncClient.model)
+    status = _blocking(AsyncClient.status)
+    routing = _blocking(AsyncClient.routing)
+    reset_cache = _blocking(AsyncClient.reset_cache)
+    suspend = _blocking(AsyncClient.suspend)
+    resume = _blocking(AsyncClient.resume)
+    close = _blocking(AsyncClient.close)
 
     def __enter__(self) -> Self:
         return self
@@ -406,21 +396,12 @@ class Client:
 
 
 class _BlockingClient(AsyncClient):
-    """Its coroutines block where the other's would suspend."""
+    """An `AsyncClient` whose coroutines block instead of suspending."""
 
     def _open(self, credentials: Credentials, options: Options) -> "_Calls":
         if credentials.tls:
             return _BlockingCalls(grpc.secure_channel(self._target, credentials.channel(), options))
         return _BlockingCalls(grpc.insecure_channel(self._target, options))
-
-
-def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
-    """Of a coroutine that never suspends."""
-    try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        return ended.value
-    raise AssertionError("a blocking call does not suspend")
 
 
 def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, None, None]:
@@ -436,8 +417,8 @@ def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, N
 
 
 class _AsyncioCalls:
-    """What a client does with a channel: wait until it is `ready` (False: it was not, in time), and
-    read the reply or the messages of a call that was begun."""
+    """Channel operations of the async client: wait for a connection and read replies. `ready`
+    returns False if the time limit passed."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -465,7 +446,8 @@ class _AsyncioCalls:
 
 
 class _BlockingCalls:
-    """gRPC's blocking stubs return the reply itself, and iterate without `async`."""
+    """The same over gRPC's blocking stubs, which return replies directly and iterate without
+    `async`."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
@@ -499,7 +481,7 @@ _Calls = _AsyncioCalls | _BlockingCalls
 def _channel_options(max_message_bytes: int, credentials: Credentials) -> Options:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        # A server that vanished is found out by unanswered pings.
+        # Unanswered pings reveal a server that vanished.
         ("grpc.keepalive_time_ms", 3_000),
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.http2.ping_timeout_ms", 3_000),
@@ -511,27 +493,27 @@ def _channel_options(max_message_bytes: int, credentials: Credentials) -> Option
 def _check_open(closed: bool, target: str) -> None:
     if closed:
         raise InvalidRequestError(
-            f"this client of {target} is closed; make a new one, or ask before its close() or the"
-            " end of its with"
+            f"this client of {target} is closed; make a new one, or make the call before close()"
+            " or the end of the with block"
         )
 
 
 class _Unreachable(UnavailableError):
-    """No server answered in time."""
+    """No server answered within the time limit."""
 
 
 def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
-    """gRPC tells neither that the other side speaks TLS, or does not, nor that a certificate is not
-    believed."""
+    """Adds a hint about TLS, because gRPC reports neither a TLS mismatch nor a rejected
+    certificate."""
     remedy = (
-        "if it speaks TLS, say which authority to believe (credentials; --authority of launch.ask)"
+        "If it uses TLS, give its CA certificate (credentials, or --authority=FILE of jdisagg ask)."
     )
     if tls:
         remedy = (
-            "does it speak TLS, with a certificate for this host that the given authority signed,"
-            " and does it believe ours?"
+            "Check that it uses TLS, that the given CA signed its certificate for this host, and"
+            " that it accepts the client's certificate."
         )
     return _Unreachable(
-        f"no server answered at {target} within {seconds:g} s; is it running (python -m"
-        f" launch.serve)? {remedy}"
+        f"no server answered at {target} within {seconds:g} s; is it running (jdisagg serve)?"
+        f" {remedy}"
     )

@@ -108,12 +108,12 @@ async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  #
         ({"prompt": "x", "logit_bias": {"a": 1.0}}, "logit_bias={'a': 1.0} cannot be sent"),
         (
             {"token_ids": "abc"},
-            "token_ids must be several values, got str; .* for text, pass prompt=",
+            "token_ids must be a sequence of values, got str; .* for text, pass prompt=",
         ),
-        ({"messages": "hi"}, "messages must be several values, got str"),
+        ({"messages": "hi"}, "messages must be a sequence of values, got str"),
         (
             {"messages": {"role": "user", "content": "hi"}},
-            "messages must be several values, got dict; give a sequence of messages",
+            "messages must be a sequence of values, got dict; give a sequence of messages",
         ),
         (
             {"messages": [{"role": "user", "content": None}]},

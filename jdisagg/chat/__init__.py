@@ -1,1 +1,1 @@
-"""What a chat is made of beyond text: tools that a model may call, its calls, its reasoning."""
+"""Chats beyond text: tools that a model may call, its tool calls, and its reasoning."""

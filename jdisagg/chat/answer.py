@@ -1,21 +1,21 @@
-"""What a model says in a chat, taken apart: words, reasoning and calls of tools, as text comes in.
+"""Incremental parsing of a chat answer into content, reasoning and tool calls.
 
-An `AnswerParser` is a state machine over text. What it has given out after some text is a function
-of that text alone, in whatever pieces it came (so that a stream that is resumed goes on where it
-was); it never raises: what is malformed is words. `Collected` puts what it gave out together, for
-the parsers themselves. Knows no request and no model."""
+An `AnswerParser` is a state machine over text. What it has returned after some text depends on that
+text alone, however it was split, so that a resumed stream continues where it was. It never raises:
+malformed calls are content. `Collected` joins the parts that a parser finds. Knows no request and
+no model."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jdisagg.request import ToolCallDelta
 
-LONGEST_SPACE = 256  # white space that is held back until it is known what follows
+LONGEST_SPACE = 256  # white space held back until it is known what follows
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What is new. Calls have no ids yet."""
+    """New parts of an answer. Calls have no ids yet."""
 
     content: str = ""
     reasoning: str = ""
@@ -23,7 +23,7 @@ class AnswerDelta:
 
 
 class AnswerParser(Protocol):
-    """Of one answer, in order; after `finish` it is used up."""
+    """Parses one answer in order. It is used up after `finish`."""
 
     def push(self, text: str) -> AnswerDelta: ...
     def finish(self) -> AnswerDelta: ...
@@ -31,8 +31,8 @@ class AnswerParser(Protocol):
 
 @dataclass(slots=True)
 class Collected:
-    """What a parser has found since it was last asked. White space that only a call follows is
-    none of the answer's words: it is held back until other words come, `LONGEST_SPACE` of it."""
+    """Parts that a parser found since the last `take`. White space before a call is not part of the
+    content, so up to `LONGEST_SPACE` of it is held back until other content follows."""
 
     calls_begun: int = 0
     _content: list[str] = field(default_factory=list)
@@ -55,12 +55,13 @@ class Collected:
         self.calls_begun += 1
 
     def add_arguments(self, text: str) -> None:
-        """Of the call that was begun last."""
+        """Adds to the arguments of the latest call."""
         if text:
             self._calls.append(ToolCallDelta(self.calls_begun - 1, arguments=text))
 
     def take(self, *, last: bool = False) -> AnswerDelta:
-        """Empties it. `last`: nothing follows, so that white space after words is theirs."""
+        """Returns and clears all parts. `last` means that nothing follows, so that trailing white
+        space belongs to the content."""
         if last and not self.calls_begun:
             self._content.append(self._space)
         delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
@@ -70,7 +71,7 @@ class Collected:
 
 
 def beginning_held(text: str, *markers: str) -> int:
-    """How many of the last characters of `text` may be the beginning of a marker."""
+    """Returns how many trailing characters of `text` may be the beginning of a marker."""
     longest = max(map(len, markers)) - 1
     tail = text[-longest:]
     if not any(marker[0] in tail for marker in markers):
@@ -82,7 +83,7 @@ def beginning_held(text: str, *markers: str) -> int:
 
 
 def joined_calls(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """One entry a call."""
+    """Joins the deltas of each call into one."""
     joined: list[ToolCallDelta] = []
     for call in calls:
         if joined and joined[-1].index == call.index:

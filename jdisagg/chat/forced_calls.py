@@ -1,8 +1,8 @@
-"""Answers that must be calls: the grammar that makes them so, and their parser.
+"""Answers that must be tool calls: the grammar that enforces it, and the parser.
 
-Whatever the model's own form of calls is, such an answer is a JSON array of objects with a name and
-arguments, each by the schema of its tool. At most one blank stands in a place: nobody reads them,
-and a model that is at a loss fills an answer with them."""
+Whatever the model's own format is, such an answer is a JSON array of objects with a name and
+arguments, each following the schema of its tool. White space is limited to one blank in a place,
+because an unsure model may fill an answer with it."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from jdisagg.request import Grammar, GrammarKind
 
 
 def forced_calls(prompt: ChatPrompt) -> Grammar | None:
-    """What the answer must be; None: a call is not asked for. `prompt` was checked. Raises
-    InvalidRequestError for schemas that are too deep."""
+    """Returns the grammar of the answer, or None if no call is required. `prompt` must be
+    validated. Raises InvalidRequestError if a schema is nested too deeply."""
     if prompt.tool_choice is not ToolChoice.REQUIRED:
         return None
     called = [tool for tool in prompt.tools if prompt.tool_name in ("", tool.name)]
@@ -28,7 +28,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
             schema = _moved(tool.parameters or {}, where)
         except RecursionError:
             raise InvalidRequestError(
-                f"tools[{index}].function.parameters is too deep; simplify it"
+                f"tools[{index}].function.parameters is nested too deeply; simplify it"
             ) from None
         calls.append(
             {
@@ -48,7 +48,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
 
 
 class ForcedParser:
-    """An `AnswerParser` of such an answer; it has no words, whole or cut off."""
+    """An `AnswerParser` of such an answer, which has no content, even if cut off."""
 
     def __init__(self) -> None:
         self._calls = MistralParser()
@@ -67,7 +67,7 @@ def _object(value: object) -> Json:
 
 
 def _moved(schema: object, where: str) -> object:
-    """The schema with its references to itself as they are where it stands."""
+    """Rewrites a schema's references to itself for its new place."""
     if isinstance(schema, list):
         return [_moved(one, where) for one in schema]
     if not isinstance(schema, Mapping):

@@ -1,8 +1,8 @@
-"""How a model writes calls of tools and its reasoning: by name, or guessed from its chat template;
-and the parser of an answer of it.
+"""The formats in which models write tool calls and reasoning, by name or guessed from a chat
+template, and the parser of an answer.
 
-The names are those of vLLM's flags where it has one. A guess looks for the markers that the
-template itself writes when it shows a call or reasoning of an earlier answer."""
+Names are those of vLLM's flags where it has one. A guess looks for the markers that the template
+itself writes for a call or for reasoning of an earlier answer."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ TOOL_PARSERS: dict[str, Callable[[Schemas], AnswerParser]] = {
     "qwen3_coder": QwenCoderParser,
     "seed_oss": SeedParser,
 }
-# Calls and reasoning are told apart by one parser, which either of the two names stands for.
+# One parser separates both calls and reasoning, and either name selects it.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
 TOOL_FORMS = (*TOOL_PARSERS, HARMONY)
 _THINK = Marks("<think>", "</think>")
@@ -42,7 +42,8 @@ REASONING: dict[str, Marks] = {
     HARMONY_REASONING: HARMONY_MARKS,
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
 }
-# The first whose marker the template writes. Those that others' markers contain come last.
+# The first entry whose marker occurs in the template wins. Markers that are part of others come
+# last.
 _TOOL_SIGNS = (
     (CHANNEL, HARMONY),
     ("<｜tool▁call", "deepseek_v3"),
@@ -64,8 +65,13 @@ _REASONING_SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes what is no words, by `TOOL_FORMS` and the keys of `REASONING`; None: it
-    does not. `shows_tools`: its chat template tells it of tools."""
+    """How a model writes calls and reasoning.
+
+    Attributes:
+        tools: One of `TOOL_FORMS`, or None if the model has no calls.
+        reasoning: A key of `REASONING`, or None.
+        shows_tools: Whether the chat template shows tools to the model.
+    """
 
     tools: str | None = None
     reasoning: str | None = None
@@ -75,8 +81,8 @@ class AnswerFormat:
     def of(
         cls, template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> "AnswerFormat":
-        """Of a chat template, as far as the two are left to be guessed ("auto"; "none": there is
-        none). Raises ConfigError naming the field for what is no parser."""
+        """Returns the format for a chat template. "auto" guesses and "none" disables a parser.
+        Raises ConfigError with the field's name for an unknown parser."""
         template = template or ""
         shows_tools = "tools" in template
         tools = _chosen("service.tool_parser", tool_parser, TOOL_FORMS)
@@ -98,12 +104,16 @@ class AnswerFormat:
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
-        """Whether there is a parser of answers to a chat with these tools."""
+        """Whether answers to a chat with these tools have a parser."""
         return self.marks is not None or bool(self.tools and tools)
 
     def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
-        """Of one answer; None: all of it is words. `tools`: those that may be called, with their
-        schemas. `thinking`: reasoning has begun in the prompt."""
+        """Returns the parser of one answer, or None if all of it is content.
+
+        Args:
+            tools: Schemas of the callable tools by name.
+            thinking: Whether reasoning begins in the prompt.
+        """
         if self._harmony:
             return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
         calls = TOOL_PARSERS[self.tools](tools) if self.tools and tools else None
@@ -114,7 +124,7 @@ class AnswerFormat:
 
 
 class _ReasoningAndCalls:
-    """An `AnswerParser`: the words after the reasoning may be calls."""
+    """An `AnswerParser` that looks for calls in the content after the reasoning."""
 
     def __init__(self, reasoning: ReasoningParser, calls: AnswerParser) -> None:
         self._reasoning = reasoning

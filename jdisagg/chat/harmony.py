@@ -1,13 +1,14 @@
-"""Answers in the form of gpt-oss (OpenAI's "harmony"), of which every part names its channel.
+"""Parser of answers in the format of gpt-oss (OpenAI's "harmony"), in which every part names its
+channel.
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary
     to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
-The prompt ends within the first header. `analysis` is reasoning, `final` and a `commentary` to
-nobody are words, what is for `functions.NAME` is a call. Channel and recipient may stand in either
-order. Parts of one kind are lines of their own. What has no header is words; so is a message to
-somebody who is no function, unless it is of the channel `analysis`: the model thinks aloud in tools
-that it was not given."""
+The prompt ends within the first header. The channel `analysis` is reasoning. `final`, and
+`commentary` without a recipient, are content. A message to `functions.NAME` is a call. Channel and
+recipient may come in either order. Parts of one kind are separated by newlines. Text without a
+header is content. So is a message to a recipient that is not a function, unless its channel is
+`analysis`: the model then reasons in the form of tools that it was not given."""
 
 import re
 from collections.abc import Callable, Collection
@@ -17,7 +18,7 @@ from jdisagg.chat.reasoning import Marks
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-# How the template writes what the model thought: where it may leave off in a prompt.
+# How the template writes reasoning, which a prompt may end within.
 MARKS = Marks(f"{CHANNEL}analysis{MESSAGE}", END)
 LONGEST_HEADER = 512
 
@@ -30,9 +31,12 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*analysis\b")
 
 
 class HarmonyParser:
-    """An `AnswerParser` of words, reasoning and calls at once. `tools`: the names of those that may
-    be called; where there are none nothing is a call. `thinking`: the prompt ends within
-    reasoning."""
+    """An `AnswerParser` of content, reasoning and calls at once.
+
+    Args:
+        tools: Names of the callable tools. Without any, nothing is a call.
+        thinking: Whether the prompt ends within reasoning.
+    """
 
     def __init__(self, tools: Collection[str] = (), *, thinking: bool = False) -> None:
         self._tools = frozenset(tools)
@@ -41,9 +45,9 @@ class HarmonyParser:
         self._reasoning: list[str] = []
         self._step: Callable[[], bool] = self._body if thinking else self._beginning
         self._say: Callable[[str], None] = self._think if thinking else self._found.say
-        self._header = ""  # what was read of it
-        self._parted = ""  # stands before the next words of this part
-        self._thought = self._said = self._argued = False  # something of that kind was given out
+        self._header = ""  # read so far
+        self._parted = ""  # separator before the next text of this part
+        self._thought = self._said = self._argued = False  # whether that kind was emitted
 
     @property
     def reasons(self) -> bool:
@@ -66,7 +70,7 @@ class HarmonyParser:
         elif self._step in (self._between, self._beginning):
             self._found.say(self._text)
         elif not self._header.lstrip().startswith((START, CHANNEL, f"{_TO}functions.")):
-            self._found.say(self._header + self._text)  # words that begin as a recipient does
+            self._found.say(self._header + self._text)  # content that looked like a recipient
         self._text = ""
         return self._taken(self._found.take(last=True))
 
@@ -76,7 +80,7 @@ class HarmonyParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def _beginning(self) -> bool:
-        """Within the header that the prompt has begun: a recipient may come first."""
+        """Reads within the header that the prompt began. A recipient may come first."""
         text = self._text.lstrip(" ")
         if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
             if len(text) < len(_TO):
@@ -87,7 +91,7 @@ class HarmonyParser:
         return True
 
     def _between(self) -> bool:
-        """Outside of all parts: what stands here is words."""
+        """Reads text outside all parts, which is content."""
         found, marker = self._until(_BETWEEN)
         self._found.say(found)
         self._said = self._said or bool(found.strip())
@@ -100,7 +104,7 @@ class HarmonyParser:
     def _in_header(self) -> bool:
         found, marker = self._until(_AFTER_HEADER)
         self._header += found
-        if len(self._header) > LONGEST_HEADER:  # it is none
+        if len(self._header) > LONGEST_HEADER:  # not a header
             words, rest = self._header[:LONGEST_HEADER], self._header[LONGEST_HEADER:]
             self._found.say(words)
             self._text = rest + marker + self._text
@@ -108,7 +112,7 @@ class HarmonyParser:
             return True
         if marker == MESSAGE:
             self._begin_body(self._header)
-        elif marker:  # a part without a message says nothing
+        elif marker:  # a part without a message is ignored
             self._header = START if marker == START else ""
             self._step = self._in_header if marker == START else self._between
         return bool(marker)
@@ -129,7 +133,7 @@ class HarmonyParser:
         self._pass_on(found)
         if marker:
             self._end_of_body()
-            opens = marker in (START, CHANNEL)  # the end may be left out
+            opens = marker in (START, CHANNEL)  # the end marker may be missing
             self._header = marker if opens else ""
             self._step = self._in_header if opens else self._between
         return bool(marker)
@@ -151,8 +155,8 @@ class HarmonyParser:
         self._reasoning.append(text)
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
-        """Takes what stands before the first of the markers, and that one; "": there is none yet,
-        and what may be the beginning of one is left."""
+        """Consumes the text before the first of the markers, and that marker. Returns both, with ""
+        if there is no marker yet. A possible beginning of a marker stays unconsumed."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         at, marker = min(
             found, default=(len(self._text) - beginning_held(self._text, *markers), "")

@@ -1,7 +1,7 @@
-"""JSON as a model writes it, read character by character: where a value ends, and the objects that
-name a call and its arguments.
+"""Character-wise reading of JSON that a model writes: where a value ends, and objects that name a
+call and its arguments.
 
-Lenient: brackets and strings are followed, what stands between them is passed on as it is."""
+It is lenient: it follows brackets and strings, and passes on everything between them unchanged."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ _decode = msgspec.json.Decoder().decode
 
 
 class JsonValue:
-    """Finds the end of a value that begins with the first character it is given; of a number or a
-    name, the first character that is none of it. `broken`: brackets do not match."""
+    """Finds the end of a value that begins with the first character given. The end of a number or a
+    name is known only by the next character. `broken` means that brackets do not match."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -25,7 +25,7 @@ class JsonValue:
         self._in_string = self._escaped = self._begun = False
 
     def take(self, character: str) -> bool:
-        """Whether the value ended with this character."""
+        """Returns whether the value ends with this character."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -48,19 +48,24 @@ class JsonValue:
         return False
 
     def ends_before(self, character: str) -> bool:
-        """Whether this character is no part of the value: of a number or a name."""
+        """Returns whether a number or a name ends before this character."""
         bare = self._begun and not self._in_string and not self._open
         return bare and character in ",}]" + SPACE
 
 
 class CallObject:
-    """An object such as {"name": "f", "arguments": {"x": 1}}. What it finds goes to `begin` (the
-    name) and `add` (arguments, as they come).
+    """Reads an object such as {"name": "f", "arguments": {"x": 1}}. Passes the name to `begin` and
+    the arguments to `add` as they arrive.
 
-    `ended` and `broken` say how it stands; where the call has not `begun` by then, the object is
-    none. Arguments may stand before the name, may be a string of JSON, and may be absent where
-    `arguments_needed` is false. `names`: an object with another name, or with other keys than calls
-    have, is none; empty: any will do.
+    If the call has not `begun` when the object has `ended` or is `broken`, the object is not a
+    call. Arguments may precede the name and may be a string of JSON.
+
+    Args:
+        begin: Receives the name.
+        add: Receives pieces of the arguments.
+        arguments_needed: Whether an object without arguments is not a call.
+        names: Accepted names; an object with another name, or with keys unknown to calls, is not a
+            call. Empty accepts any.
     """
 
     def __init__(
@@ -76,14 +81,14 @@ class CallObject:
         self._arguments_needed = arguments_needed
         self._names = names
         self._name = self._key = ""
-        self._arguments: list[str] | None = None  # what was not given out yet; None: there are none
-        self._streams = False  # the value that is read is the arguments, an object
-        self._text: list[str] = []  # of the value that is read
+        self._arguments: list[str] | None = None  # not yet passed on; None before the key
+        self._streams = False  # whether the current value is the arguments object
+        self._text: list[str] = []  # of the current value
         self._value: JsonValue | None = None
         self._step = self._open
 
     def take(self, character: str) -> None:
-        """The next character of the object."""
+        """Reads the next character of the object."""
         if self._value is not None and self._value.ends_before(character):
             self._value_ended()
         if not self.broken:
@@ -124,7 +129,7 @@ class CallObject:
             self.broken = True
             return
         if self._key in _ARGUMENTS:
-            if self._arguments is not None:  # for the second time
+            if self._arguments is not None:  # a second arguments key
                 self.broken = True
                 return
             self._arguments = []
@@ -189,7 +194,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> object:
-    """None of what is no JSON."""
+    """Returns None for invalid JSON."""
     try:
         return _decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -1,5 +1,5 @@
-"""Calls of tools where markers stand between name and arguments, which are JSON: as DeepSeek V3 and
-Kimi K2 write them."""
+"""Parsers of tool calls with markers between name and arguments, which are JSON: the formats of
+DeepSeek V3 and Kimi K2."""
 
 import re
 from collections.abc import Collection
@@ -9,8 +9,8 @@ from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 
 class MarkedParser(SteppedParser):
-    """SECTION CALL head SEPARATOR arguments END ... SECTION_END. Of a call whose head or arguments
-    are none, what was held back is words."""
+    """Parses SECTION CALL head SEPARATOR arguments END ... SECTION_END. If the head or the
+    arguments are invalid, the held text becomes content."""
 
     SECTION = SECTION_END = CALL = SEPARATOR = END = ""
 
@@ -30,7 +30,7 @@ class MarkedParser(SteppedParser):
         return self._call_or_end(self.CALL, self._head, self.SECTION_END)
 
     def _head(self) -> bool:
-        """Name and the beginning of the arguments."""
+        """Reads the name and the beginning of the arguments."""
         head, brace, rest = self._text.partition("{")
         before, separated, after = head.partition(self.SEPARATOR)
         name = self._name(before.strip(), after.strip()) if separated else ""
@@ -46,7 +46,7 @@ class MarkedParser(SteppedParser):
         return True
 
     def _name(self, before: str, after: str) -> str:
-        """Of what stands before and after the separator; "": it is none."""
+        """Returns the name from the text before and after the separator, or "" if it is invalid."""
         raise NotImplementedError
 
     def _arguments(self) -> bool:
@@ -61,7 +61,8 @@ class MarkedParser(SteppedParser):
         return False
 
     def _after(self) -> bool:
-        """Until the call's end, which may be left out; a fence before it is none of the answer."""
+        """Reads until the call's end marker, which may be missing. A code fence before it is
+        dropped."""
         text = self._after_space(FENCE)
         if text is not None and len(text) < len(self.END) and self.END.startswith(text):
             return False
@@ -83,8 +84,8 @@ class MarkedParser(SteppedParser):
 
 
 class DeepSeekParser(MarkedParser):
-    """V3 and R1 write the type first, and the name with the arguments in a fence; V3.1 and later
-    name SEPARATOR arguments."""
+    """V3 and R1 write the type first, then the name, and the arguments in a code fence. V3.1 and
+    later write name SEPARATOR arguments."""
 
     SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -96,7 +97,7 @@ class DeepSeekParser(MarkedParser):
 
 
 class KimiParser(MarkedParser):
-    """The head is the call's id, functions.NAME:0."""
+    """The head is the call's id, such as functions.NAME:0."""
 
     SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, END = "<|tool_call_begin|>", "<|tool_call_end|>"

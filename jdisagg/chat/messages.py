@@ -1,8 +1,8 @@
-"""A conversation as clients send it, and as a chat template is shown it.
+"""Conversations as clients send them and as chat templates receive them.
 
-Templates expect the shape of OpenAI's messages and tools, with the arguments of earlier calls as
-objects and not as JSON text. What is no conversation is refused here by name; whether the model's
-template takes it, the template says."""
+Templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls as
+objects rather than JSON text. Invalid conversations are rejected here by field name. Whether the
+model's template accepts a valid one is up to the template."""
 
 import enum
 import re
@@ -22,8 +22,8 @@ Json = dict[str, object]
 
 
 class ToolChoice(enum.Enum):
-    """Whether the model may call tools. `NONE`: it is shown none. `REQUIRED`: it must, by a grammar
-    (`jdisagg.chat.forced_calls`)."""
+    """Whether the model may call tools. With NONE they are not shown to it. With REQUIRED it must
+    call one, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
 
     AUTO = "auto"
     NONE = "none"
@@ -32,7 +32,7 @@ class ToolChoice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made: `arguments` is the text of a JSON object."""
+    """A call that the assistant made. `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -41,15 +41,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """What one side said.
+    """One message of a conversation.
 
-    Args:
-      role: One of `ROLES`.
-      content: Its words.
-      reasoning: What the assistant thought before them.
-      tool_calls: What the assistant called.
-      tool_call_id: Of a tool's message, the call that it answers.
-      name: Who says it, where the template knows names.
+    Attributes:
+        role: One of `ROLES`.
+        content: The text.
+        reasoning: The assistant's reasoning before the content.
+        tool_calls: The assistant's tool calls.
+        tool_call_id: For a tool's message, the id of the call that it answers.
+        name: Name of the author, for templates that use names.
     """
 
     role: str
@@ -62,7 +62,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatTool:
-    """A function that the model may call. `parameters`: a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema."""
 
     name: str
     description: str = ""
@@ -70,7 +70,7 @@ class ChatTool:
 
     @property
     def shown(self) -> Json:
-        """As templates show it to the model."""
+        """The tool in the form that templates expect."""
         function: Json = {"name": self.name}
         if self.description:
             function["description"] = self.description
@@ -81,16 +81,18 @@ class ChatTool:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, as the model's chat template writes it down.
+    """A conversation to be rendered by the model's chat template.
 
-    Args:
-      add_generation_prompt: The text ends with the beginning of the assistant's answer.
-      continue_final_message: The text ends within the last message, which the model goes on with.
-      arguments: What the template may ask for beside the messages, such as enable_thinking.
-      tools: What the model may call.
-      tool_choice: Whether it does.
-      tool_name: Where it must call one: which; empty: any.
-      parallel_tool_calls: Whether an answer may have more than one call.
+    Attributes:
+        messages: All messages in order.
+        add_generation_prompt: Whether the text ends with the beginning of the assistant's answer.
+        continue_final_message: Whether the text ends within the last message, which the model
+            continues.
+        arguments: Extra template variables, such as enable_thinking.
+        tools: Functions that the model may call.
+        tool_choice: Whether it may or must call them.
+        parallel_tool_calls: Whether an answer may have more than one call.
+        tool_name: The only tool that it must call, or "" for any.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -104,14 +106,15 @@ class ChatPrompt:
 
     @property
     def callable_tools(self) -> dict[str, Mapping[str, object]]:
-        """By name, the schemas of what the model may call here."""
+        """Schemas of the tools that the model may call in this chat, by name."""
         if self.tool_choice is ToolChoice.NONE:
             return {}
         return {tool.name: tool.parameters or {} for tool in self.tools}
 
 
 def check_chat(prompt: ChatPrompt) -> None:
-    """What needs no model and no limits. Raises InvalidRequestError naming the field."""
+    """Validates what needs neither model nor limits. Raises InvalidRequestError with the field's
+    name."""
     if not prompt.messages:
         raise InvalidRequestError("chat messages are empty; send at least one")
     for index, message in enumerate(prompt.messages):
@@ -119,7 +122,7 @@ def check_chat(prompt: ChatPrompt) -> None:
     if prompt.continue_final_message and prompt.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other: the text ends"
-            " within the last message, or with the beginning of an answer; set one"
+            " either within the last message or with the beginning of an answer; set one"
         )
     _check_tools(prompt)
 
@@ -132,8 +135,7 @@ def _check_message(where: str, message: ChatMessage) -> None:
     for name in ("tool_calls", "reasoning"):
         if getattr(message, name) and message.role != "assistant":
             raise InvalidRequestError(
-                f"{where}.{name} is the assistant's alone, got the role {message.role!r}; leave"
-                " it out"
+                f"{where}.{name} is only for the role assistant, got {message.role!r}; omit it"
             )
     for index, call in enumerate(message.tool_calls):
         called_arguments(f"{where}.tool_calls[{index}].function.arguments", call)
@@ -148,31 +150,30 @@ def _check_tools(prompt: ChatPrompt) -> None:
                 f" {tool.name[:64]!r}; rename it"
             )
     if len(prompt.callable_tools) < len(prompt.tools) and prompt.callable_tools:
-        raise InvalidRequestError("tools name a function twice; give each a name of its own")
+        raise InvalidRequestError("tools name a function twice; give each a unique name")
     if prompt.tool_choice is ToolChoice.REQUIRED and not prompt.tools:
-        raise InvalidRequestError(
-            "tool_choice: a call is required and there are no tools; send some"
-        )
+        raise InvalidRequestError("tool_choice requires a call, but there are no tools; send some")
     if prompt.tool_name and prompt.tool_name not in prompt.callable_tools:
         raise InvalidRequestError(
-            f"tool_choice names {prompt.tool_name[:64]!r}, which is none of the tools; send one of"
-            " their names"
+            f"tool_choice names {prompt.tool_name[:64]!r}, which is not one of the tools; send the"
+            " name of a tool"
         )
 
 
 def called_arguments(where: str, call: ToolCall) -> Json:
-    """Of a call in the conversation, as an object; {} of no text. Raises InvalidRequestError."""
+    """Returns the arguments of a call as an object, and {} for empty text. Raises
+    InvalidRequestError."""
     try:
         return msgspec.json.decode(call.arguments, type=Json) if call.arguments.strip() else {}
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         raise InvalidRequestError(
-            f"{where} must be the text of a JSON object, got {call.arguments[:80]!r}; send what"
-            " was answered"
+            f"{where} must be the text of a JSON object, got {call.arguments[:80]!r}; repeat the"
+            " arguments of the answer"
         ) from None
 
 
 def shown_messages(messages: Sequence[ChatMessage]) -> list[Json]:
-    """As templates show them to the model; what a message does not have it does not bear."""
+    """Returns messages in the form that templates expect, without absent fields."""
     return [_shown(message) for message in messages]
 
 
@@ -180,7 +181,7 @@ def _shown(message: ChatMessage) -> Json:
     shown: Json = {"role": message.role, "content": message.content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
-        if not message.content:  # gpt-oss has this name for it, and refuses it beside words
+        if not message.content:  # the name in gpt-oss, whose template refuses it beside content
             shown["thinking"] = message.reasoning
     if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id
@@ -199,7 +200,7 @@ def _shown(message: ChatMessage) -> Json:
 
 
 def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
-    """Each text that a client wrote, with its field."""
+    """Returns each text that a client wrote, with its field's name."""
     texts: list[tuple[str, str]] = []
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
@@ -223,7 +224,7 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
 
 
 def json_bytes(name: str, value: object) -> int:
-    """How much JSON it is. Raises InvalidRequestError for what is none."""
+    """Returns the size of the value as JSON. Raises InvalidRequestError if it has no JSON form."""
     try:
         return len(msgspec.json.encode(value))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told from the answer by the markers around it."""
+"""Separates a model's reasoning from its answer by the marks around it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from jdisagg.chat.answer import AnswerDelta, beginning_held
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Of where reasoning begins and ends."""
+    """The marks at the beginning and the end of reasoning."""
 
     begin: str
     end: str
@@ -18,14 +18,14 @@ class Marks:
 
 
 class ReasoningParser:
-    """An `AnswerParser` of reasoning, and words after it. It may begin in the prompt (`begun`), or
-    with the first words of the answer, or not at all. Lines' ends around it are none of it."""
+    """An `AnswerParser` of reasoning followed by content. Reasoning may begin in the prompt
+    (`begun`), at the start of the answer, or not at all. Line breaks around it are dropped."""
 
     def __init__(self, marks: Marks, *, begun: bool) -> None:
         self._marks = marks
         self._text = ""
         self._step = self._in_reasoning if begun else self._at_beginning
-        self._said = False  # something of the reasoning, or of the words, was given out
+        self._said = False  # whether any reasoning, or content, was emitted
         self._reasoning = self._content = ""
 
     @property

@@ -1,31 +1,31 @@
-"""How many tokens of an answer are reasoning, the marks around it among them."""
+"""Counts the tokens of an answer that are reasoning, including the marks around it."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jdisagg.chat.answer import AnswerDelta, AnswerParser, joined_calls
 
-_REACH = 8  # characters, in which a text goes on behind a token that has none of its own
+_REACH = 8  # characters to search ahead after a token without text of its own
 
 
 @runtime_checkable
 class Thinker(Protocol):
-    """A parser that tells reasoning."""
+    """A parser that recognizes reasoning."""
 
     @property
     def reasons(self) -> bool:
-        """Whether what comes next is reasoning, or ends it."""
+        """Whether the next text is reasoning, or ends it."""
         ...
 
     @property
     def undecided(self) -> bool:
-        """Whether what comes next may begin reasoning."""
+        """Whether the next text may begin reasoning."""
         ...
 
 
 class CountingParser:
-    """Feeds a parser the text of each token by itself. Tokens that may begin reasoning belong to
-    what comes after them."""
+    """Feeds a parser the text of each token separately. Tokens that may begin reasoning count with
+    what follows them."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser
@@ -33,7 +33,7 @@ class CountingParser:
         self._undecided = 0
 
     def push(self, texts: Sequence[str]) -> AnswerDelta:
-        """What these tokens give together."""
+        """Returns the joined delta of these tokens."""
         deltas = [self._push(text) for text in texts]
         return AnswerDelta(
             "".join([delta.content for delta in deltas]),
@@ -58,8 +58,9 @@ class CountingParser:
 
 
 def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Where the text of each token, alone `pieces`, begins and ends in their text together. One
-    that has none there (a special one, a part of a character) stands where the next begins."""
+    """Returns where the text of each token begins and ends in the joined text. `pieces` are the
+    tokens decoded alone. A token without text of its own (a special token, or part of a character)
+    is placed at the beginning of the next one."""
     places: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:
@@ -71,7 +72,8 @@ def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
 
 
 def cut_by_token(pieces: Sequence[str], text: str) -> list[str]:
-    """A text as what each of its tokens has brought; what nothing else says is the last one's."""
+    """Splits a text by the tokens that produced it. Text that matches no token belongs to the last
+    one."""
     if len(pieces) <= 1:
         return [text] * len(pieces)
     ends = [end for _, end in token_places(pieces, text)[:-1]]

@@ -1,9 +1,9 @@
-"""Calls of tools where each argument stands between tags, and no JSON is written: as GLM 4.5,
-Qwen3-Coder, Seed-OSS and MiniMax M2 write them.
+"""Parsers of tool calls with tags around each argument and without JSON: the formats of GLM 4.5,
+Qwen3-Coder, Seed-OSS and MiniMax M2.
 
-The arguments are made JSON here. An argument that the tool's schema calls a string is passed on as
-it comes; another one at its end, when it is known whether it is JSON of a type that the schema has:
-then it stays as the model wrote it. What is none is a string."""
+They convert the arguments to JSON. A string argument, by the tool's schema, passes on as it
+arrives. Another argument passes on at its end, unchanged if it is JSON of a type in the schema, and
+otherwise as a string."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 Schemas = Mapping[str, Mapping[str, object]]
 STRING = frozenset({"string"})
-# What a JSON text that begins so is, in the schema's words; a number otherwise.
+# Schema types by the first character of a JSON text. Any other character begins a number.
 _TYPES = {
     "{": {"object"},
     "[": {"array"},
@@ -28,8 +28,8 @@ _skip = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 class TaggedParser(SteppedParser):
-    """CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END, within OUTER and OUTER_END
-    where there are such. `tools`: by name, the JSON schema of its parameters."""
+    """Parses CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END, within OUTER and
+    OUTER_END if set. `tools` are the JSON schemas of parameters by tool name."""
 
     OUTER = OUTER_END = ""
     CALL = NAME_END = KEY = KEY_END = VALUE = VALUE_END = END = ""
@@ -39,9 +39,9 @@ class TaggedParser(SteppedParser):
         self._schemas = tools or {}
         self._name = ""
         self._count = 0  # arguments so far
-        self._types: frozenset[str] = frozenset()  # that the argument may have; none: any
-        self._pieces: list[str] = []  # of an argument that may be no string
-        self._passed = False  # something of the argument was passed on
+        self._types: frozenset[str] = frozenset()  # allowed for the argument; empty allows any
+        self._pieces: list[str] = []  # of an argument that may not be a string
+        self._passed = False  # whether part of the argument was emitted
 
     def _words(self) -> bool:
         self._held = marker = self._say_until(*filter(None, (self.OUTER, self.CALL)))
@@ -50,7 +50,7 @@ class TaggedParser(SteppedParser):
         return bool(marker)
 
     def _in_outer(self) -> bool:
-        """After OUTER, or after a call."""
+        """Reads after OUTER, or after a call."""
         return self._call_or_end(self.CALL, self._begin_name, self.OUTER_END)
 
     def _begin_name(self) -> bool:
@@ -80,7 +80,7 @@ class TaggedParser(SteppedParser):
                 return self._begin_argument(text[len(self.KEY) :])
             elif self.KEY.startswith(text) or self.END.startswith(text):
                 return False
-        self._end_call()  # something else: it is over, too
+        self._end_call()  # any other text ends the call as well
         return True
 
     def _end_call(self) -> None:
@@ -122,8 +122,8 @@ class TaggedParser(SteppedParser):
         return True
 
     def _pass_on(self) -> None:
-        """What of the value is certain: not a part of what may be VALUE_END, nor a line's end
-        before it."""
+        """Emits the certain part of the value. A possible beginning of VALUE_END, and a line break
+        before it, stay."""
         certain = len(self._text) - beginning_held(self._text, self.VALUE_END)
         certain = len(self._text[:certain].removesuffix("\n"))
         text, rest = self._text[:certain], self._text[certain:]
@@ -137,7 +137,7 @@ class TaggedParser(SteppedParser):
             self._text, self._passed = rest, True
 
     def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
-        """The value without what stands around it."""
+        """Returns the value without the format's surrounding white space."""
         return value
 
     def _types_of(self, key: str) -> frozenset[str]:
@@ -152,12 +152,13 @@ class TaggedParser(SteppedParser):
         if closing and self.OUTER_END.startswith(text):
             self._text = ""
         if self._step_now in (self._in_call, self._in_value):
-            self._text = ""  # it was cut off within a call
+            self._text = ""  # the text ends within a call
         super()._end()
 
 
 class GlmParser(TaggedParser):
-    """<tool_call>f, a line for each <arg_key>x</arg_key> and <arg_value>1</arg_value>."""
+    """Parses <tool_call>f with a line for each <arg_key>x</arg_key> and
+    <arg_value>1</arg_value>."""
 
     CALL, NAME_END, END = "<tool_call>", "\n", "</tool_call>"
     KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -165,8 +166,8 @@ class GlmParser(TaggedParser):
 
 
 class QwenCoderParser(TaggedParser):
-    """<tool_call> <function=f> <parameter=x> 1 </parameter> </function> </tool_call>, each on a
-    line of its own; values, too."""
+    """Parses <tool_call> <function=f> <parameter=x> 1 </parameter> </function> </tool_call>, with
+    tags and values on lines of their own."""
 
     OUTER, OUTER_END = "<tool_call>", "</tool_call>"
     CALL, NAME_END, END = "<function=", ">", "</function>"
@@ -178,13 +179,13 @@ class QwenCoderParser(TaggedParser):
 
 
 class SeedParser(QwenCoderParser):
-    """As Qwen3-Coder's, in a tag of its own."""
+    """Qwen3-Coder's format in another tag."""
 
     OUTER, OUTER_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
 class MiniMaxParser(QwenCoderParser):
-    """As Qwen3-Coder's, in tags of its own."""
+    """Qwen3-Coder's format in other tags."""
 
     OUTER, OUTER_END = "<minimax:tool_call>", "</minimax:tool_call>"
     CALL, NAME_END, END = '<invoke name="', '">', "</invoke>"
@@ -196,7 +197,7 @@ def _json(value: object) -> str:
 
 
 def _types(schema: object) -> frozenset[str]:
-    """That a value may have: of the schema itself, or of its alternatives."""
+    """Returns the JSON types that a schema, or its alternatives, allow."""
     if not isinstance(schema, Mapping):
         return frozenset()
     given = schema.get("type")
@@ -212,12 +213,13 @@ def _types(schema: object) -> frozenset[str]:
 
 
 def _argument(text: str, types: frozenset[str]) -> str:
-    """JSON: the text itself where it is, of one of the types (none: of any); a string of it."""
+    """Returns the text as JSON: unchanged if it is JSON of one of the types (of any if there are
+    none), else as a string."""
     text_or_none = text.strip()
     try:
         _skip(text_or_none)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        if types == {"boolean"} and text_or_none in ("True", "False"):  # as Python writes them
+        if types == {"boolean"} and text_or_none in ("True", "False"):  # Python's spelling
             return text_or_none.lower()
         return _json(text)
     known = types & _TYPES.get(text_or_none[0], {"number", "integer"})

@@ -1,21 +1,20 @@
-"""Calls of tools in a model's text where they are JSON: as Hermes and Qwen, Llama 3, and Mistral
-write them.
+"""Parsers of tool calls in JSON, in the formats of Hermes and Qwen, Llama 3, and Mistral.
 
-Each is an `AnswerParser`. Between the marker that announces a call and the place where its name and
-the beginning of its arguments are known, text is held back; what turns out to be no call is words.
-Once a call has begun, its arguments are passed on as the model writes them."""
+Each is an `AnswerParser`. From the marker of a call until its name and the beginning of its
+arguments are known, text is held back. If it turns out not to be a call, it becomes content. Once a
+call has begun, its arguments pass on as the model writes them."""
 
 from collections.abc import Callable, Collection
 
 from jdisagg.chat.answer import LONGEST_SPACE, AnswerDelta, Collected, beginning_held
 from jdisagg.chat.json_text import SPACE, CallObject, JsonValue
 
-LONGEST_NAME = 256  # of a tool, with what stands around it
+LONGEST_NAME = 256  # of a tool, including the text around it
 
 
 class ToolParser:
-    """Holds the text that is not understood yet; `_step` takes of it what it can. `tools`: the
-    names of those there are."""
+    """Holds unparsed text, of which `_step` consumes what it can. `tools` are the names of the
+    available tools."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         self._tools = frozenset(tools)
@@ -33,21 +32,21 @@ class ToolParser:
         return self._found.take(last=True)
 
     def _step(self) -> bool:
-        """Takes something of the text; whether more may be taken."""
+        """Consumes some of the text. Returns whether more may be consumed."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """What the end of the text means."""
+        """Handles the end of the text."""
         self._found.say(self._text)
 
     def _after_space(self, space: str | None = None) -> str | None:
-        """What follows white space; None: it is so long that none of what may follow is meant."""
+        """Returns the text after white space, or None if the white space is too long."""
         text = self._text.lstrip(space)
         return text if len(self._text) - len(text) <= LONGEST_SPACE else None
 
     def _say_until(self, *markers: str) -> str:
-        """Words up to the first of the markers, which is taken and returned; "": there is none
-        yet."""
+        """Emits content up to the first of the markers. Consumes and returns that marker, or
+        returns "" if there is none yet."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -61,8 +60,8 @@ class ToolParser:
 
 
 class SteppedParser(ToolParser):
-    """A `ToolParser` of calls between markers, perhaps within markers of a section. `_step_now`
-    reads what comes next; `_held` are markers that are words if no call follows."""
+    """A `ToolParser` of calls between markers, possibly within section markers. `_step_now` reads
+    what comes next. `_held` are markers that become content if no call follows."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -73,12 +72,12 @@ class SteppedParser(ToolParser):
         return self._step_now()
 
     def _words(self) -> bool:
-        """Outside of all markers."""
+        """Reads text outside all markers."""
         raise NotImplementedError
 
     def _call_or_end(self, call: str, begin: Callable[[], bool], end: str) -> bool:
-        """Within a section: the marker of another call, which `begin` reads, or the section's
-        end."""
+        """Reads the marker within a section: that of another call, which `begin` then reads, or the
+        section's end."""
         text = self._after_space()
         space = self._text[: len(self._text) - len(text or "")]
         for marker, step in ((call, begin), (end, self._words)):
@@ -98,8 +97,8 @@ class SteppedParser(ToolParser):
 
 
 class JsonToolParser(ToolParser):
-    """A `ToolParser` that reads one `CallObject` at a time. `_raw` is what to give back as words
-    if it is none."""
+    """A `ToolParser` that reads one `CallObject` at a time. `_raw` is the text that becomes content
+    if it is not a call."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -107,7 +106,7 @@ class JsonToolParser(ToolParser):
         self._raw: list[str] = []
 
     def _expect_object(self, raw: str, *, certain: bool = True) -> None:
-        """`certain`: something announced that it is a call."""
+        """Expects an object next. `certain` means that a marker announced a call."""
         self._raw = [raw]
         self._object = CallObject(
             self._found.begin_call,
@@ -117,13 +116,14 @@ class JsonToolParser(ToolParser):
         )
 
     def _read_object(self) -> bool | None:
-        """None while it goes on; then whether it was a call. What was none is words."""
+        """Returns None while the object continues, then whether it was a call. If not, its text
+        becomes content."""
         one = self._object
         assert one is not None
         for at, character in enumerate(self._text):
             one.take(character)
             if one.ended or one.broken:
-                taken = at + one.ended  # a character that breaks it is none of it
+                taken = at + one.ended  # a character that breaks the object is not part of it
                 self._raw.append(self._text[:taken])
                 self._text = self._text[taken:]
                 self._object = None
@@ -141,8 +141,8 @@ class JsonToolParser(ToolParser):
 
 
 class HermesParser(JsonToolParser):
-    """<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, any number of them (Hermes 2 and
-    3, Qwen 2.5 and 3)."""
+    """Parses <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, any number of them
+    (Hermes 2 and 3, Qwen 2.5 and 3)."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     _closes = False
@@ -160,7 +160,7 @@ class HermesParser(JsonToolParser):
         return True
 
     def _close(self) -> bool:
-        """The marker behind a call, which a model may leave out."""
+        """Consumes the marker after a call, which a model may omit."""
         text = self._after_space()
         if text is not None:
             if len(text) < len(self.CLOSE) and self.CLOSE.startswith(text):
@@ -181,7 +181,7 @@ class HermesParser(JsonToolParser):
 
     def _end(self) -> None:
         if self._closes:
-            self._text = ""  # it was cut off within the marker
+            self._text = ""  # the text ends within the marker
         elif self._object is not None and len(self._raw) == 1:
             self._raw.append(self._text)
             self._text = ""
@@ -189,12 +189,12 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """{"name": "f", "parameters": {"x": 1}} and nothing else, perhaps after <|python_tag|>, several
-    joined by ; (Llama 3.1 to 3.3). Without the tag it is a call where it names a tool that there
-    is."""
+    """Parses {"name": "f", "parameters": {"x": 1}} as the whole answer, possibly after
+    <|python_tag|>, several joined by ; (Llama 3.1 to 3.3). Without the tag it is a call only if it
+    names an available tool."""
 
     TAG = "<|python_tag|>"
-    _words = False  # no calls, or no more
+    _words = False  # whether the rest is content
 
     def _step(self) -> bool:
         if self._object is not None:
@@ -210,7 +210,7 @@ class LlamaParser(JsonToolParser):
     def _begin(self) -> bool:
         between = SPACE + ";" if self._found.calls_begun else SPACE
         text = self._after_space(between)
-        if text is not None and self.TAG.startswith(text):  # as "" is
+        if text is not None and self.TAG.startswith(text):  # also true for ""
             return False
         tagged = text is not None and text.startswith(self.TAG)
         rest = (text or "").removeprefix(self.TAG)
@@ -231,13 +231,13 @@ class LlamaParser(JsonToolParser):
 
 
 class MistralParser(JsonToolParser):
-    """[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, ...] and, since version 11 of its
-    tokenizer, [TOOL_CALLS]f[ARGS]{"x": 1}, each call with a marker of its own (Mistral)."""
+    """Parses [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, ...] and, since version 11 of the
+    tokenizer, [TOOL_CALLS]f[ARGS]{"x": 1} with one marker per call (Mistral)."""
 
     OPEN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
     _in_list = False
     _called = False  # the marker was seen
-    _held = ""  # what is words if no call follows
+    _held = ""  # text that becomes content if no call follows
     _value: JsonValue | None = None
 
     def _step(self) -> bool:
@@ -276,7 +276,7 @@ class MistralParser(JsonToolParser):
         return self._begin_named(body)
 
     def _begin_named(self, body: str) -> bool:
-        """A name, perhaps an id, and the arguments, which begin with {."""
+        """Reads a name, an optional id, and the arguments, which begin with {."""
         head, brace, _ = body.partition("{")
         name = head.replace(self.ARGUMENTS, "").partition(self.ID)[0].rstrip()
         none = len(head) > LONGEST_NAME or "\n" in head.rstrip()
@@ -316,8 +316,8 @@ class MistralParser(JsonToolParser):
         return True
 
     def _hold_space(self, characters: str) -> str | None:
-        """Takes what stands before the next sign, once it is there; returns what is left, as
-        `_after_space`."""
+        """Consumes the white space before the next character, once that is there. Returns the
+        remaining text as `_after_space` does."""
         body = self._after_space(characters)
         if body:
             if self._held:

@@ -1,2 +1,2 @@
-"""Structured output: grammars compiled for a tokenizer, and where a sequence stands in its own. No
-JAX."""
+"""Structured output: grammars compiled for a tokenizer, and the state of each sequence in its
+grammar. No JAX."""

@@ -1,18 +1,21 @@
-"""Grammars, compiled for one tokenizer by llguidance, and kept.
+"""Compiles grammars for one tokenizer with llguidance, and caches them.
 
-Who serves grammars: the door has each tried in a process of its own (`admit`), workers choose
-tokens with them; in one process they share this object and its store. `prepare` compiles in a
-thread, a few at a time, so that no grammar delays a stream; `matcher` finds it compiled then, and
-compiles on the spot where it must (the follower of an instance of several processes, a replay).
+The API side validates each grammar in a separate process (`admit`), and workers choose tokens with
+it. Within one process they share this object and its cache. `prepare` compiles in a thread, a few
+grammars at a time, so that no grammar delays a stream. `matcher` then finds the compiled grammar,
+and compiles on the spot if it must (a follower of a multi-process instance, or a replay).
 
-llguidance's limits bound what one grammar may cost in memory and for one mask. Its compiler lets go
-of the interpreter's lock."""
+llguidance's limits bound the memory of a grammar and the time of a mask. Its compiler releases the
+interpreter lock."""
 
 import asyncio
+import signal
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import llguidance
 import msgspec
@@ -20,63 +23,76 @@ import msgspec
 from jdisagg.clock import within
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
-from jdisagg.grammar.judge import judge
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
-from jdisagg.grammar.trial import limits
+from jdisagg.grammar.trial import MEMORY_BYTES, PROCESSOR_SECONDS, limits
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
 AT_ONCE = 2
 MOST_WAITING = 64
 KEPT = 128
 MESSAGE_CHARACTERS = 300
+TRIAL = str(Path(__file__).with_name("trial.py"))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerText:
-    """A tokenizer.json and the ids that end a text of its model."""
+    """A tokenizer.json, and the ids that end a text of its model."""
 
     json: str
     eos_ids: tuple[int, ...]
 
 
 class GrammarCompiler:
-    """`read`: the tokenizer; called once, when the first grammar comes (or `load` is called). Any
-    thread may call all but `prepare`, which is for one event loop."""
+    """Compiles and caches the grammars of one tokenizer. All methods except `prepare` and `admit`
+    may be called from any thread; those two belong to one event loop.
+
+    Args:
+        read: Returns the tokenizer. Called once, by `load` or for the first grammar.
+    """
 
     def __init__(self, read: Callable[[], TokenizerText]) -> None:
         self._read = read
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
-        # compiled, or why it is refused
+        # compiled, or the reason why it is invalid
         self._known: OrderedDict[Grammar, llguidance.LLMatcher | str] = OrderedDict()
         self._at_work = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
         self._under_way: dict[Grammar, asyncio.Task[llguidance.LLMatcher | str]] = {}
 
     def load(self) -> llguidance.LLTokenizer:
-        """Reads the tokenizer, if that is not done."""
+        """Reads the tokenizer unless that is done."""
         with self._reading:
             if self._tokenizer is None:
                 text = self._read()
                 if not text.eos_ids:
                     raise InvalidRequestError(
-                        "grammar: the model names no token that ends a text, so nothing could end"
-                        " the answer; leave the grammar out"
+                        "grammar: the model has no end-of-text token, so nothing could end the"
+                        " answer; omit the grammar"
                     )
                 self._eos_ids = text.eos_ids
                 self._tokenizer = llguidance.LLTokenizer(text.json, eos_token=list(text.eos_ids))
             return self._tokenizer
 
     async def admit(self, grammar: Grammar, seconds: float) -> None:
-        """As `prepare`, of a grammar that nobody has looked at: it is tried in a process of its own
-        first. Raises OverloadedError where too many wait, or it takes longer than `seconds`."""
+        """Compiles an untrusted grammar as `prepare` does, after validating it in a separate
+        process.
+
+        Raises:
+            InvalidRequestError: The grammar is invalid or too complex.
+            OverloadedError: Too many others wait, or it takes longer than `seconds`.
+        """
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
-        """Returns when the grammar is compiled, of a request that a door has admitted: however many
-        wait, it does too, as it does for pages. Raises InvalidRequestError where it is none, or too
-        complex, and DeadlineExceededError where it takes longer than `seconds`."""
+        """Waits until the grammar of an admitted request is compiled, however many others wait, as
+        such a request also waits for pages.
+
+        Raises:
+            InvalidRequestError: The grammar is invalid or too complex.
+            DeadlineExceededError: It takes longer than `seconds`.
+        """
         await self._compiled(grammar, seconds, tried=False)
 
     async def _compiled(self, grammar: Grammar, seconds: float, tried: bool) -> None:
@@ -88,19 +104,20 @@ class GrammarCompiler:
             except TimeoutError:
                 late = f"grammar: the {grammar.kind.value} was not compiled within {seconds:g} s"
                 if not tried:
-                    raise DeadlineExceededError(f"{late}, the request's") from None
+                    raise DeadlineExceededError(f"{late}, the request's deadline") from None
                 raise OverloadedError(
-                    f"{late}; {self._waiting} others wait; try again later", retry_after_seconds=1.0
+                    f"{late}; {self._waiting} others are waiting; try again later",
+                    retry_after_seconds=1.0,
                 ) from None
         _usable(grammar, found)
 
     def _begin(
         self, grammar: Grammar, seconds: float, tried: bool
     ) -> "asyncio.Task[llguidance.LLMatcher | str]":
-        """The one task for a grammar, whoever waits for it, and whether anybody still does."""
+        """Starts the only task for a grammar. It continues even if its callers stop waiting."""
         if tried and self._waiting >= MOST_WAITING:
             raise OverloadedError(
-                f"grammar: {self._waiting} others wait to be compiled; try again later",
+                f"grammar: {self._waiting} others are waiting to be compiled; try again later",
                 retry_after_seconds=1.0,
             )
         self._waiting += 1
@@ -131,8 +148,8 @@ class GrammarCompiler:
         stop_ids: Sequence[int],
         token_ids: Sequence[int],
     ) -> TokenMatcher:
-        """A sequence's place after these generated ids. Raises InvalidRequestError for what is no
-        grammar."""
+        """Returns a sequence's state after these generated ids. Raises InvalidRequestError for an
+        invalid grammar."""
         inner = _usable(grammar, self._find(grammar)).deep_copy()
         words = mask_words(self.load().vocab_size)
         matcher = TokenMatcher(inner, words, sampling, Endings(self._eos_ids, tuple(stop_ids)))
@@ -156,8 +173,9 @@ class GrammarCompiler:
         return found
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher | str:
-        """The grammar at its beginning, or what is wrong with it. Its first mask is tried on a
-        copy: what breaks the limits there is refused, and not begun."""
+        """Returns the grammar in its initial state, or what is wrong with it. The first mask is
+        computed on a copy, so that a grammar that exceeds the limits there is rejected before it is
+        used."""
         tokenizer = self.load()
         try:
             text = _as_llguidance(grammar)
@@ -179,21 +197,56 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 
 async def _tried(grammar: Grammar, seconds: float) -> str:
-    """What is wrong with a grammar; empty where nothing is. Raises TimeoutError."""
+    """Returns what is wrong with a grammar, or "". Raises TimeoutError."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return ""
     try:
-        return await judge(_as_llguidance(grammar), seconds)
+        return await validate(_as_llguidance(grammar), seconds)
     except ValueError as error:
         return str(error)
 
 
+async def validate(text: str, seconds: float) -> str:
+    """Tries a grammar, in llguidance's form, in a child process that a hostile grammar may crash
+    (`trial.py`).
+
+    Returns:
+        What is wrong with the grammar, or "".
+
+    Raises:
+        TimeoutError: No result within `seconds`. The machine is then busy, because the child has a
+            smaller limit of processor time.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-I", TRIAL),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            said, _ = await process.communicate(text.encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == 0:
+        return said.decode("utf-8", "replace")
+    if process.returncode == -signal.SIGPROF:
+        return f"compiling it takes more than {PROCESSOR_SECONDS:g} s of a processor; simplify it"
+    return (
+        f"compiling it takes more than {MEMORY_BYTES >> 20} MiB, or it is nested too deeply;"
+        " simplify it"
+    )
+
+
 def _as_llguidance(grammar: Grammar) -> str:
-    """As llguidance writes grammars down. Raises ValueError."""
+    """Converts a grammar to llguidance's form. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             text = grammar.text.strip()
-            if text in ("true", "false"):  # schemas, too: of anything, of nothing
+            if text in ("true", "false"):  # schemas that accept anything or nothing
                 text = "{}" if text == "true" else '{"enum": []}'
             return llguidance.LLMatcher.grammar_from_json_schema(
                 text, overrides={} if says_itself(text) else {"whitespace_pattern": WHITESPACE}

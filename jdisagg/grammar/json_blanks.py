@@ -1,29 +1,30 @@
-"""Which blanks may stand between the tokens of JSON, as llguidance is told within a schema."""
+"""Rules for whitespace between JSON tokens, as llguidance's options within a schema."""
 
 import json
 from collections.abc import Mapping
 
-# So few in a row that a model which got among them comes out again.
+# A limited run, because some models otherwise generate whitespace without end.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
-# The key of llguidance's own options. A schema that has it says for itself which blanks may come.
+# The key of llguidance's options. A schema that has it defines its own whitespace rules.
 OPTIONS = "x-guidance"
 ONE_BLANK: Mapping[str, object] = {OPTIONS: {"whitespace_pattern": r"\x20"}}
 _NONE = f'"{OPTIONS}":{{"whitespace_flexible":false}}'
 
 
 def says_itself(schema: str) -> bool:
-    """Whether a schema, as text, has options of its own."""
+    """Whether a schema, as text, has llguidance options of its own."""
     return f'"{OPTIONS}"' in schema
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The schema with at most `WHITESPACE`, where it does not say otherwise."""
+    """Returns the schema limited to `WHITESPACE`, unless it has options of its own."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 
 
 def without(schema: str) -> str:
-    """The schema, as text, of JSON without blanks. What is no object stays as it is."""
+    """Returns the schema, as text, of JSON without whitespace. Text that is not an object is
+    unchanged."""
     head, brace, rest = schema.partition("{")
     if head.strip() or not brace or says_itself(schema):
         return schema

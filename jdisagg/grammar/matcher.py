@@ -1,11 +1,11 @@
-"""Where one sequence stands in its grammar, and which tokens may come next.
+"""The state of one sequence in its grammar, and which tokens may come next.
 
-A function of the compiled grammar and the accepted ids (rule 9 of the design): another worker makes
-the same matcher by consuming the same ids.
+It is a function of the compiled grammar and the accepted ids (rule 9 of the design), so another
+worker reproduces it by consuming the same ids.
 
-A stop id may come where the text may end. Where a request wants to go on (`ignore_eos`,
-`min_tokens`) stop ids are kept out as long as anything else is allowed: a complete text has nothing
-to go on with."""
+A stop id is allowed where the text may end. If a request must continue (`ignore_eos`,
+`min_tokens`), stop ids are masked out as long as any other token is allowed. A complete text cannot
+continue."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,26 @@ BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """The ids that end an answer: the model's own, and all of the request's, those included."""
+    """Ids that end an answer.
+
+    Attributes:
+        eos_ids: The model's own.
+        stop_ids: All of the request's, including the model's own.
+    """
 
     eos_ids: tuple[int, ...]
     stop_ids: tuple[int, ...]
 
 
 class TokenMatcher:
-    """`inner` is this sequence's own. `words`: of a mask over the tokenizer's ids."""
+    """The state of one sequence.
+
+    Args:
+        inner: llguidance's matcher, owned by this sequence.
+        words: Length of a mask over the tokenizer's ids, in 32-bit words.
+        sampling: For `min_tokens` and `ignore_eos`.
+        endings: Ids that end an answer.
+    """
 
     def __init__(
         self, inner: llguidance.LLMatcher, words: int, sampling: SamplingParams, endings: Endings
@@ -37,14 +49,14 @@ class TokenMatcher:
         self._min_tokens = sampling.min_tokens
         self._generated = 0
         self._ended = False
-        # None: nothing is kept out
+        # Ids to mask out, or None.
         self._at_first = _bits(endings.stop_ids, words) if sampling.min_tokens else None
         self._always = _bits(endings.eos_ids, words) if sampling.ignore_eos else None
         self._stop_ids = frozenset(endings.stop_ids)
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """The sequence goes on with these. What comes behind a stop id is nothing of it: a mesh
-        runs ahead."""
+        """Appends ids to the sequence. Ids after a stop id are ignored, because a mesh runs
+        ahead."""
         for token_id in token_ids:
             if self._ended or token_id < 0:
                 return
@@ -55,34 +67,36 @@ class TokenMatcher:
                 self._inner.consume_token(token_id)
 
     def forced(self, most: int, vocabulary: int) -> list[int]:
-        """Goes on as long as one id alone may come next, a stop id aside.
+        """Consumes ids as long as exactly one id is possible, other than a stop id.
 
         Args:
-          most: this many ids are enough.
-          vocabulary: ids from here on are none of the model's.
-        Returns: those ids, consumed. `fill` would have allowed each of them alone
-          (tests/end_to_end/test_schemas.py).
+            most: Cap on the number of ids.
+            vocabulary: Size of the model's vocabulary. Larger ids end the run.
+
+        Returns:
+            The consumed ids. `fill` would have allowed each of them as the only one
+                (tests/end_to_end/test_schemas.py).
         """
         found: list[int] = []
         while len(found) < most and not self._ended:
             ids = self._inner.compute_ff_tokens()
             if not ids or ids[0] in self._stop_ids or ids[0] >= vocabulary:
                 break
-            # one at a time: llguidance may cut the rest otherwise once this one is known
+            # One at a time, because llguidance may tokenize the rest differently after this one.
             self.consume(ids[:1])
             found.append(ids[0])
         return found
 
     def fill(self, mask: np.ndarray) -> None:
-        """Writes a bit for each id that may come next, the first id in the lowest bit of the first
+        """Writes a bit for each id that may come next. The first id is the lowest bit of the first
         word.
 
         Args:
-          mask: uint32 [words of the model's vocabulary], without gaps. All zero where the ids so
-            far are not of the grammar, or it broke its compiler's limits.
+            mask: uint32 [words of the model's vocabulary], contiguous. All zero if the ids so far
+                do not match the grammar, or it exceeded its limits.
         """
         words = self._words
-        # written in place, but where a model knows fewer ids than its tokenizer
+        # Written in place unless the model has fewer ids than its tokenizer.
         ours = mask if len(mask) >= words else np.empty(words, np.uint32)
         self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, words * ours.itemsize)
         if self._inner.is_error():
@@ -98,19 +112,19 @@ class TokenMatcher:
 
     @property
     def error(self) -> str:
-        """Why nothing can come next; empty where something can."""
+        """Why nothing can come next, or ""."""
         return self._inner.get_error() if self._inner.is_error() else ""
 
 
 def _keep_out(endings: np.ndarray, mask: np.ndarray) -> None:
-    """Takes these ids out, as long as others are left."""
+    """Removes these ids from the mask if others remain."""
     others = mask & ~endings
     if others.any():
         mask[:] = others
 
 
 def mask_words(vocabulary: int) -> int:
-    """How many words a mask over so many ids has."""
+    """Returns the number of words of a mask over that many ids."""
     return -(-vocabulary // BITS)
 
 

@@ -1,13 +1,13 @@
-"""Structural tags, as vLLM and xgrammar write them, as a Lark grammar: free text in which certain
-beginnings oblige the model to go on with a certain form.
+"""Converts structural tags, in the form of vLLM and xgrammar, to a Lark grammar: free text in which
+certain beginnings force the model to continue in a certain form.
 
     {"triggers": ["<function="],
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
-or, newer, {"format": F} where F is made of the types in `_FORMATS`. A trigger is written as text: a
-model for which it is a special token writes it in other tokens here. Free text ends where a trigger
-or the end of its tag is complete (llguidance's `lazy`), so it stands before one of those, or last.
-"""
+The newer form is {"format": F} with F built of the types in `_FORMATS`. A trigger is matched as
+text. A model for which it is a special token writes it with other tokens here. Free text ends where
+a trigger or the end of its tag is complete (llguidance's `lazy`), so it must be followed by one of
+those, or come last."""
 
 import json
 import re
@@ -19,12 +19,13 @@ from jdisagg.grammar.json_blanks import with_few
 
 Json = Mapping[str, object]
 _TEXT = "TEXT: /(.|\\n)*/"
-_NO: Json = {"enum": []}  # what nothing satisfies
+_NO: Json = {"enum": []}  # a schema that nothing satisfies
 MOST_PARTS = 512
 
 
 def structural_lark(tag: Json) -> str:
-    """The grammar of a `structural_tag`. Raises InvalidRequestError naming the part."""
+    """Returns the grammar of a `structural_tag`. Raises InvalidRequestError with the part's
+    name."""
     rules = _Rules()
     try:
         if "format" in tag:
@@ -38,15 +39,15 @@ def structural_lark(tag: Json) -> str:
 
 
 class _Rules:
-    """`lines`: of the rules that were needed."""
+    """Collects the grammar's rules in `lines`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._parts = 0
 
     def of(self, part: object, where: str, *, ends: str | None = None) -> str:
-        """An expression of one format. `ends`: what comes next, where that is a text; free text
-        takes it with itself."""
+        """Returns the expression of one format. `ends` is the text that follows, if known; free
+        text includes it."""
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")
@@ -54,8 +55,8 @@ class _Rules:
         make = _FORMATS.get(kind) if isinstance(kind, str) else None
         if make is None:
             raise InvalidRequestError(
-                f"{where}.type must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}; send"
-                " one of those, or a grammar"
+                f"{where}.type must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}; or"
+                " send a grammar"
             )
         found = make(self, cast(Json, part), where)
         if kind == "any_text" and ends:
@@ -74,7 +75,7 @@ class _Rules:
 
     def regex(self, part: Json, where: str) -> str:
         pattern = _text(part, "pattern", where).replace("\n", "\\n")
-        # a slash ends an expression in Lark
+        # An unescaped slash ends an expression in Lark.
         escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern)
         return self._rule(f"/{escaped}/", terminal=True)
 
@@ -86,8 +87,8 @@ class _Rules:
         for at, element in enumerate(elements[:-1]):
             if isinstance(element, dict) and element.get("type") in ("any_text", "triggered_tags"):
                 raise InvalidRequestError(
-                    f"{where}.elements[{at}] is free text and not the last: where it ends cannot be"
-                    " told; put it last, or into a tag that has an end"
+                    f"{where}.elements[{at}] is free text before other elements, so its end is"
+                    " unknown; put it last, or into a tag with an end"
                 )
         return " ".join(
             f"({self.of(element, f'{where}.elements[{at}]')})"
@@ -100,7 +101,8 @@ class _Rules:
         return f"({' | '.join(found)})"
 
     def tag(self, part: Json, where: str, begun: str = "") -> str:
-        """`begun`: the beginning of its `begin`, which has been written."""
+        """Returns the expression of a tag. `begun` is the part of its `begin` that is already
+        written."""
         begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
         content = part.get("content")
         if content is None and "schema" in part:
@@ -122,7 +124,7 @@ class _Rules:
             if trigger is None:
                 raise InvalidRequestError(
                     f"{name}.begin must begin with one of the triggers, got {begin[:80]!r}; add its"
-                    " beginning to them"
+                    " beginning to the triggers"
                 )
             by_trigger.setdefault(trigger, []).append(self.tag(cast(Json, tag), name, trigger))
         called = [
@@ -138,7 +140,7 @@ class _Rules:
         return one if part.get("at_least_one") is True else f"({one} | TEXT)"
 
     def separated(self, part: Json, where: str) -> str:
-        """Tags, and nothing but the separator between them."""
+        """Returns the expression of tags with only the separator between them."""
         some: list[str] = []
         for at, tag in enumerate(_list(part, "tags", where)):
             name = f"{where}.tags[{at}]"
@@ -185,5 +187,5 @@ def _list(part: Json, name: str, where: str) -> Sequence[object]:
     value = part.get(name)
     if not isinstance(value, list) or not value:
         dot = f"{where}." if where else ""
-        raise InvalidRequestError(f"{dot}{name} must be a list that is not empty; send one")
+        raise InvalidRequestError(f"{dot}{name} must be a non-empty list; send one")
     return value

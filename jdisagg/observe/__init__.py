@@ -1,5 +1,5 @@
-"""Seeing what runs: metrics, timelines, structured logs and the readiness canary.
+"""Observability: metrics, timelines, structured logs and the readiness canary.
 
-The rooms that are observed do not know this one: ports, meshes and the path are wrapped
-(`observer.py`) by whoever assembles a process, and a process that observes nothing wraps nothing.
-Reaches neither JAX nor gRPC."""
+Observed packages do not know this one. Ports, meshes and the path are wrapped (`observer.py`) by
+the code that assembles a process, and a process without an observer wraps nothing. Imports neither
+JAX nor gRPC."""

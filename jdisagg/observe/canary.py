@@ -1,12 +1,12 @@
-"""Readiness means that the KV plane works: a small block made the trip from prefill to decode
-lately (rule 11 of the design).
+"""Readiness means that KV transfer works: a small block recently went from prefill to decode (rule
+11 of the design).
 
-`Canary` is what is known: when each pair of workers last handed KV over, and whether that is recent
-enough to call the service ready. Pure; instants are arguments. Real hand-offs count as well
-(`succeeded` is for whoever sees one), so that a busy pair needs no canary. `CanaryRunner` sends one
-down each pair that has shown nothing for a while; how, is the probe's affair (`canary_probe.py`).
+`Canary` is the state: when each pair of workers last transferred KV, and whether that is recent
+enough. It is pure, and instants are arguments. Real hand-offs count as well (`succeeded` is called
+for each), so a busy pair needs no canary. `CanaryRunner` sends a canary request over each pair
+without a recent transfer, using a probe (`canary_probe.py`).
 
-A pair that has left is forgotten: what no worker serves any more proves nothing."""
+Pairs that have left are dropped, because they prove nothing about current workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -19,7 +19,7 @@ STATUS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """`prefill` empty: a mixed worker that prefills for itself."""
+    """A pair of workers. `prefill` is empty for a mixed worker, which prefills for itself."""
 
     prefill: str
     decode: str
@@ -53,11 +53,12 @@ class Canary:
         return tuple(self._pairs)
 
     def know(self, pairs: Collection[Pair]) -> None:
-        """These are all pairs that there are."""
+        """Sets all current pairs."""
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:
-        """KV went from one to the other and was decoded, for a canary or for a client."""
+        """Records that KV went from one worker to the other and was decoded, for a canary or a
+        client."""
         known = self._pairs.get(pair)
         if known is not None:
             known.succeeded_at, known.failure = now, ""
@@ -73,7 +74,7 @@ class Canary:
             known.tried_at = now
 
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
-        """Pairs of which nothing was tried and nothing seen for `every_seconds`."""
+        """Returns pairs without a try or a transfer for `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
         return tuple(
             pair
@@ -82,7 +83,7 @@ class Canary:
         )
 
     def age_seconds(self, pair: Pair, now: float) -> float | None:
-        """Since the pair's last success; None when there was none."""
+        """Returns the time since the pair's last success, or None if there was none."""
         known = self._pairs.get(pair)
         return None if known is None or known.succeeded_at is None else now - known.succeeded_at
 
@@ -93,16 +94,16 @@ class Canary:
         if ages:
             pair = min(ages, key=lambda pair: (ages[pair], pair))
             if ages[pair] <= self._ready_seconds:
-                return Readiness(True, f"KV went {pair} {ages[pair]:.1f} s ago")
+                return Readiness(True, f"last KV transfer {ages[pair]:.1f} s ago ({pair})")
             return Readiness(
                 False,
-                f"no KV arrived for {ages[pair]:.1f} s, more than {self._ready_seconds:g} s (last"
+                f"no KV transfer for {ages[pair]:.1f} s, more than {self._ready_seconds:g} s (last"
                 f" {pair}){self._failures()}",
             )
         if not self._pairs:
-            return Readiness(False, "no pair of a prefill and a decode worker is there")
+            return Readiness(False, "no prefill and decode workers are registered")
         return Readiness(
-            False, f"no KV has made the trip from prefill to decode yet{self._failures()}"
+            False, f"no KV was transferred from prefill to decode yet{self._failures()}"
         )
 
     def _failures(self) -> str:
@@ -116,11 +117,17 @@ def _latest(known: _Known) -> float | None:
 
 
 class CanaryRunner:
-    """Sends a canary down each pair that is due, and says when readiness changes.
+    """Sends a canary over each pair that is due, and reports changes of readiness.
 
-    `probe` returns when KV made the trip and raises otherwise; each has `timeout_seconds`. `pairs`
-    lists who is there. `changed` is called with the first readiness and with each that differs from
-    the one before."""
+    Args:
+        probe: Returns when KV was transferred over a pair, and raises otherwise.
+        pairs: Returns the current pairs.
+        clock: Time source.
+        canary: The state to update.
+        every_seconds: Longest time without a transfer before a pair is due.
+        timeout_seconds: Time limit of a probe.
+        changed: Called with the first readiness and each different one.
+    """
 
     def __init__(
         self,
@@ -161,17 +168,16 @@ class CanaryRunner:
         while True:
             await self._look()
             self._say()
-            # Often enough that a pair is tried soon after it is due, and that readiness ends soon
-            # after it is over.
+            # Often enough that due pairs are tried soon and lost readiness is noticed soon.
             await self._clock.sleep(self._every_seconds / 4)
 
     async def _look(self) -> None:
-        """One canary a pair at a time: a pair that hangs costs its own next canary and nobody
-        else's."""
+        """Starts due canaries, one per pair at a time. A pair that hangs delays only its own next
+        canary."""
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 self._canary.know(await self._pairs())
-        except Exception:  # who is there is asked again at once; readiness runs out by itself
+        except Exception:  # retried at the next turn; meanwhile readiness expires by itself
             return
         now = self._clock.now()
         for pair in self._canary.due(now, self._every_seconds):
@@ -187,7 +193,7 @@ class CanaryRunner:
             async with asyncio.timeout(self._timeout_seconds):
                 await self._probe(pair)
         except TimeoutError:
-            self._canary.failed(pair, f"a canary did not arrive within {self._timeout_seconds:g} s")
+            self._canary.failed(pair, f"a canary did not finish within {self._timeout_seconds:g} s")
         except Exception as error:
             self._canary.failed(pair, f"{type(error).__name__}: {error}")
         else:

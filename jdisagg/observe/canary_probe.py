@@ -1,8 +1,8 @@
-"""A canary on the real path: a tiny request of a reserved tenant, reserved, prefilled, handed off
-and decoded like any other.
+"""A canary on the real path: a tiny request of a reserved tenant that is reserved, prefilled,
+handed off and decoded like any other.
 
-It drives the ports of one pair itself, because the path would choose a pair of its own. All it
-holds is freed whatever happens."""
+It calls the ports of one pair directly, because the request path would choose a pair itself.
+Everything it holds is freed in any case."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 CANARY_TENANT = "jdisagg-canary"
 PROMPT_TOKENS = 16
-NEW_TOKENS = 2  # the second one is decoded from KV that was handed over
+NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
-    """All pairs of workers that take requests; a mixed worker is its own."""
+    """Returns all pairs of workers that accept requests. A mixed worker is a pair by itself."""
     serving = [status for status in statuses if not status.draining]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [
@@ -46,8 +46,15 @@ def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
 
 
 class PortProbe:
-    """Sends canaries through ports. `address` says where a prefill worker's `PeerPort` listens, as
-    in `HandoffSource`."""
+    """Sends canaries through ports.
+
+    Args:
+        prefill: Prefill ports by worker.
+        decode: Decode ports by worker.
+        new_id: Returns unique ids.
+        deadline_seconds: Time limit of a canary.
+        address: Returns the address of a prefill worker's `PeerPort`, as in `HandoffSource`.
+    """
 
     def __init__(
         self,
@@ -64,8 +71,8 @@ class PortProbe:
         self._address = address
 
     async def __call__(self, pair: Pair) -> None:
-        """Returns when NEW_TOKENS tokens came. Raises what the workers raise, and UnavailableError
-        for a worker that is not there."""
+        """Returns when NEW_TOKENS tokens were received. Raises what the workers raise, and
+        UnavailableError for a worker that left."""
         decode = self._decode.get(pair.decode)
         prefill = self._prefill.get(pair.prefill) if pair.prefill else None
         if decode is None or (pair.prefill and prefill is None):
@@ -113,8 +120,7 @@ class PortProbe:
         ended = False
         try:
             async for span in spans:
-                # the worker would wait for another source; there is none, this pair is what is
-                # asked about
+                # The worker would wait for another source, but only this pair is being tested.
                 if span.lost is not None:
                     raise HandoffError(span.lost.reason)
                 ended = ended or span.end in (SpanEnd.LENGTH, SpanEnd.STOP)
@@ -125,7 +131,7 @@ class PortProbe:
 
 
 def _request(request_id: str) -> Request:
-    """The same small ids that every vocabulary has."""
+    """Builds a request of small ids, which every vocabulary has."""
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     return Request(
         request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0

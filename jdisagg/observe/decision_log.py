@@ -1,12 +1,12 @@
-"""The router's decisions in a file, a JSON object a line (router/decision_record.py), each of which
-`replay` decides again.
+"""Writes the router's decisions to a file, one JSON object per line (router/decision_record.py),
+which `replay` can repeat.
 
     with DecisionLog("decisions.jsonl") as log:
         RequestPath(..., settings=PlacerSettings(events=log))
 
-Writing down never stops the work: when the file can no longer be written, that is said once and
-nothing more is recorded. A line is some kilobytes and half a millisecond: for finding out, not for
-every day."""
+Logging never stops the work: if the file can no longer be written, that is logged once and
+recording stops. A line takes some kilobytes and half a millisecond, so the log is for
+investigations rather than for permanent use."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog(NoRouterEvents):
-    """Raises ConfigError when the file cannot be opened. Lines are added to what is there."""
+    """Appends to the file. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class DecisionLog(NoRouterEvents):
             self._file.flush()
         except (OSError, ValueError) as error:
             self.failed = True
-            _log.warning("decision log %s: %s; nothing more is recorded", self._path, error)
+            _log.warning("decision log %s: %s; recording stopped", self._path, error)
 
     def close(self) -> None:
         self._file.close()
@@ -72,8 +72,8 @@ class DecisionLog(NoRouterEvents):
 
 
 def read_records(path: str) -> Iterator[dict[str, Any]]:
-    """Raises ConfigError for a file that cannot be read, or a line that is no JSON object. A last
-    line without its end is passed over: it was being written."""
+    """Yields the records of a file. Raises ConfigError if it cannot be read or a line is not a JSON
+    object. An incomplete last line is skipped, because it was being written."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:

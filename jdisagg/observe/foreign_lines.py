@@ -1,8 +1,8 @@
-"""Reads lines from stdin and writes each as one JSON object a line to stdout.
+"""Reads lines from stdin and writes each to stdout as one JSON object.
 
-A program of its own, of the standard library alone, that `logs.start_logging` starts: it has
-to outlive the process whose last lines it reads. Signals meant for that process's group do not
-reach it; it ends with its input."""
+A separate program that uses only the standard library. `logs.start_logging` starts it, and it must
+outlive the process whose last lines it reads. It ignores signals to that process's group and ends
+with its input."""
 
 import json
 import re
@@ -10,13 +10,13 @@ import signal
 import sys
 import time
 
-# glog's and absl's own beginning of a line: severity, month and day, time, thread, file:line.
+# Prefix of glog's and absl's lines: severity, month and day, time, thread, file:line.
 _NATIVE = re.compile(r"^([IWEF])\d{4} [\d:.]+ +\d+ ")
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 def wrapped(line: str, process: str, now: float) -> str:
-    """`line` as a JSON object; one that is an object already stays as it is."""
+    """Returns `line` as a JSON object. A line that already is one stays unchanged."""
     try:
         if isinstance(json.loads(line), dict):
             return line

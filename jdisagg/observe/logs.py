@@ -1,13 +1,12 @@
-"""Logs of a process, as lines for people or as one JSON object a line for machines.
+"""Logs of a process: text lines, or one JSON object per line.
 
     start_logging("json", process="decode-0")
     log.warning("pull failed", extra={"request_id": request_id, "offer": offer_id})
 
-Whatever `extra` holds becomes a field. A record is always exactly one line of valid JSON, whatever
-is in it: line ends are escaped, values that JSON does not know are shown as text, and a value whose
-text cannot be had does not lose the record. What libraries write to stderr past any logger (gRPC's,
-XLA's and Gloo's native lines, what an interpreter says as it dies) becomes JSON too
-(`foreign_lines.py`)."""
+Fields of `extra` become fields of the line. A record is always exactly one line of valid JSON: line
+breaks are escaped, values without a JSON form become text, and a value that cannot be converted
+does not lose the record. Lines that libraries write directly to stderr (native lines of gRPC, XLA
+and Gloo, or of a dying interpreter) become JSON too (`foreign_lines.py`)."""
 
 import logging
 import os
@@ -29,8 +28,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonLines(JsonFormatter):
-    """time (UTC, ISO 8601), level, process, worker, request_id where there is one, logger,
-    message, error, and the fields of `extra`."""
+    """Formats time (UTC, ISO 8601), level, process, worker, request_id, logger, message, error, and
+    the fields of `extra`."""
 
     def __init__(self, process: str, worker: str = "") -> None:
         super().__init__(
@@ -44,7 +43,7 @@ class JsonLines(JsonFormatter):
     def format(self, record: logging.LogRecord) -> str:
         try:
             record.getMessage()
-        except Exception as error:  # wrong arguments for the format: say what there is
+        except Exception as error:  # the arguments do not match the format
             text = f"{record.msg!r} with {_plain(record.args)!r} ({type(error).__name__})"
             record = logging.makeLogRecord({**vars(record), "msg": text, "args": None})
         return super().format(record)
@@ -60,8 +59,8 @@ class JsonLines(JsonFormatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:00.000 WARNING decode-0 [request] message  field=value`; what was raised follows on
-    lines of its own."""
+    """Formats `12:00:00.000 WARNING decode-0 [request] message  field=value`, followed by the
+    traceback of an exception."""
 
     def __init__(self, process: str, worker: str = "") -> None:
         super().__init__()
@@ -88,20 +87,20 @@ def configure_logging(
     level: int = logging.INFO,
     stream: TextIO | None = None,
 ) -> logging.Handler:
-    """Makes this the root logger's only handler, in place of what absl put there.
+    """Makes this the root logger's only handler, replacing absl's.
 
     Args:
-      log_format: One of FORMATS.
-      process: The name of the process; a field of every line.
-      worker: The worker's name, where it differs.
-      level: Of our own loggers; of other libraries, warnings and worse are shown.
-      stream: Where lines go; stderr.
+        log_format: One of FORMATS.
+        process: Name of the process, a field of every line.
+        worker: Name of the worker, if it differs.
+        level: Level of our own loggers. Other libraries log warnings and above.
+        stream: Output stream. By default stderr.
 
     Returns:
-      The handler.
+        The handler.
 
     Raises:
-      ConfigError: for an unknown format.
+        ConfigError: The format is unknown.
     """
     if log_format not in FORMATS:
         raise ConfigError(f"log_format must be one of {', '.join(FORMATS)}, got {log_format!r}")
@@ -118,20 +117,19 @@ def configure_logging(
 
 
 def start_logging(log_format: str, process: str) -> None:
-    """`configure_logging` for an entry point: with "json", whatever else the process writes to
-    stderr is JSON as well."""
+    """Calls `configure_logging` for an entry point. With "json", everything else that the process
+    writes to stderr becomes JSON as well."""
     handler = configure_logging(log_format, process)
     if log_format == "json" and isinstance(handler, logging.StreamHandler):
         _wrap_foreign_lines(handler, process)
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
-    """From now on what is written to this process's stderr, by whatever is in it, is one JSON
-    object a line: `handler`'s own lines as they are, others as messages of the logger "stderr".
+    """Turns everything that this process writes to stderr into one JSON object per line. Lines of
+    `handler` stay as they are, and others become messages of the logger "stderr".
 
-    The lines pass through a small process, so that the last words of one that crashes are not
-    lost with it. It ends when the last writer does.
-    """
+    The lines pass through a small process, so that the last lines of a crashing process are not
+    lost. It ends when the last writer does."""
     own = os.dup(2)
     program = str(Path(__file__).with_name("foreign_lines.py"))
     reader = subprocess.Popen(
@@ -153,7 +151,7 @@ def _utc(created: float) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON knows: the value itself, or its text."""
+    """Returns a value that JSON can hold: the value itself or its text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -1,9 +1,10 @@
-"""An executor as seen by an observer: how long each command took, what it moved, whose it was.
+"""Measures an executor: the duration of each command, the bytes it moved, and the request it was
+for.
 
-Commands run in order, so a command's time begins where the one before ended, not where it was
-enqueued; pulls and files run beside them and count from their posting. Works on the commands alone:
-a row's request is found by what it offers, a pull's by its offer, an admitted sequence's by who
-last wrote the page of its newest position."""
+Commands run in order, so a command's time starts when the previous one ended, not when it was
+enqueued. Pulls and file commands run in parallel and count from their posting. Only the commands
+are inspected: a row's request is found by its offers, a pull's by its offer, and an admitted
+sequence's by the last writer of the page with its newest position."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -45,7 +46,7 @@ _FILES = (SaveBlock, LoadBlock)
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """KV that went to a tier ("written") or came from it ("restored")."""
+    """KV written to a cache tier, or restored from it."""
 
     tier: str
     way: str
@@ -53,8 +54,8 @@ class _Move:
 
 
 class ObservedExecutor:
-    """Implements `Executor`. `worker` is the name under which its numbers are kept. Wrap when the
-    card is final."""
+    """Wraps an `Executor`. `worker` is the label of its metrics. Wrap it once the mesh card is
+    final."""
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
         self.limits: MeshLimits = executor.limits
@@ -104,7 +105,7 @@ class ObservedExecutor:
 
     def _pulled(self, command: PullBlock, result: PullResult, issued_at: float, now: float) -> None:
         source = command.peer.partition("#")[0] or IN_PROCESS
-        if command.peer != HOST:  # which is no link between workers, and told by its tier
+        if command.peer != HOST:  # not a link between workers; counted by its tier
             metrics, ended = self._observer.metrics.transfers, "arrived"
             if result.error:
                 ended = "failed"
@@ -184,8 +185,8 @@ class ObservedExecutor:
                 )
 
     def _remember(self, command: StepCommand) -> None:
-        """Who writes which page: the page of a sequence's newest position is written for it alone,
-        until it is copied for a child."""
+        """Records who writes which page. The page of a sequence's newest position is written for
+        that sequence only, until it is copied for a child."""
         match command:
             case PrefillChunk():
                 for row in command.rows:
@@ -201,15 +202,15 @@ class ObservedExecutor:
                         self._writers[(rank, destination)] = writer
 
     def _page(self, pages: tuple[int, ...], end: int) -> int:
-        """Of the last position before `end`."""
+        """Returns the page of the last position before `end`."""
         return pages[(end - 1) // self.limits.page_size]
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """What a command brought to or from host memory or disk, if that is what it did."""
+    """Returns what a command moved to or from host memory or disk, if it did."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
-            part = command.groups / limits.layer_groups  # of the layers; in all pieces, all of them
+            part = command.groups / limits.layer_groups  # share of the layers in this piece
             return _Move(
                 "host", "written", command.valid_tokens * limits.kv_spec.bytes_per_token * part
             )
@@ -224,8 +225,8 @@ def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move
 
 
 def _owner(worker: str, row: PrefillRow) -> Key:
-    """A row that offers belongs to its hand-off; one that does not is a reservation's own
-    prefill."""
+    """Returns the hand-off of a row with offers, or else the reservation, whose worker prefills for
+    itself."""
     return (
         offer_key(row.offers[0].offer_id) if row.offers else reservation_key(worker, row.sequence)
     )

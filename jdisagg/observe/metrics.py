@@ -1,14 +1,14 @@
-"""Prometheus metrics of one process: what is measured as it happens, and what is read from its
-owners when somebody asks.
+"""Prometheus metrics of one process. Some are recorded as events happen, others are read from their
+owners at the scrape.
 
-Each process has one `Metrics` with a registry of its own, so that many clusters fit into one test
-process. Histograms and counters of events come in groups (requests, transfers, mesh, predictions)
-that exist from their first use on: a worker exports no empty histograms of requests. They are fed
-by the wrappers of this room, once per span or command, never per token. Counters, worker statuses
-and compilations are read at the scrape (`sources.py`), on the event loop that owns them, although
-`prometheus_client` serves from threads of its own. Names are `jdisagg_<what>_<unit>`; labels come
-from small fixed sets (worker, codec, cause), never from requests; everything of ours bears the
-model's name."""
+Each process has one `Metrics` with its own registry, so that several clusters fit into one test
+process. Histograms and event counters come in groups (requests, transfers, mesh, tiers,
+predictions) that exist from their first use, so a worker exports no empty request histograms. The
+wrappers of this package feed them, once per span or command and never per token. Counters, worker
+statuses and compilations are read at the scrape (`sources.py`), on the event loop that owns them,
+although `prometheus_client` serves from its own threads. Names are `jdisagg_<what>_<unit>`. Labels
+come from small fixed sets (worker, codec, cause), never from requests. All our metrics have the
+model's name as a label."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -42,11 +42,10 @@ from jdisagg.telemetry import Counters
 prometheus_client.disable_created_metrics()
 
 STATUS_SECONDS = 2.0
-# How long a scrape may wait for the event loop, beyond what the workers may take.
+# How long a scrape may wait for the event loop, beyond the time limit of the workers.
 LOOP_SECONDS = 5.0
 
-# 1 ms to 20 min, up to 75 s about 1.5 times apart: a percentile read from them is off by at most a
-# quarter.
+# 1 ms to 20 min, and up to 75 s about 1.5 times apart, so that a percentile is off by at most 25 %.
 SECONDS_BUCKETS = (
     *(round(m * 10.0**p, 4) for p in range(-3, 2) for m in (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)),
     *(120.0, 300.0, 600.0, 1200.0),
@@ -59,7 +58,7 @@ RATIO_BUCKETS = (
 
 
 class MetricGroup:
-    """Metrics that come into being together."""
+    """Metrics that are created together."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -74,66 +73,61 @@ class MetricGroup:
 
 
 class RequestMetrics(MetricGroup):
-    """As clients see them, and as the router places them."""
+    """Requests as clients see them and as the router places them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first token."
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token."
         )
         self.tpot = self._histogram(
             "time_per_output_token_seconds",
-            "Mean time per output token after the first, one value a request.",
+            "Mean time per output token after the first, one value per request.",
         )
         self.tbt = self._histogram(
             "time_between_tokens_seconds",
-            "Each gap between two deliveries of tokens to one child's stream.",
+            "Time between two consecutive token events of one stream.",
         )
         self.handoff_gap = self._histogram(
-            "handoff_gap_seconds", "From the first to the second token."
+            "handoff_gap_seconds", "Time from the first to the second token."
         )
         self.queue = self._histogram(
-            "queue_seconds", "Waited for pages and for a place in a prefill batch, per request."
+            "queue_seconds", "Time per request spent waiting for KV pages and a prefill batch."
         )
         self.seconds = self._histogram(
-            "request_seconds", "Whole requests, however they ended.", "result"
+            "request_seconds", "Duration of requests, by result.", "result"
         )
         self.prompt_sizes = self._histogram(
-            "request_prompt_tokens",
-            "Prompt tokens of each request that finished.",
-            buckets=TOKEN_BUCKETS,
+            "request_prompt_tokens", "Prompt tokens per finished request.", buckets=TOKEN_BUCKETS
         )
         self.generated_sizes = self._histogram(
             "request_generation_tokens",
-            "Tokens generated for each request that finished.",
+            "Generated tokens per finished request.",
             buckets=TOKEN_BUCKETS,
         )
         self.finished = self._counter(
-            "requests_finished", "Requests that were placed, by how they ended.", "result"
+            "requests_finished", "Finished requests, by result.", "result"
         )
         self.errors = self._counter(
-            "request_errors",
-            "Calls that ended with an error, refused ones included.",
-            "code",
-            "error",
+            "request_errors", "Client calls that failed, including refused ones.", "code", "error"
         )
         self.resumptions = self._counter(
-            "resumptions", "Streams that a client resumed after it lost a router or a connection."
+            "resumptions", "Streams resumed by clients after a lost router or connection."
         )
-        self.prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens of requests that finished."
-        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.cached_tokens = self._counter(
             "cached_tokens",
-            "Of prompt_tokens, those that were not computed, by where their KV was.",
+            "Prompt tokens whose KV came from the prefix cache, by cache tier.",
             "tier",
         )
         self.generated_tokens = self._counter("generated_tokens", "Tokens delivered to clients.")
         self.retries = self._counter(
-            "retries", "Further attempts at a request, by what ended the one before.", "cause"
+            "retries",
+            "Repeated attempts at requests, by the cause of the previous failure.",
+            "cause",
         )
         self.call_failures = self._counter(
-            "call_failures", "Calls of workers that raised.", "worker", "call", "error"
+            "call_failures", "Failed calls of workers.", "worker", "call", "error"
         )
 
 
@@ -144,14 +138,14 @@ class TransferMetrics(MetricGroup):
             "kv_bytes", "KV bytes received, by link and codec.", "source", "destination", "codec"
         )
         self.pulls = self._counter(
-            "pulls", "Pulls of blocks, by how they ended.", "source", "destination", "result"
+            "pulls", "Pulls of KV blocks, by result.", "source", "destination", "result"
         )
         self.pull_seconds = self._histogram(
-            "pull_seconds", "From posting a pull to the block's arrival.", "source", "destination"
+            "pull_seconds", "Time from posting a pull to its arrival.", "source", "destination"
         )
         self.exposed = self._histogram(
             "exposed_transfer_seconds",
-            "What of a hand-off remained after the prefill's last operation.",
+            "KV transfer time of a hand-off after the end of its prefill.",
             "destination",
         )
 
@@ -161,25 +155,25 @@ class MeshMetrics(MetricGroup):
         super().__init__(registry)
         self.step_seconds = self._histogram(
             "step_seconds",
-            "Commands on a mesh, from the end of the one before.",
+            "Duration of commands on a mesh, from the end of the previous command.",
             "worker",
             "command",
         )
 
 
 class TierMetrics(MetricGroup):
-    """KV that stays, on its way between pages, host memory and disk."""
+    """Prefix-cache transfers between device pages, host memory and disk."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.moved = self._counter(
             "kept_bytes_moved",
-            "KV bytes written to host memory or disk, or read from there.",
+            "Prefix-cache bytes written to or restored from host memory or disk.",
             *("worker", "tier", "way"),
         )
         self.seconds = self._histogram(
             "kept_move_seconds",
-            "From asking for a piece (of a file on disk: a block) to its arrival.",
+            "Duration of writing or restoring a piece (on disk: a block) of the prefix cache.",
             *("worker", "tier", "way"),
         )
 
@@ -188,22 +182,19 @@ class PredictionMetrics(MetricGroup):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.error = self._histogram(
-            "prediction_error_seconds",
-            "How far the router's prediction of a request was off.",
-            "what",
+            "prediction_error_seconds", "Absolute error of the router's predictions.", "what"
         )
         self.ratio = self._histogram(
             "actual_over_predicted_ratio",
-            "What a request took, in parts of what the router predicted: first token (ttft), time"
-            " per output token (tpot).",
+            "Actual over predicted time: first token (ttft) or time per output token (tpot).",
             "what",
             buckets=RATIO_BUCKETS,
         )
 
 
 class Metrics(NoRouterEvents):
-    """All metrics of the process `process`. `scrape` gives the text that Prometheus reads;
-    `serve` opens a port for it. `model` may be named later."""
+    """All metrics of one process. `scrape` returns the text for Prometheus, and `serve` opens a
+    port for it. `model` may be set later."""
 
     def __init__(self, process: str, model: str = "") -> None:
         self.model = model
@@ -233,13 +224,13 @@ class Metrics(NoRouterEvents):
         return PredictionMetrics(self._registry)
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
-        """A request's "ttft" or "tpot", in seconds."""
+        """Records a request's predicted and actual "ttft" or "tpot", in seconds."""
         self.predictions.error.labels(what).observe(abs(actual - predicted))
         if predicted > 0:
             self.predictions.ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
-        """Exports what `owner` counts, under whatever names it counts it."""
+        """Exports all counters of `owner` under their own names."""
         self._watched.append(Watched(owner, counters))
 
     def watch_worker(
@@ -249,16 +240,16 @@ class Metrics(NoRouterEvents):
         counters: Counters | None = None,
         compilations: Compilations | None = None,
     ) -> None:
-        """Exports a worker's status, and what it counts."""
+        """Exports a worker's status and counters."""
         self._watched.append(Watched(name, counters, status, compilations=compilations))
 
     def watch_cluster(self, statuses: StatusesOf) -> None:
-        """Exports the statuses of workers that come and go, as a router knows them: under names of
-        the router's own, since the workers export themselves."""
+        """Exports the statuses of all workers that a router knows. They have names of the router's
+        own, because workers also export themselves."""
         self._watched.append(Watched("cluster", statuses=statuses))
 
     def watch_waiting(self, waiting: Callable[[], int]) -> None:
-        """Exports how many requests wait at the router for workers."""
+        """Exports the number of requests that wait at the router for workers."""
         self._read_at_scrape.append(lambda: routing_families(waiting()))
 
     def watch_canary(self, canary: Canary, now: Callable[[], float]) -> None:
@@ -268,24 +259,24 @@ class Metrics(NoRouterEvents):
         self._read_at_scrape.append(lambda: advice_families(advice()))
 
     def unwatch(self, name: str) -> None:
-        """A worker that has left. Idempotent."""
+        """Stops exporting a worker that has left. Idempotent."""
         self._watched = [watched for watched in self._watched if watched.owner != name]
 
     async def scrape(self) -> bytes:
-        """Asks all owners, each within STATUS_SECONDS, and writes everything down. Runs on the
-        event loop that the owners live on."""
+        """Reads all owners, each within STATUS_SECONDS, and returns the metrics text. Call it on
+        the owners' event loop."""
         families = await self._read()
         return generate_latest(_Families(lambda: families))
 
     def serve(self, port: int, host: str) -> Callable[[], None]:
-        """Serves GET /metrics by prometheus_client's own server, from threads of its own; what is
-        read from owners is read on the running loop.
+        """Serves GET /metrics by prometheus_client's own server, from its own threads. Owners are
+        read on the running loop.
 
         Returns:
-          What closes the port.
+            A function that closes the port.
 
         Raises:
-          ConfigError: when the port cannot be listened on.
+            ConfigError: The port cannot be bound.
         """
         loop = asyncio.get_running_loop()
 
@@ -298,7 +289,7 @@ class Metrics(NoRouterEvents):
             server, thread = start_http_server(port, host, _Families(families))
         except OSError as error:
             raise ConfigError(
-                f"metrics cannot listen on {host}:{port}: {error}; choose another port"
+                f"metrics cannot listen on {host}:{port}: {error}; choose another --metrics_port"
             ) from error
 
         def close() -> None:
@@ -322,7 +313,7 @@ class Metrics(NoRouterEvents):
 
 
 class _Families(CollectorRegistry):
-    """A registry that is read anew each time."""
+    """A registry that is read anew at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()
@@ -334,7 +325,7 @@ class _Reading(Collector):
         self._read = read
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: the names are those that are read."""
+        """Returns no names in advance, because the owners determine them."""
         return []
 
     def collect(self) -> Iterable[Metric]:

@@ -1,12 +1,12 @@
-"""What a process is observed with, and how its parts are wrapped: all that assembly code needs.
+"""The observer of a process, which assembly code passes to `wrap.py`.
 
     observer = Observer("decode-0", timelines=True)
-    executor = observed_executor("decode-0", executor, observer)
-    port = observed_decode("decode-0", port, observer)
-    path = observed_path(path, observer)
+    executor = wrap.mesh("decode-0", executor, observer)
+    port = wrap.decode("decode-0", port, observer)
+    path = wrap.path(path, observer)
 
-Each wrapper has the protocol of what it wraps; nothing observed knows that it is. Without an
-observer (None) everything is returned as it is."""
+Each wrapper has the protocol of what it wraps, and wrapped code does not know that it is observed.
+Without an observer (None) everything is returned unchanged."""
 
 import time
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from jdisagg.observe.trace_events import TraceEventExporter
 from jdisagg.observe.tracing import Tracing, otlp_processor, tracer_provider
 
 _CAUSES_KEPT = 4096
-# Not a failure: a client goes on with a stream that began elsewhere.
+# Not a failure: a client resumes a stream that began at another server.
 RESUMED = "resumed"
 
 
 class Causes:
-    """Why the latest attempt at a request ended, kept until the next attempt asks. The oldest are
-    forgotten."""
+    """Why the latest attempt at each request ended, for the next attempt. The oldest entries are
+    dropped."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -38,21 +38,21 @@ class Causes:
             self._causes.popitem(last=False)
 
     def latest(self, tenant: str, request_id: str) -> str:
-        """Empty where none is known."""
+        """Returns "" if no cause is known."""
         return self._causes.get((tenant, request_id), "")
 
 
 class Observer:
-    """Metrics, and spans where somebody wants them.
+    """Metrics, and spans if requested.
 
     Args:
-      process: The name under which this process is seen.
-      timelines: Whether the newest spans are kept for a timeline.
-      otlp_endpoint: An OTLP collector that spans are sent to; empty: none.
-      now: The clock of everything that is observed.
-      wall: Seconds since the epoch.
-      recent: Whether the latest traced requests are kept for the web page. Without a timeline and
-        a collector those alone are traced whose client asks for it.
+        process: Name of this process in metrics, logs and timelines.
+        timelines: Whether to keep the newest spans for a timeline.
+        otlp_endpoint: OTLP collector for spans, or "".
+        now: Clock of all measurements.
+        wall: Seconds since the epoch.
+        recent: Whether to keep the latest traced requests for the web page. Without a timeline and
+            a collector, only requests whose client asks for it are traced.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Ports as seen by an observer: middleware that measures calls on their way.
+"""Middleware that measures calls of ports.
 
-`Observed*` stands at a port's caller: before remote ports in a router, before peers in a decode
-worker, before workers themselves in one process. `Served*` stands before a worker's own ports in
-the worker's process, and only notes which request the numbers belong to that its mesh will know:
-the calls bring the trace context, the mesh's commands bring numbers (tracing.py)."""
+`Observed*` wraps a port on the caller's side: remote ports in a router, peers in a decode worker,
+and the workers themselves in a single process. `Served` wraps a worker's own ports in the worker's
+process, and only registers the request of each number that its mesh will see. Calls carry the trace
+context, while commands of the mesh carry numbers (tracing.py)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ _RESERVATIONS_KEPT = 1 << 16
 
 
 class ObservedPrefill:
-    """Middleware of the `PrefillPort` of the worker `worker`."""
+    """Middleware of the `PrefillPort` of worker `worker`."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -82,7 +82,7 @@ class _Held:
 
 
 class ObservedDecode:
-    """Middleware of the `DecodePort` of the worker `worker`."""
+    """Middleware of the `DecodePort` of worker `worker`."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -95,7 +95,7 @@ class ObservedDecode:
         observer, request, started = self._observer, call.request, self._observer.now()
         tracing, owner = observer.tracing, _owner(request)
         cause = observer.causes.latest(request.tenant, request.request_id) or "unknown"
-        # The first attempt of a stream that was resumed has a high number and is no retry.
+        # The first attempt of a resumed stream has a high number but is not a retry.
         if call.attempt > 1 and cause != RESUMED:
             observer.metrics.requests.retries.labels(cause).inc()
             tracing.instant("retry", started, owner, attempt=call.attempt, cause=cause)
@@ -226,7 +226,7 @@ class ObservedDecode:
 
 @dataclass(slots=True)
 class _Receiving:
-    """A hand-off as the receiver learns of it."""
+    """The receiver's view of a hand-off."""
 
     acknowledged: set[int] = field(default_factory=set)
     offers: int | None = None
@@ -235,7 +235,7 @@ class _Receiving:
 
 
 class ObservedPeer:
-    """Middleware of a `PeerPort` at its receiver: `receiver` is the worker that pulls."""
+    """Middleware of a `PeerPort` on the receiving side. `receiver` is the worker that pulls."""
 
     def __init__(self, receiver: str, observer: Observer) -> None:
         self._receiver = receiver
@@ -267,7 +267,7 @@ class ObservedPeer:
                     )
                 elif isinstance(message, HandoffEnd):
                     receiving.offers, receiving.ended_at = message.offers, now()
-                    # a running sequence: its sender computes nothing meanwhile
+                    # a running sequence was moved, so its sender computes nothing meanwhile
                     receiving.moved = bool(message.moved)
                     tracing.instant(
                         "all offered",
@@ -307,8 +307,8 @@ class ObservedPeer:
         await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Whole when the end is known and all offers are acknowledged: what came after the end was
-        exposed."""
+        """Records a complete hand-off: its end is known and all offers are acknowledged. Time after
+        the end is exposed transfer time."""
         if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
             return
         now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
@@ -322,8 +322,8 @@ class ObservedPeer:
 
 
 class Served:
-    """Middleware of all ports of the worker `worker`, in its own process. `prefill` and `reserve`
-    come with the caller's trace context; what follows names their numbers."""
+    """Middleware of all ports of worker `worker`, in its own process. `prefill` and `reserve` carry
+    the caller's trace context, and later calls refer to their numbers."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -387,7 +387,7 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Why what follows this span is another attempt, if it is."""
+    """Returns why another attempt follows this span, or ""."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:
@@ -399,7 +399,7 @@ def _cause_in(span: Span) -> str:
 def _failures(
     observer: Observer, worker: str, call: str, request: Request, attempt: int
 ) -> Iterator[None]:
-    """Counts what a call raises, and keeps it as the cause of the attempt that may follow."""
+    """Counts the exceptions of a call, and keeps each as the cause of a possible next attempt."""
     try:
         yield
     except Exception as error:

@@ -1,13 +1,12 @@
-"""Observing a whole process: one `with` around what it does.
+"""Observes a whole process with one `async with`.
 
     async with observing("decode-0", config) as observer:
         executor = wrap.mesh("decode-0", executor, observer)
 
-Opens the metrics port where there is one, writes the timeline at the end and when asked to by
-SIGUSR1, sends spans where they are wanted, and stops all of it whatever happened. A folder for
-timelines that cannot be made is refused at the start; once work has begun, what is written down for
-people never stops it: a timeline that cannot be written is then a line in the log. It is written
-by a thread, so that streams go on meanwhile."""
+Opens the metrics port if configured, writes the timeline at the end and on SIGUSR1, and exports
+spans if requested. All of it stops at the end, whatever happened. A timeline folder that cannot be
+created is an error at the start. Later, a timeline that cannot be written is only logged, so that
+observability never stops the work. A thread writes it, so that streams continue meanwhile."""
 
 import asyncio
 import contextlib
@@ -29,14 +28,14 @@ class ObserveConfig:
     """How a process is observed.
 
     Args:
-      metrics_port: Of Prometheus metrics; 0: none.
-      metrics_host: The interface that the port is opened on; 0.0.0.0 is all.
-      timelines: A folder for timelines; empty: none is kept.
-      log_format: One of `logs.FORMATS`.
-      log_requests: A line in the log for every request that ended.
-      otlp_endpoint: An OTLP collector for spans, `http://host:4317`; empty: none.
-      metrics: Metrics are kept without a port of their own, and the latest traced requests: the
-        HTTP door and its page show them.
+        metrics_port: Port of Prometheus metrics, or 0.
+        metrics_host: Interface of that port. 0.0.0.0 means all.
+        timelines: Folder for timelines, or "" to keep none.
+        log_format: One of `logs.FORMATS`.
+        log_requests: Whether to log every finished request.
+        otlp_endpoint: OTLP collector for spans, `http://host:4317`, or "".
+        metrics: Whether to keep metrics and the latest traced requests without a metrics port, for
+            the HTTP API and its web page.
     """
 
     metrics_port: int = 0
@@ -66,11 +65,11 @@ class ObserveConfig:
 
 @contextlib.asynccontextmanager
 async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observer | None]:
-    """An observer for this process, on the running loop; None where nothing is asked for.
+    """Returns an observer of this process on the running loop, or None if nothing is observed.
 
     Raises:
-      ConfigError: when the port is taken, the timelines' folder cannot be made, or the exporter of
-        spans is not installed.
+        ConfigError: The port is taken, the timeline folder cannot be created, or the span exporter
+            is not installed.
     """
     if not config.on:
         with _on_usr1(None, ""):
@@ -88,24 +87,25 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
             yield observer
     finally:
         if close is not None:
-            # A scrape may be waiting for this loop.
+            # In a thread, because a scrape may be waiting for this loop.
             await asyncio.to_thread(close)
         await asyncio.to_thread(_write, observer, folder)
         await asyncio.to_thread(observer.tracing.close)
 
 
 def write_timeline(observer: Observer | None, folder: str) -> None:
-    """What SIGUSR1 does: writes the timeline beside the work, or says that there is none. Call it
+    """Writes the timeline in the background, or logs that there is none. SIGUSR1 calls it. Call it
     on the event loop."""
     if observer is None or not folder:
-        _log.info("SIGUSR1 writes the timeline, and none is kept here; start with --timelines=DIR")
+        _log.info("SIGUSR1: no timeline to write; start with --timelines=DIR")
         return
     asyncio.get_running_loop().run_in_executor(None, _write, observer, folder)
 
 
 @contextlib.contextmanager
 def _on_usr1(observer: Observer | None, folder: str) -> Iterator[None]:
-    """The signal never ends the process. Outside the main thread there are no signals."""
+    """Handles SIGUSR1, so that it never ends the process. There are no signals outside the main
+    thread."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGUSR1, write_timeline, observer, folder)

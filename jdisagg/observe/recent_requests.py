@@ -1,9 +1,8 @@
-"""The spans of the latest traced requests, kept for whoever looks at one: what the web page draws
-as a request's timeline.
+"""Spans of the latest traced requests, which the web page draws as timelines.
 
-An OpenTelemetry exporter that keeps spans by their trace: who knows a trace id (the client drew it)
-can ask for it while the request runs. What belongs to no request is not kept. Bounded both ways:
-the traces that began first go first, and a trace keeps its first spans."""
+An OpenTelemetry exporter that keeps spans by trace. A client that knows its trace id (it chose it)
+can read its spans while the request runs. Spans of no request are not kept. When full, the oldest
+trace is dropped, and a trace keeps its first spans."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RecentSpan:
-    """Seconds since the epoch. `ended` None: an instant. `args`: its attributes."""
+    """A span in seconds since the epoch, with its attributes. `ended` is None for an instant."""
 
     name: str
     started: float
@@ -31,7 +30,7 @@ class RecentSpan:
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """A traced request that has ended. `trace`: 32 hexadecimal digits."""
+    """A traced request that has ended. `trace` has 32 hexadecimal digits."""
 
     trace: str
     request: str
@@ -42,7 +41,7 @@ class RecentRequest:
 
 
 class RecentRequests(SpanExporter):
-    """On one thread: spans of requests end on the event loop, and are asked for there."""
+    """Use it on one thread: spans of requests end on the event loop and are read there."""
 
     def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
         self._most_traces = traces
@@ -57,12 +56,11 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Of one trace, by their beginning; those whose work is over. Empty where it is not
-        known."""
+        """Returns the finished spans of one trace by start time. Empty if the trace is unknown."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:
-        """Those that have ended, the latest first."""
+        """Returns the requests that have ended, the latest first."""
         return tuple(
             _request(name, span)
             for name, spans in reversed(self._traces.items())
@@ -76,7 +74,7 @@ class RecentRequests(SpanExporter):
             spans = self._traces[name] = []
             if len(self._traces) > self._most_traces:
                 self._traces.popitem(last=False)
-        # The root ends last, and says how it all ended: there is always room for it.
+        # The root ends last and has the result, so it is always kept.
         if len(spans) >= self._most_spans and span.name != ROOT:
             return
         instant = args.pop("instant", False)

@@ -1,13 +1,14 @@
-"""What the door says in the log: a line for each request that ended, where that is wanted, and
-what was done in each ten seconds in which there was work.
+"""The request log of the APIs: optionally a line per finished request, and every ten seconds a line
+about the work done.
 
     with log.request(request_id, tenant) as record:
         record.built(request)
         async for event in events:
             record.seen(event)
 
-An error that leaves the `with` ends the request with its code, which `errors` counts; so do
-`refused` calls, which never became a request: without a token, malformed, or while draining."""
+An exception that leaves the `with` ends the request with its code, which `errors` counts. `refused`
+calls are counted as well, although they never became requests: calls without a token, malformed
+calls, and calls during a drain."""
 
 import asyncio
 import logging
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class RequestRecord:
-    """One request as the door sees it."""
+    """The record of one request."""
 
     def __init__(self, request_id: str, tenant: str, now: float, work: "_Work") -> None:
         self.request_id, self.tenant, self.began = request_id, tenant, now
@@ -45,7 +46,7 @@ class RequestRecord:
 
 
 class _Work:
-    """Of the seconds since the last line."""
+    """Totals since the last line."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -56,9 +57,9 @@ class RequestLog:
     """Use it on one event loop.
 
     Args:
-      each: Whether every request has a line.
-      errors: Counts an error by its gRPC code and its type; None counts nothing.
-      waiting: How many requests wait for workers.
+        each: Whether to log every request.
+        errors: Counts an error by gRPC code and type, or None.
+        waiting: Returns the number of requests that wait for workers.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class RequestLog:
             self._ended(record, code, name)
 
     def refused(self, method: str, error: JdisaggError) -> None:
-        """A call that was answered before it became a request."""
+        """Counts a call that failed before it became a request."""
         self._count(_code(error), type(error).__name__)
         if self._each:
             _log.info(
@@ -134,7 +135,7 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(EVERY_SECONDS, self._line)
 
     def _line(self) -> None:
-        """A line for the seconds that passed; no more of them once there was nothing to do."""
+        """Logs the work of the past seconds. Stops when there was none."""
         self._timer, work = None, self._work
         if not (self._running or work.ended or work.failed):
             return

@@ -1,13 +1,13 @@
-"""What is read when somebody scrapes: statuses of workers, counters of whoever counts, compilations
-of meshes, readiness, the elastic controller's advice.
+"""Metrics that are read at the scrape: worker statuses, counters, compilations, readiness, and the
+elastic controller's advice.
 
 A counter `leases_expired` of worker `decode-0` becomes
-`jdisagg_leases_expired_total{owner="decode-0"}` by rule, so that a new counter is exported without
-a line here; `_SPLIT` lists the names that are one metric split by a label, and `_TOLD_ELSEWHERE`
-those that another metric says already. A worker that does not answer in time is down
-(`jdisagg_worker_up` 0) and exports nothing else of its status. What a router knows of its workers
-has names of its own (`jdisagg_router_worker_*`): sums over all processes then count nothing twice.
-"""
+`jdisagg_leases_expired_total{owner="decode-0"}` by rule, so a new counter is exported without a
+change here. `_SPLIT` lists counters that are one metric split by a label, and `_TOLD_ELSEWHERE`
+those that another metric already has. A worker that does not answer in time is down
+(`jdisagg_worker_up` 0), and the rest of its status is not exported. A router's metrics about its
+workers have their own names (`jdisagg_router_worker_*`), so that sums over all processes count
+nothing twice."""
 
 import asyncio
 import platform
@@ -27,7 +27,7 @@ StatusOf = Callable[[], Awaitable[WorkerStatus]]
 StatusesOf = Callable[[], Awaitable[Sequence[WorkerStatus]]]
 Compilations = Callable[[], int]
 
-# Counter -> (metric, its label), in one table that can be read.
+# Counter -> (metric, its label).
 _SPLIT: dict[str, tuple[str, tuple[str, str]]] = {
     "handoffs_completed": ("handoffs", ("result", "completed")),
     "handoffs_failed": ("handoffs", ("result", "failed")),
@@ -35,13 +35,14 @@ _SPLIT: dict[str, tuple[str, tuple[str, str]]] = {
     "pulls_failed": ("pull_failures", ("cause", "failed")),
     "pulls_timed_out": ("pull_failures", ("cause", "timed_out")),
 }
-# By requests_finished, placements and kv_bytes.
+# Already exported as requests_finished, placements and kv_bytes.
 _TOLD_ELSEWHERE = ("requests_started", "requests_ended", "kv_bytes_received")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`up`: whether a worker of this process answered; None for who has no status of its own."""
+    """What was read from one owner. `up` is whether a worker of this process answered, or None if
+    the owner has no status of its own."""
 
     owner: str
     counts: tuple[tuple[str, Labels, int], ...]
@@ -52,7 +53,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """`status` is one worker's; `statuses` those of workers that come and go."""
+    """An owner to read. `status` is for one worker, `statuses` for workers that come and go."""
 
     owner: str
     counters: Counters | None = None
@@ -79,14 +80,12 @@ class Watched:
 
 
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
-    """Families of one name are gathered from all owners, as the format wants it."""
+    """Yields metric families. Each family has the samples of all owners, as the format requires."""
     yield from _counters(readings)
     compilations = CounterMetricFamily(
-        "jdisagg_compilations",
-        "Programs compiled; stands still in steady state.",
-        labels=["worker"],
+        "jdisagg_compilations", "Compiled programs. Constant in steady state.", labels=["worker"]
     )
-    up = GaugeMetricFamily("jdisagg_worker_up", "1 where the worker answered.", labels=["worker"])
+    up = GaugeMetricFamily("jdisagg_worker_up", "1 if the worker answered.", labels=["worker"])
     for reading in readings:
         if reading.compilations is not None:
             compilations.add_metric([reading.owner], reading.compilations)
@@ -113,11 +112,11 @@ def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
             }
             samples.setdefault(f"jdisagg_{metric}", []).append((named, value))
     for metric, members in samples.items():
-        # Label names must be equal within a family: what one sample lacks is empty, which
-        # Prometheus reads as absent.
+        # All samples of a family need the same label names. A missing label is empty, which
+        # Prometheus treats as absent.
         labels = sorted({label for named, _ in members for label in named})
         family = CounterMetricFamily(
-            metric, f"Counted by its owner as {metric.removeprefix('jdisagg_')}.", labels=labels
+            metric, f"Counter {metric.removeprefix('jdisagg_')} of its owner.", labels=labels
         )
         for named, value in members:
             family.add_metric([named.get(label, "") for label in labels], value)
@@ -127,14 +126,14 @@ def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
 def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
     labels = ["worker", "role"]
     gauges: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
-        ("running", "Sequences in a batch, or prompts being prefilled.", lambda s: s.running),
+        ("running", "Running sequences, or prompts in prefill.", lambda s: s.running),
         ("waiting", "Requests in the worker's queue.", lambda s: s.waiting),
-        ("slots", "Sequences that fit at once.", lambda s: s.slots),
-        ("handoffs", "Hand-offs under way.", lambda s: s.handoffs),
+        ("slots", "Maximum number of running sequences.", lambda s: s.slots),
+        ("handoffs", "Hand-offs in progress.", lambda s: s.handoffs),
         ("draining", "1 while the worker takes no new requests.", lambda s: float(s.draining)),
         (
             "loading_seconds",
-            "How long a worker that serves will still load programs.",
+            "Estimated seconds until a serving worker has loaded all programs.",
             lambda s: s.loading_seconds,
         ),
     )
@@ -148,12 +147,14 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
         f"{prefix}pages", "KV pages by state.", labels=[*labels, "rank", "state"]
     )
     preemptions = CounterMetricFamily(
-        f"{prefix}worker_preemptions", "Sequences whose pages were taken.", labels=labels
+        f"{prefix}worker_preemptions", "Preempted sequences.", labels=labels
     )
     tiers = [*labels, "tier"]
-    blocks = GaugeMetricFamily(f"{prefix}kept_blocks", "Blocks of KV that stays.", labels=tiers)
-    held = GaugeMetricFamily(f"{prefix}kept_bytes", "What these take.", labels=tiers)
-    room = GaugeMetricFamily(f"{prefix}kept_room_bytes", "What there is for them.", labels=tiers)
+    blocks = GaugeMetricFamily(f"{prefix}kept_blocks", "Prefix-cache blocks.", labels=tiers)
+    held = GaugeMetricFamily(f"{prefix}kept_bytes", "Size of these blocks.", labels=tiers)
+    room = GaugeMetricFamily(
+        f"{prefix}kept_room_bytes", "Capacity of the prefix cache.", labels=tiers
+    )
     for status in statuses:
         for tier in status.kept:
             place = [status.name, status.role.value, tier.tier]
@@ -168,17 +169,19 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
 
 def routing_families(waiting: int) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        "jdisagg_router_waiting", "Requests that wait at the router for workers.", value=waiting
+        "jdisagg_router_waiting", "Requests waiting at the router for workers.", value=waiting
     )
 
 
 def build_families(process: str, model: str, version: str, jax: str) -> Iterator[Metric]:
-    info = GaugeMetricFamily("jdisagg_process_info", "1; names the process.", labels=["process"])
+    info = GaugeMetricFamily(
+        "jdisagg_process_info", "Always 1; the label has the process's name.", labels=["process"]
+    )
     info.add_metric([process], 1)
     yield info
     build = GaugeMetricFamily(
         "jdisagg_build_info",
-        "1; what runs, and which model it serves.",
+        "Always 1; labels have the versions and the served model.",
         labels=["version", "jax", "python", "model_name"],
     )
     build.add_metric([version, jax, platform.python_version(), model], 1)
@@ -186,15 +189,15 @@ def build_families(process: str, model: str, version: str, jax: str) -> Iterator
 
 
 def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
-    """Readiness, and how long ago KV last made each pair's trip."""
+    """Yields readiness and the age of each pair's last KV transfer."""
     yield GaugeMetricFamily(
         "jdisagg_ready",
-        "1 while KV has made the trip from prefill to decode lately.",
+        "1 if KV was recently transferred from prefill to decode.",
         value=int(canary.readiness(now).ready),
     )
     ages = GaugeMetricFamily(
         "jdisagg_canary_age_seconds",
-        "Since the pair last handed KV over; absent before it did.",
+        "Seconds since the pair's last KV transfer. Absent before the first one.",
         labels=["prefill", "decode"],
     )
     for pair in canary.pairs:
@@ -205,21 +208,21 @@ def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
 
 
 def advice_families(advice: AdviceReport) -> Iterator[Metric]:
-    """The elastic controller's advice, for an external autoscaler that reads Prometheus."""
+    """Yields the elastic controller's advice, for an external autoscaler that reads Prometheus."""
     by_role = (
         (
             "advised",
-            "Workers of a role that there should be.",
+            "Advised number of workers of a role.",
             {"prefill": advice.prefill, "decode": advice.decode},
         ),
         (
             "taking",
-            "Workers of a role that take new requests.",
+            "Workers of a role that accept new requests.",
             {"prefill": advice.prefill_now, "decode": advice.decode_now},
         ),
         (
             "needed",
-            "The controller's estimate of what the load needs.",
+            "The controller's estimate of the workers that the load needs.",
             {"prefill": advice.prefill_need, "decode": advice.decode_need},
         ),
     )
@@ -230,7 +233,7 @@ def advice_families(advice: AdviceReport) -> Iterator[Metric]:
         yield family
     attained = GaugeMetricFamily(
         "jdisagg_slo_attainment",
-        "Share of the window's requests that met the objective.",
+        "Share of requests in the window that met the objective.",
         labels=["objective"],
     )
     attained.add_metric(["ttft"], advice.ttft_attainment)
@@ -239,8 +242,8 @@ def advice_families(advice: AdviceReport) -> Iterator[Metric]:
 
 
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:
-    """(rank, state, pages): "reserved" are held for KV that has not all come, "used" hold what is
-    computed with; with "free" they are all pages."""
+    """Yields (rank, state, pages). "reserved" pages wait for KV that has not fully arrived, "used"
+    pages are in use, and with "free" they add up to all pages."""
     reserved_by_rank = status.reserved_pages or (0,) * len(status.free_pages)
     for rank, (free, total, reserved) in enumerate(
         zip(status.free_pages, status.total_pages, reserved_by_rank, strict=True)

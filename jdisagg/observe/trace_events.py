@@ -1,13 +1,13 @@
 """Timelines: spans in the Trace Event Format, which Perfetto (https://ui.perfetto.dev) and
 chrome://tracing read.
 
-`TraceEventExporter` is an OpenTelemetry exporter: it keeps a process's newest spans in a ring, and
-writes them to a file that a viewer opens as it is; `merge` puts the files of many processes into
-one. Each request has a row in every process that worked for it, each mesh a row of all its
-commands. Complete events ("X") of one row must nest, so rows that overlap are spread over lanes:
-each is a `tid` of its own with a name. Times are whole microseconds since the epoch (in a merged
-trace, since its first event): rounding whole instants keeps what nests nested. Processes are
-aligned by their wall clocks: exact within a host, as good as the hosts' clocks between hosts."""
+`TraceEventExporter` is an OpenTelemetry exporter. It keeps a process's newest spans in a ring
+buffer and writes them to a file that viewers open directly. `merge` joins the files of several
+processes. Each request has a row in every process that worked for it, and each mesh a row with all
+its commands. Complete events ("X") of one row must nest, so overlapping events are spread over
+lanes, each a named `tid`. Times are whole microseconds since the epoch, or since the first event in
+a merged trace. Rounding keeps nested events nested. Processes are aligned by wall clock, which is
+exact within a host and as good as clock synchronization between hosts."""
 
 import os
 from collections import deque
@@ -28,7 +28,7 @@ Value = str | int | float | bool
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
-    """`ph`: X complete (with `dur`), i instant, M metadata."""
+    """An event. `ph` is X for complete (with `dur`), i for an instant, and M for metadata."""
 
     name: str
     ph: str
@@ -47,7 +47,7 @@ class Trace(msgspec.Struct):
 
 
 class _Kept(NamedTuple):
-    """A span, in microseconds, in the row where it is shown. `ended` None: an instant."""
+    """A span in microseconds, with the row that shows it. `ended` is None for an instant."""
 
     row: str
     name: str
@@ -57,8 +57,8 @@ class _Kept(NamedTuple):
 
 
 class TraceEventExporter(SpanExporter):
-    """Keeps the newest `capacity_events` spans of `process`. `write` may be called at any time and
-    from any thread."""
+    """Keeps the newest `capacity_events` spans of `process`. `write` may be called at any time from
+    any thread."""
 
     def __init__(self, process: str, capacity_events: int = CAPACITY_EVENTS) -> None:
         self.process = process
@@ -79,11 +79,10 @@ class TraceEventExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def write(self, directory: str | Path) -> Path:
-        """Writes all that the ring holds to a file of this process's own, whole or not at all.
+        """Writes all kept spans to a file of this process, atomically.
 
-        Event by event, so that other threads go on meanwhile: one long call of an encoder would
-        keep the interpreter to itself.
-        """
+        Writes event by event, because one long call of an encoder would hold the interpreter lock
+        and block other threads."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         safe = "".join(
@@ -103,19 +102,19 @@ class TraceEventExporter(SpanExporter):
 
 
 def read_timelines(directory: str | Path) -> list[Trace]:
-    """All timelines in a folder. Raises ConfigError where there is none, or one that cannot be
+    """Reads all timelines in a folder. Raises ConfigError if there is none, or one cannot be
     read."""
     paths = sorted(Path(directory).glob(f"*{FILE_SUFFIX}"))
     if not paths:
         raise ConfigError(
-            f"inputs {str(directory)!r} holds no *{FILE_SUFFIX}; give the folder that the processes"
-            " wrote their timelines to"
+            f"inputs {str(directory)!r} has no *{FILE_SUFFIX}; give the folder with the processes'"
+            " timelines"
         )
     return [_read(path) for path in paths]
 
 
 def slowest(traces: Sequence[Trace], count: int) -> tuple[str, ...]:
-    """The ids of the `count` requests that took longest, the longest first."""
+    """Returns the ids of the `count` slowest requests, the slowest first."""
     seconds: dict[str, int] = {}
     for event in (event for trace in traces for event in trace.traceEvents):
         if event.name == "request" and event.dur is not None:
@@ -125,7 +124,7 @@ def slowest(traces: Sequence[Trace], count: int) -> tuple[str, ...]:
 
 
 def merge(traces: Sequence[Trace], requests: Collection[str] | None = None) -> Trace:
-    """One trace of all processes; of these requests alone where they are given."""
+    """Joins the traces of all processes, optionally limited to some requests."""
     merged: list[TraceEvent] = []
     pids: set[int] = set()
     for trace in traces:
@@ -141,7 +140,7 @@ def merge(traces: Sequence[Trace], requests: Collection[str] | None = None) -> T
             if event.ph == "M"
             and ((event.pid, event.tid) in rows or (event.name == "process_name" and rows))
         ]
-        # Process ids, which two hosts (or one host over time) may both have used.
+        # Two hosts, or one host over time, may use the same process id.
         pid = next((event.pid for event in trace.traceEvents), 0)
         while pid in pids:
             pid += 1 << 22  # beyond Linux's largest pid
@@ -194,8 +193,8 @@ def _events(process: str, pid: int, kept: Sequence[_Kept]) -> Iterator[TraceEven
 
 
 def _lanes(members: Sequence[_Kept]) -> list[int]:
-    """For each event, by start and longest first, the first lane where it nests in what is open
-    there. Instants take lane 0."""
+    """Returns for each event, ordered by start and longest first, the first lane where it nests.
+    Instants use lane 0."""
     lanes_open: list[list[int]] = []
     return [
         0 if one.ended is None else _lane(lanes_open, one.started, one.ended) for one in members

@@ -1,18 +1,18 @@
-"""Spans of what a process does for requests, by OpenTelemetry.
+"""OpenTelemetry spans of what a process does for requests.
 
-A request is a trace: its root span is the router's, or hangs under the client's own span where the
-client sends W3C trace context (`jdisagg/trace_context.py`); calls carry the context to workers.
-Inside a process most of the work knows no request but a number: a hand-off, an offer, a
-reservation. Whoever learns what a number belongs to says so by `own`; a span of a number that
-nobody has owned yet is parked until somebody does. So nobody passes contexts around for the
-traces' sake, and a sender's chunk finds its request by the offer it made.
+A request is a trace. Its root span is the router's, or a child of the client's span if the client
+sends W3C trace context (`jdisagg/trace_context.py`). Calls carry the context to workers. Within a
+process, most code knows only a number: a hand-off, an offer, a reservation. Code that learns what a
+number belongs to registers it by `own`. A span of a number without an owner is parked until one is
+registered. No code passes contexts around only for tracing, and a sender's chunk finds its request
+by the offer it made.
 
-Spans are made when what they show is over, with instants of the observer's clock; `now` and `wall`
+Spans are made when their work is over, with instants of the observer's clock. `now` and `wall`
 align that clock with the epoch once. An instant is a span without duration, marked `instant`. What
-a mesh does for all of its requests together has a `track` in place of an owner; it goes to
-timelines alone, since a trace of its own for every step would say nothing.
+a mesh does for all its requests together has a `track` instead of an owner. It appears in timelines
+only, because a separate trace per step would be useless.
 
-Without a tracer nothing is made, kept or sent. Nothing is read from the environment."""
+Without a tracer, nothing is made, kept or sent. Nothing is read from the environment."""
 
 import time
 from collections import OrderedDict
@@ -54,19 +54,26 @@ def offer_key(offer_id: int) -> Key:
 
 
 def reservation_key(worker: str, reservation_id: int) -> Key:
-    """Reservations are numbered by each worker for itself."""
+    """Each worker numbers its own reservations."""
     return ("reservation", worker, reservation_id)
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """`context` as that of a request; its spans bear the id."""
+    """Returns `context` with the request's id, which its spans then include."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
 class Tracing:
-    """What a process's wrappers make spans with. `provider` None: off, and every call returns at
-    once; callers ask `on` before they compute what only a span needs. `every`: what no caller has
-    decided is recorded; else those requests alone whose client asks for it."""
+    """Makes the spans of a process. Without a `provider` it is off, and every call returns at once;
+    callers check `on` before computing something that only a span needs.
+
+    Args:
+        provider: OpenTelemetry's provider, or None.
+        now: The observer's clock.
+        wall: Seconds since the epoch.
+        every: Whether to record requests whose client made no decision. Otherwise only requests
+            whose client asks for it.
+    """
 
     def __init__(
         self,
@@ -96,13 +103,13 @@ class Tracing:
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
         **attributes: Value,
     ) -> tuple[trace.Span, Context]:
-        """Opens a span; its context is what its parts belong to. End it by `end`."""
+        """Opens a span. Returns it with its context, for its children. Close it by `end`."""
         parent = self.owner(owner) if isinstance(owner, tuple) else owner
         parent = otel.get_current() if parent is None else parent
         if request_id:
             parent = of_request(parent, request_id)
         if not self._wanted(parent):
-            # The context stays the caller's: a worker that traces by itself decides by itself.
+            # Pass the caller's context on, so that a worker with its own tracing decides itself.
             return trace.INVALID_SPAN, parent
         if (request := parent.get(_REQUEST)) is not None:
             attributes["request"] = str(request)
@@ -122,8 +129,8 @@ class Tracing:
         owner: Key | Context | None = None,
         **attributes: Value,
     ) -> None:
-        """Something that took from `started` to `ended`, for `owner`; or, with an attribute
-        `track`, for nobody in particular."""
+        """Records work from `started` to `ended` for `owner`, or for no request if it has an
+        attribute `track`."""
         if not self.on:
             return
         if isinstance(owner, tuple):
@@ -141,7 +148,7 @@ class Tracing:
             self.span(name, at, at, owner, instant=True, **attributes)
 
     def own(self, key: Key, owner: Key | Context | None) -> None:
-        """`key` is part of `owner`, as far as that is known. The oldest are forgotten."""
+        """Registers `key` as part of `owner`, if that is known. The oldest keys are dropped."""
         context = self.owner(owner) if isinstance(owner, tuple) else owner
         if not self.on or context is None:
             return
@@ -155,8 +162,8 @@ class Tracing:
         return self._owners.get(key)
 
     def flush(self) -> None:
-        """Gives exporters what is parked, unowned, and what they have queued. Not for the event
-        loop: an exporter may wait for the network."""
+        """Passes parked spans without owners, and queued spans, to exporters. Do not call it on the
+        event loop, because an exporter may wait for the network."""
         while self._parked:
             for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
                 self._emit(name, started, ended, otel.Context(), attributes)
@@ -164,7 +171,7 @@ class Tracing:
             self._provider.force_flush()
 
     def close(self) -> None:
-        """Flushes, and ends the exporters."""
+        """Flushes and stops the exporters."""
         self.flush()
         if self._provider:
             self._provider.shutdown()
@@ -188,7 +195,7 @@ class Tracing:
         span.end(self._ns(max(started, ended)))
 
     def _wanted(self, parent: Context) -> bool:
-        """As the sampler would say, without the work of asking it."""
+        """Decides as the sampler would, without the cost of calling it."""
         context = trace.get_current_span(parent).get_span_context()
         return context.trace_flags.sampled if context.is_valid else self._every
 
@@ -197,7 +204,7 @@ class Tracing:
 
 
 class _RequestsAlone(BatchSpanProcessor):
-    """Leaves out what belongs to no request."""
+    """Drops spans that belong to no request."""
 
     def on_end(self, span: ReadableSpan) -> None:
         if not span.attributes or "track" not in span.attributes:
@@ -205,7 +212,8 @@ class _RequestsAlone(BatchSpanProcessor):
 
 
 def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> TracerProvider:
-    """Follows the caller's decision whether a trace is recorded; without one, all are."""
+    """Returns a provider that follows the caller's sampling decision. Without one it records all
+    traces."""
     provider = TracerProvider(
         sampler=ParentBased(ALWAYS_ON),
         resource=Resource(
@@ -224,14 +232,14 @@ def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> Tracer
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """Sends spans to an OTLP collector over gRPC, from a thread of its own; what does not fit into
-    its queue is lost.
+    """Sends spans to an OTLP collector over gRPC, from a thread of its own. Spans beyond its queue
+    are dropped.
 
     Args:
-      endpoint: `http://host:port`, or `https://` for TLS.
+        endpoint: `http://host:port`, or `https://` for TLS.
 
     Raises:
-      ConfigError: when the exporter is not installed or the endpoint is no such address.
+        ConfigError: The exporter is not installed, or the endpoint is not such an address.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
@@ -243,7 +251,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
     except ImportError as error:
         raise ConfigError(
             f"otlp_endpoint needs an exporter that is not installed ({error}); install"
-            " jdisagg[otel], or leave the flag out"
+            " jdisagg[otel], or omit the flag"
         ) from error
     exporter = OTLPSpanExporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=int(OTLP_SECONDS)

@@ -1,5 +1,5 @@
-"""Wraps what assembly code builds, where there is an observer; without one, everything is returned
-as it is."""
+"""Wraps the parts of a process if there is an observer. Without one, every function returns its
+argument unchanged."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,14 +37,14 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
-    """`receiver` is the worker that pulls from it."""
+    """Wraps a peer port. `receiver` is the worker that pulls from it."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Of workers that come and go: a factory of observed ports."""
+    """Wraps a factory of the ports of workers that come and go."""
     if observer is None:
         return open_ports
 
@@ -62,14 +62,15 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """A resolver for `receiver` that gives observed peers."""
+    """Wraps `receiver`'s resolver of peers."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """The door's log; what it counts and how many requests wait are metrics where there are any."""
+    """Makes the API's request log. Its error counts and the number of waiting requests become
+    metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
     metrics = observer.metrics
@@ -80,7 +81,7 @@ def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int
 
 
 def served(protocol: type[P], worker: str, port: P, observer: Observer | None) -> P:
-    """A worker's own port, as it is served to other processes."""
+    """Wraps a worker's own port, as it is served to other processes."""
     if observer is None or not observer.tracing.on:
         return port
     return through(protocol, port, Served(worker, observer))

@@ -1,2 +1,2 @@
-"""The door: gRPC services and what makes ports of remote processes. Never
-imports JAX."""
+"""Serving over the network: the gRPC and HTTP APIs for clients, and gRPC between our own processes.
+Never imports JAX."""

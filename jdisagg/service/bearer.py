@@ -1,9 +1,8 @@
-"""Bearer tokens: whether a call shows one that its service knows, whose it is, and how much it may
-use.
+"""Bearer tokens: whether a call has a known token, its tenant, and its limits.
 
-A line of a token file is `TOKEN`, and behind it in any order `tenant=NAME`, `streams=N`,
-`requests_per_second=X`, `tokens_per_second=X`, of which none need be there. Every token is
-compared, whole, so that how long it takes tells nothing."""
+A line of a token file is `TOKEN`, optionally followed in any order by `tenant=NAME`, `streams=N`,
+`requests_per_second=X` and `tokens_per_second=X`. Every token is compared in full, so that the time
+taken reveals nothing."""
 
 import functools
 import hashlib
@@ -16,18 +15,18 @@ from jdisagg.caller import Caller, KeyLimits
 from jdisagg.errors import ConfigError
 
 Tokens = tuple[str, ...] | Callable[[], tuple[str, ...]]
-"""Lines of tokens that let in, or what gives the latest ones; none: all may call."""
+"""Lines of a token file, or a function that returns the latest ones. Without any, all may call."""
 
 _FIELD = re.compile(r"(?P<before>.*\S)\s+(?P<name>[a-z_]+)=(?P<value>\S.*)")
 _FIELDS = ("tenant", "streams", "requests_per_second", "tokens_per_second")
 
 
 def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
-    """Who calls; None where the call may not pass.
+    """Returns the caller, or None if the call must be refused.
 
     Args:
-      tokens: Those that let in.
-      shown: The value of its `authorization` header, "Bearer ..."; empty where it has none.
+        tokens: Accepted tokens.
+        shown: Value of the `authorization` header, "Bearer ...". Empty if there is none.
     """
     known = _known(tokens() if callable(tokens) else tokens)
     if not known:
@@ -38,7 +37,7 @@ def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
 
 
 def token_of(line: str) -> str:
-    """The token of a line of a token file. Raises ConfigError for a line that is none."""
+    """Returns the token of a line of a token file. Raises ConfigError for an invalid line."""
     return _entry(line)[0]
 
 
@@ -48,15 +47,14 @@ def _known(tokens: tuple[str, ...]) -> list[tuple[bytes, Caller]]:
 
 
 def _entry(line: str) -> tuple[str, Caller]:
-    """Token, and who shows it."""
+    """Returns the token and its caller."""
     token, said = line, dict[str, str]()
     while found := _FIELD.fullmatch(token):
         name, token = found["name"], found["before"]
         if name not in _FIELDS or name in said:
-            wrong = "there twice" if name in said else "no field"
+            wrong = "given twice" if name in said else "unknown"
             raise ConfigError(
-                f"behind a token stands {name!r}, which is {wrong}; there may be"
-                f" {', '.join(_FIELDS)}, each once"
+                f"field {name!r} after a token is {wrong}; use {', '.join(_FIELDS)}, each once"
             )
         said[name] = found["value"].strip()
     tenant, key = said.get("tenant", ""), _digest(token).hex()[:32]
@@ -71,7 +69,7 @@ def _entry(line: str) -> tuple[str, Caller]:
 def _whole(said: Mapping[str, str], name: str) -> int | None:
     text = said.get(name)
     if text is not None and not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(f"behind a token, {name} must be a whole number above 0, got {text!r}")
+        raise ConfigError(f"after a token, {name} must be a whole number above 0, got {text!r}")
     return None if text is None else int(text)
 
 
@@ -84,7 +82,7 @@ def _rate(said: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         rate = math.nan
     if not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError(f"behind a token, {name} must be a number above 0, got {text!r}")
+        raise ConfigError(f"after a token, {name} must be a number above 0, got {text!r}")
     return rate
 
 

@@ -1,11 +1,12 @@
-"""The guard of a server: what holds for every call of our services, whichever method it is.
+"""The guard of a gRPC server: what applies to every call of our services.
 
-Refuses calls without the service's token, and those meant for another boot of this process. Decodes
-the request itself, so that malformed bytes are INVALID_ARGUMENT and not gRPC's UNKNOWN; turns our
-errors into statuses, anything else into INTERNAL and a log entry; knows which calls run, refuses
-new ones while draining, and can cut the running ones short. Health and reflection pass untouched.
+It refuses calls without a valid token and calls meant for another boot of this process. It decodes
+requests itself, so that malformed bytes become INVALID_ARGUMENT instead of gRPC's UNKNOWN. It turns
+our errors into statuses, and any other exception into INTERNAL and a log entry. It tracks running
+calls, refuses new ones during a drain, and can cancel the running ones. Health and reflection
+bypass it.
 
-Methods are coroutines that take one request; streaming ones write to the context."""
+Service methods are coroutines that take one request. Streaming methods write to the context."""
 
 import asyncio
 import logging
@@ -28,7 +29,7 @@ from jdisagg.errors import (
 from jdisagg.messages.packed import check_protocol
 from jdisagg.messages.spans import WireStatus
 from jdisagg.service.bearer import Tokens, identify
-from jdisagg.service.draining import DrainingGuard, cut_short, shutting_down
+from jdisagg.service.calls import DrainingGuard, cut_short, internal_error, shutting_down
 from jdisagg.service.grpc import wire
 from jdisagg.service.internal.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
 from jdisagg.trace_context import incoming, within
@@ -41,12 +42,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One of our services, as a server takes it in. `name` is its full name; `add` adds its
-    servicer to a server.
+    """One of our services, as a server registers it.
 
-    tokens: bearer tokens, or what gives the latest ones, of which every call must show one; none:
-    all may call. lasting: methods that a drain neither refuses nor waits for. internal: between
-    our processes, which must speak the same protocol."""
+    Attributes:
+        name: Full name of the service.
+        add: Adds its servicer to a server.
+        tokens: Bearer tokens, or a function that returns the latest ones. Without any, all may
+            call.
+        lasting: Methods that a drain neither refuses nor waits for.
+        internal: Whether it is used between our processes, which must have the same protocol
+            version.
+    """
 
     name: str
     add: Callable[[grpc.aio.Server], None]
@@ -56,8 +62,14 @@ class Service:
 
 
 class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
-    """One per server. `boot_id`: this process's, where it has one. `refused` gets the method and
-    the error of every call that is answered before it reaches its service."""
+    """The interceptor of one server.
+
+    Args:
+        services: Services to guard.
+        boot_id: Boot id of this process, if it has one.
+        refused: Called with the method and the error of every call that fails before it reaches its
+            service.
+    """
 
     def __init__(
         self,
@@ -88,7 +100,7 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
         caller = identify(self._tokens[service], metadata.get(TOKEN_KEY, ""))
         refusal, trace = self._refusal(service, caller, metadata), incoming(metadata)
         assert not handler.request_streaming, f"{method}: the guard reads one request of each call"
-        # Generated code sets both; gRPC's own types leave them open.
+        # Generated code sets both, but gRPC's types do not say so.
         behaviour = cast(
             Behaviour[object],
             handler.unary_stream if handler.response_streaming else handler.unary_unary,
@@ -114,8 +126,8 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
     ) -> JdisaggError | None:
         if caller is None:
             return UnauthenticatedError(
-                f"{service} asks for a bearer token; send one that it knows as `authorization:"
-                " Bearer ...`"
+                f"{service} requires a bearer token; send a valid one as `authorization: Bearer"
+                " ...`"
             )
         if service in self._internal:
             try:
@@ -125,8 +137,8 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
         boot = metadata.get(BOOT_KEY)
         if boot is not None and self._boot is not None and boot != self._boot:
             return UnavailableError(
-                f"the call is meant for boot {boot!s} of this process, and this is {self._boot}: it"
-                " was restarted"
+                f"the call is for boot {boot!s} of this process, but it was restarted as boot"
+                f" {self._boot}"
             )
         return None
 
@@ -154,19 +166,17 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
             task.uncancel()
             status = wire.error_to_status(cut_short())
         except JdisaggError as error:
-            # The status and not the error, whose traceback would hold this frame, and with it the
-            # request, until a collection.
+            # Keep the status instead of the error: the error's traceback would keep this frame,
+            # and with it the request, alive until a garbage collection.
             status = wire.error_to_status(error)
             if not served:
                 self._refused(method, error)
         except Exception as error:
             if context.cancelled():
-                # The write of a message lost the race against the client's going away.
+                # The client disconnected while a message was being written.
                 raise asyncio.CancelledError from error
             log.exception("%s failed", method)
-            status = wire.error_to_status(
-                JdisaggError(f"internal error ({type(error).__name__}); the server's log says more")
-            )
+            status = wire.error_to_status(internal_error(error))
         finally:
             self._running.discard(task)
             self._unhurried.discard(task)
@@ -178,7 +188,7 @@ def _decoded(method: str, decode: Callable[[bytes], object], data: bytes) -> obj
         return decode(data)
     except DecodeError:
         raise InvalidRequestError(
-            f"the message of {method} ({len(data)} bytes) is malformed, or a text in it is not"
+            f"the message of {method} ({len(data)} bytes) is malformed or has text that is not"
             " valid UTF-8; send valid protobuf"
         ) from None
 
@@ -190,6 +200,6 @@ async def _abort(context: grpc.aio.ServicerContext, status: WireStatus) -> objec
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        # A message to a client that reads no more is still on its way, or the call is over: no
-        # status can follow.
+        # The call is over, or a message to a client that no longer reads is still being written,
+        # so no status can be sent.
         raise asyncio.CancelledError from error

@@ -1,11 +1,10 @@
-"""A command stream on file: what a mesh was told and what came of it, in order, so that it can be
-replayed (`launch.replay`).
+"""A file of a mesh's commands and results, in order, that `jdisagg replay` runs again.
 
-A file is a magic word and records, each a byte of kind, two little-endian numbers (the command's,
-the length) and so many bytes: the header (JSON: what is needed to build the mesh again), commands
-and results (the bytes of `packed`), errors (text). Written as it happens and flushed at once, so
-that the recording of a process that died ends at its last command; a cut last record is ignored.
-Holds prompts: treat it as private."""
+A file is a magic word followed by records. A record is a byte for its kind, two little-endian
+numbers (the command's number and the length) and that many bytes. Kinds are the header (JSON with
+what is needed to rebuild the mesh), commands and results (bytes of `packed`), and errors (text).
+Each record is flushed at once, so that the recording of a process that died ends with its last
+command. A truncated last record is ignored. Recordings contain prompts and are private."""
 
 import asyncio
 import contextlib
@@ -35,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """The mesh. `limits`: the fields of `MeshLimits` but for the KV spec, which is the model's."""
+    """Describes the mesh. `limits` has the fields of `MeshLimits` except the KV spec, which follows
+    from the model."""
 
     name: str
     model: str
@@ -55,8 +55,8 @@ class RecordingHeader:
 
 @dataclasses.dataclass(slots=True)
 class RecordedCommand:
-    """One command and what it gave: a result, an error, or neither where the recording ends
-    before."""
+    """One command and its result or error. Both are unset if the recording ends before the command
+    did."""
 
     number: int
     command: StepCommand
@@ -72,8 +72,8 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Implements `scheduler.executor.Executor` over another and notes all that passes, for as long
-    as the file can be written."""
+    """Wraps an `Executor` and records all commands and results, as long as the file can be
+    written."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -92,7 +92,7 @@ class RecordingExecutor:
         self._write(_HEADER, 0, json.dumps(dataclasses.asdict(header)).encode())
         if self._file.closed:
             raise ConfigError(
-                f"recording: cannot write {path}: not even its header fits; choose another place"
+                f"recording: cannot write {path}: its header does not fit; choose another place"
             )
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
@@ -122,13 +122,13 @@ class RecordingExecutor:
             self._file.write(_RECORD.pack(kind, number, len(data)) + data)
             self._file.flush()
         except OSError as error:
-            _log.error("the recording %s ends here: %s; the mesh runs on", self._file.name, error)
-            with contextlib.suppress(OSError):  # it tries once more to write what is left
+            _log.error("recording %s stopped: %s; the mesh continues", self._file.name, error)
+            with contextlib.suppress(OSError):  # close() tries to write the rest once more
                 self._file.close()
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises `ConfigError` for what is not a recording of this version."""
+    """Reads a recording. Raises ConfigError if the file is not a recording of this version."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,5 +1,6 @@
-"""What files hold, read again when one of them changes: certificates and tokens are renewed without
-a restart. Files that cannot be read, or hold nonsense, change nothing, and the log says so."""
+"""Values read from files, and reread when a file changes. Certificates and tokens can thus be
+renewed without a restart. If the files become unreadable or invalid, the old value stays and a
+warning is logged."""
 
 import logging
 import pathlib
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Reread(Generic[Value]):
-    """The value that `read` makes of the files. Making one raises what `read` raises."""
+    """Holds the value that `read` returns. The constructor raises what `read` raises."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[], Value]) -> None:
         self._paths = [pathlib.Path(path).expanduser() for path in paths if path]
@@ -27,7 +28,7 @@ class Reread(Generic[Value]):
         self._value = read()
 
     def __call__(self) -> Value:
-        """The latest; the files are looked at once in `LOOK_SECONDS`."""
+        """Returns the latest value. The files are checked at most once in `LOOK_SECONDS`."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -41,12 +42,10 @@ class Reread(Generic[Value]):
         names = ", ".join(map(str, self._paths))
         try:
             self._value = self._read()
-            log.info("read again: %s", names)
+            log.info("reread %s", names)
         except ConfigError as error:
-            log.warning(
-                "%s changed and cannot be used, what was read before stays: %s", names, error
-            )
+            log.warning("%s changed but cannot be used; the old value stays: %s", names, error)
 
     def _changes(self) -> list[int]:
-        """Modification times; 0 for a file that is away."""
+        """Returns modification times, and 0 for a missing file."""
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in self._paths]

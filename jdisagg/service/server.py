@@ -1,15 +1,14 @@
-"""The gRPC server of every process: its services, health, reflection, limits, TLS, and a graceful
-end.
+"""The gRPC server of every process: services, health, reflection, limits, TLS and graceful
+shutdown.
 
-A drain: health says NOT_SERVING and new calls are refused, running ones may finish within
-`drain_seconds`, then they end with UNAVAILABLE. Loopback by default. Knows no engine: what is
-behind the services is closed by what built it."""
+During a drain, health reports NOT_SERVING and new calls are refused. Running calls may finish
+within `drain_seconds`; the rest then fail as UNAVAILABLE. The server listens on loopback by
+default. It knows no engine: whoever built what is behind the services closes it."""
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
@@ -29,7 +28,7 @@ from jdisagg.service.grpc.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
 from jdisagg.service.http.page import PageSources
-from jdisagg.service.http.server import HttpServer, listener
+from jdisagg.service.http.server import HttpServer, http_socket, listening_socket
 from jdisagg.service.internal.connection import Credentials, read_pem, read_secret
 from jdisagg.service.reread import Reread
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
@@ -38,11 +37,13 @@ Broken = TypeVar("Broken")
 
 log = logging.getLogger(__name__)
 
+OTHER_PORT = "choose another with --port (service.port)"
 
 LISTENING_OPTIONS: list[tuple[str, int]] = [
-    # Without this a second server on the port would silently take half of its clients.
+    # With port reuse, a second server on the port would silently take half of the clients.
     ("grpc.so_reuseport", 0),
-    # A client that vanished is found out by unanswered pings; ours ping too, which is no flood.
+    # Unanswered pings reveal a client that vanished. Our clients ping as well and must not be
+    # rejected for it.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),
@@ -52,9 +53,9 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_ping_strikes", 0),
     # A connection that sends no valid handshake is closed.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # gRPC cancels calls beyond its own queue, with no reason given and counted nowhere (by default
-    # those beyond 1,000, and those that waited 30 s). Its queue is larger than any burst here, so
-    # that what refuses is our own admission: typed, counted, with the time to try again.
+    # gRPC cancels calls beyond its own queue without a reason or a counter (by default calls
+    # beyond 1,000, and calls that waited 30 s). Its queue is larger than any burst here, so that
+    # our own admission refuses instead: typed, counted, and with a retry time.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
     ("grpc.server_max_unrequested_time_in_server", 600),
@@ -63,9 +64,15 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
 
 class GrpcServer:
     """Serves `services`, health and reflection. Build it on the event loop that runs what is behind
-    them; `start`, then `drain`.
+    the services, then call `start` and later `drain`.
 
-    boot_id: refuses calls meant for another boot of this process. refused: see `Guard`."""
+    Args:
+        services: Services to register.
+        config: Address, limits, TLS and drain time.
+        boot_id: Boot id of this process. Calls meant for another boot are refused.
+        refused: See `Guard`.
+        timeouts: Limits of the shutdown steps.
+    """
 
     def __init__(
         self,
@@ -97,19 +104,17 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Binds and serves; returns the port (the one the system chose where the configuration says
-        0)."""
-        try:
-            bound = bind(self._server, self._config.host, self._config.port, self._credentials)
-        except RuntimeError as error:
-            raise _cannot_listen(self._config, error) from error
+        """Binds and serves. Returns the port, which the system chooses if the configured one is
+        0."""
+        config = self._config
+        bound = bind(self._server, config.host, config.port, self._credentials, OTHER_PORT)
         await self._server.start()
         await self.set_ready(True)
         return bound
 
     async def set_ready(self, ready: bool) -> None:
-        """What health says of our services, until a drain says NOT_SERVING for good. The whole
-        server's ("") stays SERVING: it lives."""
+        """Sets the health of our services, until a drain reports NOT_SERVING for good. The health
+        of the whole server ("") stays SERVING, because the process is alive."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if ready
@@ -119,37 +124,43 @@ class GrpcServer:
             await self._health.set(service.name, status)
 
     async def drain(self) -> None:
-        """Ends gracefully, as the module says. Idempotent."""
+        """Shuts down gracefully as the module header describes. Idempotent."""
         if self._drained:
             return
         self._drained = True
         self._guard.refuse()
-        # A client that watches health and does not read could hold this up for ever.
+        # A client that watches health and does not read could block this forever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._health.enter_graceful_shutdown(), self._cleanup_seconds)
         if cut := await self._guard.end(self._config.drain_seconds, self._forced):
-            log.warning("shutting down: %d running requests cut short", cut)
+            log.warning("shutting down: cancelled %d running requests", cut)
             await self._guard.idle(self._cleanup_seconds)
         await self._server.stop(grace=self._cleanup_seconds)
 
     def force(self) -> None:
-        """Ends the waiting of a drain, now or to come."""
+        """Stops the waiting of a current or future drain."""
         self._forced.set()
 
 
 class _Health(health_aio.HealthServicer):
     async def List(self, request: object, context: grpc.aio.ServicerContext) -> None:
-        """gRPC's own leaves this out and logs a traceback for every call of it."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask for one service by Check or Watch")
+        """Refuses the method. gRPC's implementation lacks it and logs a traceback for every
+        call."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "use Check or Watch with one service")
 
 
 class GenerationServer(GrpcServer):
-    """The public server: the generation service, with the bearer tokens of the configuration (read
-    again when their file changes), and perhaps other services beside it; and the HTTP door, where
-    the configuration has one.
+    """The public server: the generation service, other services beside it, and the HTTP API if it
+    is configured. Bearer tokens are reread when their file changes.
 
-    scrape: what gives the metrics' text, where there are any; the HTTP door shows it. page: what
-    its web page shows beside the frontend's status."""
+    Args:
+        frontend: Handles the requests.
+        config: Address, limits, TLS and drain time.
+        others: Further gRPC services.
+        log: Request log shared by gRPC and HTTP.
+        scrape: Returns the metrics text for GET /metrics of the HTTP API, or None.
+        page: Data sources of the web page beside the frontend's status.
+    """
 
     def __init__(
         self,
@@ -183,7 +194,7 @@ class GenerationServer(GrpcServer):
 
     @property
     def listens(self) -> ServiceConfig:
-        """The configuration with the ports that the system chose, once it has started."""
+        """The configuration with the ports that the system chose. Valid after `start`."""
         http_port = self.http.port if self.http else None
         return replace(self._config, port=self._port, http_port=http_port)
 
@@ -205,13 +216,13 @@ class GenerationServer(GrpcServer):
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """The tokens in a file, one a line; none where there is no path. Raises ConfigError: a file
-    without a token would let everybody in."""
+    """Returns the tokens of a file with one per line, or none if there is no path. Raises
+    ConfigError for a file without a token, which would admit everybody."""
     return tuple(token_of(line) for line in read_clients(path))
 
 
 def read_clients(path: str) -> tuple[str, ...]:
-    """As `read_tokens`, with what stands behind each token (`service/bearer.py`)."""
+    """Returns the lines of a token file: tokens with their fields (`service/bearer.py`)."""
     if not path:
         return ()
     tokens = tuple(
@@ -220,21 +231,21 @@ def read_clients(path: str) -> tuple[str, ...]:
         if line.strip()
     )
     if not tokens:
-        raise ConfigError(f"token file {path!r} holds no token; write one a line")
+        raise ConfigError(f"token file {path!r} has no token; write one per line")
     for number, line in enumerate(tokens, 1):
         try:
             token_of(line)
-        except ConfigError as error:  # without the token
+        except ConfigError as error:  # the message must not contain the token
             raise ConfigError(f"token file {path!r}, token {number}: {error}") from None
     return tokens
 
 
 def cluster_credentials(config: ServiceConfig) -> Credentials:
-    """What a process with this configuration shows the others of its cluster, and trusts.
+    """Returns what a process with this configuration presents to other processes of its cluster,
+    and trusts.
 
-    They share an authority (tls_client_ca; without it the certificate itself, which all of them
-    then use) and the first token of cluster_token_file. A certificate names the hosts that it is
-    for."""
+    They share a CA (`tls_client_ca`, or else the certificate itself, which all of them then use)
+    and the first token of `cluster_token_file`. A certificate names the hosts it is valid for."""
     tokens = read_tokens(config.cluster_token_file)
     if not config.tls_certificate:
         return Credentials(token=tokens[0] if tokens else "")
@@ -249,16 +260,16 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
 
 
 def block_secret(config: ServiceConfig) -> bytes:
-    """What keys the names of KV blocks: the same for all processes that show each other the same
-    token (the first of cluster_token_file)."""
+    """Returns the key of the KV block names. It is equal in all processes with the same cluster
+    token (the first of `cluster_token_file`)."""
     tokens = read_tokens(config.cluster_token_file)
     token = (tokens[0] if tokens else "").encode()
     return hashlib.blake2b(token, digest_size=32, person=b"jdisagg blocks").digest()
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """For what this process listens on; None without TLS. The files are read again when they
-    change: new connections see it. Raises ConfigError for files that are none."""
+    """Returns TLS credentials for listening, or None without TLS. The files are reread when they
+    change, which affects new connections. Raises ConfigError for invalid files."""
     if not config.tls_certificate:
         return None
     latest = Reread(
@@ -270,11 +281,11 @@ def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
         if latest() is given:
-            return None  # gRPC goes on with what it has
+            return None  # gRPC keeps the current ones
         given = latest()
         return given
 
-    # By gRPC's documentation None means unchanged; its types leave that out.
+    # gRPC's documentation allows None (unchanged), but its types do not.
     fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], fetch)
     return grpc.dynamic_ssl_server_credentials(
         first, fetcher, require_client_authentication=bool(config.tls_client_ca)
@@ -289,22 +300,11 @@ def _certificates(config: ServiceConfig) -> grpc.ServerCertificateConfiguration:
 
 
 def check_address(config: ServiceConfig) -> None:
-    """Raises ConfigError where the server could not listen, or its certificates and tokens cannot
-    be read, before minutes are spent on what it would serve."""
+    """Raises ConfigError if the server could not listen, or could not read its certificates and
+    tokens. Call it before minutes are spent on loading a model."""
     server_credentials(config)
     for path in (config.token_file, config.cluster_token_file):
         read_tokens(path)
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        socket.create_server((config.host, config.port), family=family).close()
-    except OSError as error:
-        raise _cannot_listen(config, error) from error
+    listening_socket(config.host, config.port, OTHER_PORT).close()
     if config.http_port is not None:
-        listener(config).close()
-
-
-def _cannot_listen(config: ServiceConfig, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"service cannot listen on {config.host}:{config.port}: {error}; is the port taken? choose"
-        " another"
-    )
+        http_socket(config).close()

@@ -94,5 +94,5 @@ def test_no_grammar_where_no_call_is_required_and_no_call_of_what_there_is_not()
     for choice in (ToolChoice.AUTO, ToolChoice.NONE):
         prompt = ChatPrompt((ChatMessage("user", "hi"),), tools=TOOLS, tool_choice=choice)
         assert forced_calls(prompt) is None
-    with pytest.raises(InvalidRequestError, match="'g', which is none of the tools"):
+    with pytest.raises(InvalidRequestError, match="'g', which is not one of the tools"):
         required(tool_name="g")

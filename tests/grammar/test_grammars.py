@@ -12,8 +12,7 @@ import pytest
 
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar import compiler
-from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.grammar.judge import judge
+from jdisagg.grammar.compiler import GrammarCompiler, validate
 from jdisagg.grammar.matcher import TokenMatcher, mask_words
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 from launch.grammars import grammar_compiler
@@ -233,7 +232,7 @@ async def test_while_grammars_wait_known_ones_are_served_and_too_many_are_refuse
         await gate.wait()
         return ""
 
-    monkeypatch.setattr(compiler, "judge", slow)
+    monkeypatch.setattr(compiler, "validate", slow)
     compilers = grammar_compiler(str(LLAMA))
     assert compilers is not None
     known = Grammar(GrammarKind.JSON_OBJECT)
@@ -251,7 +250,7 @@ async def test_while_grammars_wait_known_ones_are_served_and_too_many_are_refuse
     tasks.append(ask(1))  # which somebody waits for already
     await asyncio.sleep(0)
     await compilers.admit(known, seconds(60))
-    with pytest.raises(OverloadedError, match="64 others wait"):
+    with pytest.raises(OverloadedError, match="64 others are waiting"):
         await compilers.admit(Grammar(GrammarKind.REGEX, "b"), seconds(60))
     assert begun == compiler.AT_ONCE
     gate.set()
@@ -286,4 +285,4 @@ async def test_a_worker_turns_no_grammar_away_that_a_door_has_admitted(
 
 async def test_who_no_longer_waits_leaves_no_child_process() -> None:
     with pytest.raises(TimeoutError):
-        await judge("start: /x/", 0.0)
+        await validate("start: /x/", 0.0)

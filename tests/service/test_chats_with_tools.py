@@ -536,11 +536,11 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "required"}, "requires a call, but there are no tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "'f', which is none of the tools",
+            "'f', which is not one of the tools",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "is not supported"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "is not supported"),
@@ -552,7 +552,7 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
                     "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "f"}}]},
                 },
             },
-            "tool_choice.allowed_tools.tools names 'f', which is none of the tools",
+            "tool_choice.allowed_tools.tools names 'f', which is not one of the tools",
         ),
         (
             {

@@ -160,12 +160,12 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
     async with door(ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)) as target:
         assert len(await ask(target, ours.credentials())) == 3
         for credentials, hint in (
-            (Credentials(), "if it speaks TLS, say which authority"),
-            (theirs.credentials(), "that the given authority signed"),
+            (Credentials(), "If it uses TLS, give its CA certificate"),
+            (theirs.credentials(), "that the given CA signed"),
         ):
             with pytest.raises(
                 UnavailableError,
-                match=rf"within 1.5 s; is it running \(python -m launch.serve\)\? .*{hint}",
+                match=rf"within 1.5 s; is it running \(jdisagg serve\)\? .*{hint}",
             ):
                 await ask(target, credentials)
 
@@ -202,7 +202,7 @@ async def test_launch_ask_believes_a_server_by_the_name_it_is_told(ours: Certifi
             )
             out, err = await child.communicate()
             assert (child.returncode == 0, len(out) > 1) == (welcome, welcome), err.decode()
-    with pytest.raises(ConfigError, match="a server's name, without tls"):
+    with pytest.raises(ConfigError, match="a server name need TLS"):
         Credentials.load(server_name="127.0.0.1")
 
 
@@ -360,7 +360,7 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match="printable"):
         Credentials(token="a\nb")
     (tmp_path / "empty").write_text("\n \n")
-    with pytest.raises(ConfigError, match="holds no token"):
+    with pytest.raises(ConfigError, match="has no token"):
         read_tokens(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="go together"):
         ServiceConfig(tls_key="x")
@@ -412,6 +412,6 @@ def test_a_file_that_becomes_unreadable_leaves_what_was_read(
     file.write_text("  ")
     os.utime(file, ns=(1, 1))
     assert latest() == ("first",)
-    assert "holds no token" in caplog.text
+    assert "has no token" in caplog.text
     file.write_text("second")
     assert latest() == ("second",)

@@ -72,7 +72,7 @@ async def test_calls_for_another_boot_of_the_worker_are_refused() -> None:
     worker = Worker()
     async with serving(worker, boot_id=7) as (address, _):
         async with connected(address, boot_id=6) as (stale,):
-            with pytest.raises(UnavailableError, match="boot 6 of this process, and this is 7"):
+            with pytest.raises(UnavailableError, match="boot 6 of this process, but .* boot 7"):
                 await stale.decode.cancel(5)
             with pytest.raises(UnavailableError, match="restarted"):
                 await collect(stale, 5)
@@ -201,7 +201,7 @@ async def test_one_reservation_is_generated_once() -> None:
         reading = asyncio.ensure_future(collect(one, 1))
         worker.of(1).put_nowait(Span(0, 0, (1,)))
         await eventually(lambda: worker.of(1).empty())
-        with pytest.raises(InvalidRequestError, match="runs already"):
+        with pytest.raises(InvalidRequestError, match="already runs"):
             await collect(one, 1)
         worker.of(1).put_nowait(None)
         assert len(await reading) == 1

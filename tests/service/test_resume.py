@@ -261,8 +261,8 @@ def test_a_stream_that_goes_on_at_the_wrong_token_is_an_error() -> None:
         ({"resumption": -1}, "resumption must be in"),
         ({"resumption": 0}, "resumption must be in"),
         ({"request_id": ""}, "must name its request_id"),
-        ({"accepted": [pb.AcceptedTokens(child=1)]}, "each child once"),
-        ({"accepted": [pb.AcceptedTokens(child=0)] * 2}, "each child once"),
+        ({"accepted": [pb.AcceptedTokens(child=1)]}, "each child at most once"),
+        ({"accepted": [pb.AcceptedTokens(child=0)] * 2}, "each child at most once"),
         (
             {"accepted": [pb.AcceptedTokens(child=0, finish_reason=pb.FINISH_REASON_STOP)]},
             "nothing to resume",

@@ -48,8 +48,8 @@ def test_a_line_may_say_how_much_its_token_may_use_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("secret stream=2", "'stream', which is no field; there may be tenant, streams"),
-        ("secret streams=2 streams=3", "'streams', which is there twice"),
+        ("secret stream=2", "field 'stream' after a token is unknown; use tenant, streams"),
+        ("secret streams=2 streams=3", "field 'streams' after a token is given twice"),
         ("secret streams=2.5", "streams must be a whole number above 0, got '2.5'"),
         ("secret streams=0", "streams must be a whole number above 0"),
         ("secret tokens_per_second=inf", "tokens_per_second must be a number above 0"),

@@ -1,4 +1,4 @@
-"""Whole answers, put together of a stream's events. Neither JAX nor the router."""
+"""Collects the events of a stream into a whole answer. Imports neither JAX nor the router."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +10,8 @@ from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, U
 
 @dataclass(slots=True)
 class Choice:
-    """All of one child of a request; of a chat that the server takes apart, `text` is the words,
-    beside `reasoning` and `tool_calls`."""
+    """The answer of one child of a request. For a chat whose answers the server parses, `text`
+    holds only the content; `reasoning` and `tool_calls` are separate."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -23,9 +23,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole answer; `text` is that of the first of `choices`. `request_id`: what the server
-    calls the request, in its logs and timelines. `prompt_logprobs`: where they were asked for, an
-    entry for each token of the prompt but the first."""
+    """A whole answer.
+
+    Attributes:
+        choices: One entry per child. `text` is the text of the first.
+        usage, timings: As reported by the last event, or None.
+        request_id: The server's name for the request, used in its logs and timelines.
+        prompt_logprobs: Log-probabilities of all prompt tokens but the first, if requested.
+    """
 
     choices: tuple[Choice, ...]
     usage: Usage | None
@@ -39,8 +44,7 @@ class Completion:
 
 
 class Collector:
-    """Puts events together; a token that is missing or comes twice is an error, never a wrong
-    answer."""
+    """Joins events. Raises JdisaggError if a token is missing or comes twice."""
 
     def __init__(self) -> None:
         self._choices: dict[int, Choice] = {}

@@ -1,18 +1,16 @@
-"""One request of a client over as many calls as it takes: what it already has, when it asks again,
-what it asks then.
+"""State of one client request across several calls: received tokens, when to retry, and what the
+retry sends.
 
-When the connection breaks in mid-stream, or the server shuts down, the same request (id, seed,
-prompt) is asked again together with the tokens that have come, and the stream goes on at the next
-one. Bounded by `resume_seconds` since the last thing that came. Each token is passed on once: what
-comes twice, or leaves a gap, is an error. Knows messages and gRPC's errors; makes no calls itself.
-"""
+If the connection breaks mid-stream, or the server shuts down, the client repeats the request (same
+id, seed and prompt) together with the received tokens. The stream then continues at the next token.
+Retries stop `resume_seconds` after the last received message. A token that comes twice, or a gap,
+is an error. This module knows messages and gRPC errors and makes no calls itself."""
 
 import math
 import secrets
 import time
 import uuid
 from dataclasses import replace
-from typing import cast
 
 import grpc
 
@@ -23,22 +21,23 @@ from jdisagg.errors import (
     ShutDownError,
     UnavailableError,
 )
-from jdisagg.messages.spans import WireStatus
 from jdisagg.request import MAX_N, MAX_SEED, AcceptedChild, FinishReason, Resumption, StreamEvent
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire, wire_generation
 from jdisagg.service.grpc.wire_generation import ClientRequest
+from jdisagg.service.internal.connection import status_of
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# The server ends a request at its deadline and says why; the call's own deadline is the net below.
+# The server ends a request at its deadline and gives the reason. The call's own deadline, a little
+# later, is only a safety net.
 TIMES = DEFAULT_TIMEOUTS.client
-# What gRPC says of a call that was cancelled, or whose channel was closed, on this side.
+# gRPC's details of a call that this side cancelled, or whose channel this side closed.
 GIVEN_UP_HERE = ("Locally cancelled by application!", "Channel closed!")
 
 
 class ResumableStream:
-    """`asked` gets an id and a seed of its own where it has none: the second time they must be
-    those of the first."""
+    """Draws an id and a seed if `asked` has none, because a retry must repeat those of the first
+    call."""
 
     def __init__(self, asked: ClientRequest, resume_seconds: float) -> None:
         options = asked.options
@@ -58,12 +57,13 @@ class ResumableStream:
         self._received = False
         self._tokens: dict[int, list[int]] = {}
         self._ends: dict[int, FinishReason] = {}
-        # Raises, where the caller sees it, what cannot be sent at all.
+        # Raises InvalidRequestError early, in the caller's frame, if the request cannot be sent.
         wire_generation.client_request_to_proto(self._asked)
 
     @property
     def complete(self) -> bool:
-        """All children have ended: how the call ends tells nothing more."""
+        """Whether all children have ended. The outcome of the call then carries no further
+        information."""
         return len(self._ends) == self._children()
 
     @property
@@ -71,7 +71,7 @@ class ResumableStream:
         return self._number > 0
 
     def request(self) -> pb.GenerateRequest:
-        """What the next call asks."""
+        """Returns the message of the next call."""
         asked = self._asked
         if self._number:
             self._check_deadline()
@@ -81,8 +81,8 @@ class ResumableStream:
         return wire_generation.client_request_to_proto(asked)
 
     def call_seconds(self) -> float | None:
-        """The deadline of the next call. A request's that makes no sense goes to the server, which
-        refuses it by name."""
+        """Returns the gRPC deadline of the next call. If the request's deadline is invalid there is
+        none, so that the server rejects it by name."""
         asked = self._asked.deadline_seconds
         sensible = isinstance(asked, int | float) and 0 < asked < 1e9
         remaining = self._remaining_seconds()
@@ -93,7 +93,7 @@ class ResumableStream:
         )
 
     def connect_seconds(self, most: float) -> float:
-        """How long the next call may wait for a connection."""
+        """Returns how long the next call may wait for a connection."""
         if not self._number:
             return most
         remaining = self._remaining_seconds()
@@ -116,8 +116,7 @@ class ResumableStream:
         return event
 
     def pause_after(self, error: grpc.RpcError | UnavailableError) -> float:
-        """Seconds to wait before the request is asked again. Raises the typed error where it is not
-        to be."""
+        """Returns the seconds before a retry. Raises the typed error if there must be none."""
         typed = typed_error(error) if isinstance(error, grpc.RpcError) else error
         if not self._may_resume(error, typed):
             raise typed from None
@@ -130,7 +129,7 @@ class ResumableStream:
         if self._left_seconds() <= 0:
             return False
         if not isinstance(error, grpc.RpcError):
-            return self.resuming  # nobody answered where the stream had been
+            return self.resuming  # the server that streamed is unreachable
         if lost(error):
             return self.resuming or not never_sent(error)
         if isinstance(typed, ShutDownError):
@@ -169,24 +168,14 @@ class ResumableStream:
         return seconds - (time.monotonic() - self._started_at)
 
 
-def status_of(error: grpc.RpcError) -> WireStatus:
-    # Every error that a call raises is a grpc.Call (or AioRpcError) too, but the type does not say
-    # so.
-    call = cast(grpc.Call, error)
-    metadata = tuple(
-        (key, value) for key, value in call.trailing_metadata() or () if isinstance(value, str)
-    )
-    return WireStatus(call.code().name, call.details() or "", metadata)
-
-
 def typed_error(error: grpc.RpcError) -> JdisaggError:
     return wire.error_from_status(status_of(error))
 
 
 def lost(error: grpc.RpcError) -> bool:
-    """Whether the connection failed, and not a jdisagg server that answered. A server that ends
-    just as a call comes to it drops the call, which is CANCELLED then; so is what this side gave up
-    itself, in gRPC's own words."""
+    """Whether the connection failed, rather than a jdisagg server answering with an error. A server
+    that stops drops a call that has just arrived, which gRPC reports as CANCELLED. gRPC also
+    reports calls that this side cancelled as CANCELLED, but with its own words."""
     status = status_of(error)
     gone = status.code == "UNAVAILABLE" or (
         status.code == "CANCELLED" and status.details not in GIVEN_UP_HERE

@@ -1,8 +1,8 @@
-"""Regenerates the committed gRPC stubs: `python -m jdisagg.service.grpc.generate_stubs` (needs
-grpcio-tools, in the `dev` extra).
+"""Regenerates the committed gRPC stubs: `python -m jdisagg.service.grpc.generate_stubs`. Needs
+grpcio-tools, in the `dev` extra.
 
-Writes *_pb2.py, *_pb2.pyi and, for files that define services, *_pb2_grpc.py beside each .proto.
-The include path is the checkout, so that the generated files import each other as `from
+Writes *_pb2.py, *_pb2.pyi and, for files with services, *_pb2_grpc.py beside each .proto. The
+include path is the checkout, so that generated files import each other as `from
 jdisagg.service.grpc import generation_pb2`. A test regenerates them into another folder and
 compares."""
 
@@ -16,7 +16,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def generate(destination: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the stubs under `destination`/jdisagg/service/grpc and returns their paths."""
+    """Writes the stubs to `destination`/jdisagg/service/grpc and returns their paths."""
     from grpc_tools import protoc
 
     root = HERE.parents[2]

@@ -80,7 +80,7 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the tokens of each of the request's `n` children as they are made. Cancelling the call frees everything.
+        """Streams the tokens of each of the request's `n` children as they are generated. Cancelling the call frees all resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,15 +111,16 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetCache(self, request, context):
-        """Nothing that workers keep of earlier requests is used again. Refused to a token that belongs to a tenant.
+        """Clears the prefix caches of all workers. Refused if the token belongs to a tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Suspend(self, request, context):
-        """A request whose stream is open, here, rests: its slots and pages are free for others, and its stream says nothing. Its KV stays in
-        host memory as far as there is room, else it is computed anew when the request goes on, at the next token. Its deadline is not moved.
+        """Suspends a request whose stream is open at this server. Its slots and pages become free for others, and its stream is silent. Its
+        KV is swapped out to host memory if there is room, and recomputed otherwise. `Resume` continues at the next token. The deadline
+        does not move.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

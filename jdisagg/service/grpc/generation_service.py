@@ -1,10 +1,9 @@
 """The generation service: each call of generation.proto over a `Frontend`.
 
-Knows gRPC's contexts and the wire; decides nothing. Errors are left to the guard. Every wait on a
-slow client is a wait here, so that the path's own bounded buffer, and nothing else, holds what the
-client has not read."""
+Handles gRPC contexts and the wire format, and makes no decisions. Errors are left to the guard.
+Every wait for a slow client happens here, so that only the bounded buffer of the request path holds
+what the client has not read."""
 
-import asyncio
 import math
 from contextlib import aclosing
 
@@ -14,10 +13,10 @@ from jdisagg.dispatch.frontend import Frontend, chat_of
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.service.bearer import Tokens
+from jdisagg.service.calls import read_in_time
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.guard import Service
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 REQUEST_ID_KEY = "jdisagg-request-id"
@@ -37,8 +36,10 @@ def generation_service(
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Methods are coroutines, `Generate` too (it writes to the context): a coroutine that is
-    cancelled closes the path's iterator there and then, an async generator suspended at a `yield`
+    """Implements the service.
+
+    All methods are coroutines, including `Generate`, which writes to the context. A cancelled
+    coroutine closes the path's iterator at once, while an async generator suspended at a `yield`
     would wait for the garbage collector."""
 
     def __init__(self, frontend: Frontend, log: RequestLog) -> None:
@@ -66,25 +67,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             cache_salt=asked.cache_salt,
             **asked.options,
         )
-        assert built.deadline_seconds is not None, "the front gives every request one"
         record.built(built)
         context.set_trailing_metadata(((REQUEST_ID_KEY, built.request_id),))
         request_id = built.request_id  # for the first message
-        try:
-            async with (
-                asyncio.timeout(built.deadline_seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
-                aclosing(self._frontend.stream(built, chat_of(asked.prompt))) as events,
-            ):
-                async for event in events:
-                    record.seen(event)
-                    message = wire_generation.event_to_proto(event)
-                    message.request_id, request_id = request_id, ""
-                    await context.write(message)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"request {built.request_id!r}: its {built.deadline_seconds:g} s passed and its"
-                " messages were not read; read faster"
-            ) from None
+        async with (
+            read_in_time(built),
+            aclosing(self._frontend.stream(built, chat_of(asked.prompt))) as events,
+        ):
+            async for event in events:
+                record.seen(event)
+                message = wire_generation.event_to_proto(event)
+                message.request_id, request_id = request_id, ""
+                await context.write(message)
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -133,13 +127,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
-    """The sooner of the request's own deadline and the gRPC call's; gRPC says infinity where the
-    client set none."""
+    """Returns the sooner of the request's own deadline and the gRPC call's, which is infinite if
+    the client set none."""
     if call_seconds is None or not math.isfinite(call_seconds):
         return asked_seconds
     if call_seconds <= 0:
         raise DeadlineExceededError(
-            "the call's deadline had passed when it arrived; allow more time"
+            "the call's deadline had already passed when it arrived; allow more time"
         )
-    # A NaN or a negative number must reach the validation, so it is not compared away here.
+    # NaN and negative numbers must reach the validation, so this comparison keeps them.
     return call_seconds if asked_seconds is None or asked_seconds > call_seconds else asked_seconds

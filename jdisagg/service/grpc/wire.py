@@ -1,11 +1,11 @@
-"""What services share: errors as gRPC statuses, and the parts of generation.proto's messages that
-are data of ours.
+"""Conversions shared by all services: errors to and from gRPC statuses, and the common parts of the
+protobuf messages.
 
-`wire_generation` goes on with that file's messages. Knows no gRPC: an error becomes a `WireStatus`,
-plain strings that the servicer sends.
+`wire_generation` has the messages of generation.proto. Knows no gRPC: an error becomes a
+`WireStatus` of plain strings, which the servicer sends.
 
-Invariants: `x_from_proto(x_to_proto(x)) == x` for every x; what came from outside and makes no
-sense is an InvalidRequestError that names the field, never another exception."""
+Invariants: `x_from_proto(x_to_proto(x)) == x` for every x. Invalid input from outside raises an
+InvalidRequestError with the field's name, never another exception."""
 
 import contextlib
 import inspect
@@ -44,8 +44,7 @@ _ERROR_TYPES = {
     for name, kind in inspect.getmembers(errors, inspect.isclass)
     if issubclass(kind, JdisaggError)
 }
-# What a status that no jdisagg server annotated becomes: one from gRPC itself, a proxy, or another
-# server.
+# Error types for statuses without jdisagg metadata: from gRPC itself, a proxy or another server.
 _BY_CODE: dict[str, type[JdisaggError]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
     "RESOURCE_EXHAUSTED": OverloadedError,
@@ -69,7 +68,8 @@ def error_to_status(error: JdisaggError) -> WireStatus:
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
-    """The typed error that the other side raised; one of gRPC's own by its code."""
+    """Returns the typed error that the other side raised, or for gRPC's own errors the type of
+    their code."""
     metadata = dict(status.metadata)
     retry_after_seconds: float | None = None
     with contextlib.suppress(KeyError, ValueError):
@@ -79,8 +79,8 @@ def error_from_status(status: WireStatus) -> JdisaggError:
         return kind(status.details, retry_after_seconds=retry_after_seconds)
     if status.code == "RESOURCE_EXHAUSTED" and "message larger than max" in status.details:
         return InvalidRequestError(
-            f"the message is too large: {status.details}; send less, or raise max_message_bytes on"
-            " both sides"
+            f"the message is too large: {status.details}; send less, or increase max_message_bytes"
+            " on both sides"
         )
     return _BY_CODE.get(status.code, JdisaggError)(
         f"{status.code}: {status.details}", retry_after_seconds=retry_after_seconds
@@ -94,16 +94,16 @@ def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
     except DecodeError:
         name = kind.DESCRIPTOR.full_name
         raise InvalidRequestError(
-            f"the message is not a valid {name}: malformed, or a text in it is not UTF-8; send"
-            " valid protobuf"
+            f"the message is not a valid {name}: it is malformed or has text that is not UTF-8;"
+            " send valid protobuf"
         ) from None
 
 
 def build(
     kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> AnyMessage:
-    """Makes a message of a caller's values: a wrong type, a number beyond 64 bits or invalid UTF-8
-    is an InvalidRequestError."""
+    """Makes a message from a caller's values. Raises InvalidRequestError for a wrong type, a number
+    beyond 64 bits, or invalid UTF-8."""
     try:
         message = kind(*args, **kwargs)
         message.ByteSize()
@@ -153,17 +153,18 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 
 
 def role_from_proto(message: str, role: int) -> WorkerRole:
-    """`message` is the name of the message that the role stood in."""
+    """Converts a role. `message` is the name of the message with the role, for the error."""
     if role not in _ROLE_FROM_PROTO:
         raise InvalidRequestError(
-            f"{message}.role must be a known role, got {role}; are both sides of one version?"
+            f"{message}.role must be a known role, got {role}; run the same version on both sides"
         )
     return _ROLE_FROM_PROTO[role]
 
 
 def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
-    """A `kind` of the fields that stand under the same names in the message: numbers, texts, tuples
-    of them; what is optional and not set is None. `known`: fields that are read otherwise."""
+    """Makes a `kind` from the message's fields of the same names: numbers, texts, and tuples of
+    them. An optional field that is not set becomes None. Fields in `known` are not read from the
+    message."""
     values = dict(known)
     for field in message.DESCRIPTOR.fields:
         if field.name in known:

@@ -1,7 +1,7 @@
-"""Conversations <-> the messages of generation.proto: what was said, tools, calls.
+"""Conversions of conversations (messages, tools and tool calls) to and from generation.proto.
 
-As `wire_generation`, of which it is a part: a repeated field is counted before it is read, and what
-makes no sense is an InvalidRequestError that names the field."""
+Follows the rules of `wire_generation`: a repeated field is counted before it is read, and invalid
+input raises an InvalidRequestError with the field's name."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,7 @@ _CHOICE_FROM_PROTO: dict[int, ToolChoice] = {
 
 
 def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
-    """Raises InvalidRequestError for what protobuf cannot hold."""
+    """Raises InvalidRequestError if protobuf cannot hold a value."""
     return build(
         pb.ChatMessages,
         messages=[_message_to_proto(message) for message in prompt.messages],
@@ -43,13 +43,13 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
 
 
 def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
-    """Raises InvalidRequestError naming the field."""
+    """Raises InvalidRequestError with the field's name."""
     at_most("messages", len(message.messages), MAX_MESSAGES)
     at_most("tools", len(message.tools), MAX_TOOLS)
     if message.tool_choice not in _CHOICE_FROM_PROTO:
         raise InvalidRequestError(
-            f"tool_choice must be a known choice, got {message.tool_choice}; are both sides of one"
-            " version?"
+            f"tool_choice must be a known choice, got {message.tool_choice}; run the same version"
+            " on both sides"
         )
     return ChatPrompt(
         tuple(_message_from_proto(m) for m in message.messages),
@@ -118,7 +118,7 @@ def _to_json(name: str, value: Mapping[str, object]) -> str:
         return msgspec.json.encode(value).decode() if value else ""
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
-            f"{name} cannot be sent: {error}; give a mapping of JSON's values"
+            f"{name} cannot be sent: {error}; give a mapping of JSON values"
         ) from None
 
 

@@ -1,9 +1,8 @@
-"""Our data <-> the messages of generation.proto: a client's request, the stream's events, the
-model.
+"""Conversions between our data and generation.proto: client requests, stream events, and the model.
 
-Knows what `wire` says. A client's request stays a prompt and options, some unset; the server's
-`Frontend` makes a `Request` of them. A repeated field is counted before it is read: each of its
-entries costs the event loop, which all streams share, many times what it cost its sender."""
+Follows the rules of `wire`. A client's request stays a prompt and options, some unset; the server's
+`Frontend` makes a `Request` of them. A repeated field is counted before it is read, because each
+entry costs the event loop, which all streams share, far more than it costs the sender."""
 
 import dataclasses
 from array import array
@@ -53,14 +52,15 @@ from jdisagg.service.grpc.wire_chat import (
     chat_to_proto,
 )
 
-# A client tries a few times a second within its own patience; a larger number is no client of ours.
+# Our clients retry a few times a second for a limited time, so they never reach this number.
 MAX_RESUMPTIONS = 1_000_000
 MAX_IDS = 2 << 20  # more than any model's context
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client sends to `Generate`. `resumption` is None the first time."""
+    """What a client sends to `Generate`. `resumption` is None on the first call, and `life` is a
+    random number that stays the same on retries."""
 
     prompt: Prompt
     options: SamplingOptions
@@ -94,8 +94,8 @@ _SCALARS = (
 
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
-    """Raises InvalidRequestError for what protobuf cannot hold; all else is the server's to
-    judge."""
+    """Raises InvalidRequestError if protobuf cannot hold a value. The server validates everything
+    else."""
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
@@ -151,18 +151,19 @@ def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
 
 
 def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
-    """What the client left out, it has nothing of. Raises InvalidRequestError naming the field."""
+    """Children that the client left out have no accepted tokens. Raises InvalidRequestError with
+    the field's name."""
     number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
     if number == 0 and not message.accepted:
         return None
     if not 1 <= number <= MAX_RESUMPTIONS:
         raise InvalidRequestError(
-            f"resumption must be in [1, {MAX_RESUMPTIONS}] where a request is resumed, got {number}"
+            f"resumption must be in [1, {MAX_RESUMPTIONS}] for a resumed request, got {number}"
         )
     if not message.request_id or not message.sampling.HasField("seed"):
         raise InvalidRequestError(
-            "a resumed request must name its request_id and its sampling.seed; send those of the"
-            " first time"
+            "a resumed request must name its request_id and its sampling.seed; repeat those of the"
+            " first call"
         )
     at_most("accepted", len(message.accepted), MAX_N)
     at_most("accepted token ids", sum(len(entry.token_ids) for entry in message.accepted), MAX_IDS)
@@ -172,7 +173,7 @@ def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
     }
     if len(children) != len(message.accepted) or any(not 0 <= child < count for child in children):
         raise InvalidRequestError(
-            f"accepted must name each child once at most, of 0 to {count - 1}; got"
+            f"accepted must name each child at most once, from 0 to {count - 1}; got"
             f" {[entry.child for entry in message.accepted]}"
         )
     if (
@@ -181,7 +182,7 @@ def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
         and len(children) == count
     ):
         raise InvalidRequestError(
-            "accepted says that every child has ended: there is nothing to resume"
+            "accepted has the end of every child, so there is nothing to resume"
         )
     return Resumption(
         number, tuple(children.get(index, AcceptedChild()) for index in range(min(count, MAX_N)))
@@ -322,8 +323,8 @@ def model_to_proto(model: ModelInfo) -> pb.GetModelResponse:
 def model_from_proto(message: pb.GetModelResponse) -> ModelInfo:
     if message.mode not in _MODE_FROM_PROTO:
         raise InvalidRequestError(
-            f"GetModelResponse.mode must be a known mode, got {message.mode}; are both sides of one"
-            " version?"
+            f"GetModelResponse.mode must be a known mode, got {message.mode}; run the same version"
+            " on both sides"
         )
     return ModelInfo(
         name=message.name,
@@ -352,7 +353,7 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
 
 
 def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """Without the workers, whose statuses are the caller's to add."""
+    """Converts the status without its workers, which the caller adds."""
     return pb.GetStatusResponse(
         waiting=status.waiting,
         decisions=[
@@ -427,7 +428,7 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
 
 
 def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
-    """Only what was set."""
+    """Returns only the options that were set."""
     options = SamplingOptions()
     at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
     at_most("stop", len(message.stop), MAX_STOP_STRINGS)
@@ -453,7 +454,7 @@ def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
 
 def _grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar:
     if not isinstance(grammar, Grammar):
-        raise TypeError(f"{type(grammar).__name__} is no grammar")
+        raise TypeError(f"{type(grammar).__name__} is not a grammar")
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return common_pb2.Grammar(json_object=True)
     if grammar.kind is GrammarKind.CHOICE:
@@ -468,7 +469,7 @@ def _grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
     kind = message.WhichOneof("kind")
     if kind is None or (kind == "json_object" and not message.json_object):
         known = ", ".join(one.value for one in GrammarKind)
-        raise InvalidRequestError(f"grammar is empty: set one of {known}, or leave it out")
+        raise InvalidRequestError(f"grammar is empty; set one of {known}, or omit it")
     if kind == "json_object":
         return Grammar(GrammarKind.JSON_OBJECT)
     if kind == "choice":

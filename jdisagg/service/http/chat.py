@@ -1,6 +1,6 @@
-"""A conversation as OpenAI's chat API writes it: messages, tools, calls.
+"""Reads a conversation in the form of OpenAI's chat API: messages, tools and tool calls.
 
-Only its shape is judged here; whether it is a conversation, the `Frontend` says."""
+Only its shape is checked here. The `Frontend` validates it as a conversation."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -13,7 +13,7 @@ from jdisagg.service.http.fields import ANYTHING, PLAIN_OBJECT, TEXT, YES, Field
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "function_call": (([],), "send it as tool_calls"),
-    "audio": (([],), "the server knows text alone; put it into content"),
+    "audio": (([],), "only text is supported; put it into content"),
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
 _MODES = ("auto", "required")
@@ -22,14 +22,14 @@ _TEXT_KINDS = get_args(_TextKind)
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    """Of the field `messages`, and of those that belong to it."""
+    """Reads the field `messages` and the fields that belong to it."""
     messages = fields.parts("messages", MAX_MESSAGES)
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
     goes_on = bool(fields.read("continue_final_message", YES))
     begins = fields.read("add_generation_prompt", YES)
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
-    if effort := fields.read("reasoning_effort", TEXT):  # templates that know it ask for it
+    if effort := fields.read("reasoning_effort", TEXT):  # a variable of some templates
         arguments.setdefault("reasoning_effort", effort)
     several = fields.read("parallel_tool_calls", YES)
     offered = offered_tools(fields)
@@ -46,8 +46,8 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
 
 
 def chat_message(message: Fields) -> ChatMessage:
-    """`developer` is what OpenAI calls the system now; parts of text become its lines, as vLLM
-    does."""
+    """Reads one message. `developer` is OpenAI's newer name for the system role. Several text parts
+    are joined by newlines, as in vLLM."""
     role = message.given("role", TEXT)
     message.refuse(_REFUSED)
     content = text_of(message, "content")
@@ -63,7 +63,7 @@ def chat_message(message: Fields) -> ChatMessage:
 
 
 def text_of(fields: Fields, name: str) -> str:
-    """A field that is text, or parts of text."""
+    """Reads a field that is a text or a list of text parts."""
     for kind in (TEXT, _TEXT_PARTS):
         try:
             return fields.read(name, kind) or ""
@@ -78,7 +78,8 @@ class _TextPart(msgspec.Struct):
 
 
 _text_parts = msgspec.json.Decoder(list[_TextPart]).decode
-# Read at once, for there may be many; which of them is wrong is found part by part.
+# Decoded in one go, because there may be many parts. On an error they are read one by one, to find
+# the wrong part.
 _TEXT_PARTS = FieldKind(
     "parts of text", lambda raw: "\n".join([part.text for part in _text_parts(raw)])
 )
@@ -88,13 +89,12 @@ def _part(part: Fields) -> str:
     kind = part.given("type", TEXT)
     if kind not in _TEXT_KINDS:
         raise InvalidRequestError(
-            f"content parts must have the type text, got {kind[:80]!r}; the model reads text alone"
+            f"content parts must have the type text, got {kind[:80]!r}; only text is supported"
         )
     return part.given("text", TEXT)
 
 
 def _call(call: Fields) -> ToolCall:
-    """Of an earlier answer."""
     _check_kind(call)
     function = call.part("function")
     return ToolCall(
@@ -105,7 +105,13 @@ def _call(call: Fields) -> ToolCall:
 
 
 class OfferedTools(NamedTuple):
-    """What the model may call, whether it does, and which tool it must call; empty: any."""
+    """The tools that the model may call.
+
+    Attributes:
+        tools: Their descriptions.
+        choice: Whether the model may or must call them.
+        name: The only tool that it must call, or "" for any.
+    """
 
     tools: tuple[ChatTool, ...]
     choice: ToolChoice
@@ -113,8 +119,8 @@ class OfferedTools(NamedTuple):
 
 
 def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
-    """Of the fields `tools` and `tool_choice`. `nested`: a function is described in a part of its
-    own, as chats have it."""
+    """Reads the fields `tools` and `tool_choice`. `nested` means that a function's description is
+    in an object of its own, as in chats."""
     given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
@@ -134,17 +140,17 @@ def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
 
 
 def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
-    """Those that are named alone are shown to the model."""
+    """Returns only the named tools, so that the model sees no others."""
     mode = part.given("mode", TEXT)
     if mode not in _MODES:
         raise InvalidRequestError(
-            f"{part.path}mode must be {' or '.join(_MODES)}, got {mode[:80]!r}; send one of them"
+            f"{part.path}mode must be {' or '.join(_MODES)}, got {mode[:80]!r}"
         )
     names = {_function(one, nested).given("name", TEXT) for one in part.parts("tools") or ()}
     if unknown := names - {tool.name for tool in tools}:
         raise InvalidRequestError(
-            f"{part.path}tools names {min(unknown)[:64]!r}, which is none of the tools; send some"
-            " of their names"
+            f"{part.path}tools names {min(unknown)[:64]!r}, which is not one of the tools; send"
+            " names of the tools"
         )
     kept = tuple(tool for tool in tools if tool.name in names)
     return OfferedTools(kept, _CHOICES[mode], "")
@@ -155,7 +161,6 @@ def _function(tool: Fields, nested: bool) -> Fields:
 
 
 def _chat_tool(tool: Fields, function: Fields) -> ChatTool:
-    """`function`: the part that describes it."""
     _check_kind(tool)
     function.ignore("strict")
     return ChatTool(
@@ -169,5 +174,5 @@ def _check_kind(one: Fields) -> None:
     kind = one.read("type", TEXT) or "function"
     if kind != "function":
         raise InvalidRequestError(
-            f"{one.path}type must be function, got {kind[:80]!r}; the server knows no other"
+            f"{one.path}type must be function, got {kind[:80]!r}; no other type is supported"
         )

@@ -1,9 +1,9 @@
-"""One HTTP request and its answer: the body within limits of size and time, the reply, a stream of
-frames, and whether the client is still there.
+"""One HTTP request and its reply: the body with limits of size and time, the whole reply or a
+stream of events, and whether the client is still connected.
 
-Over ASGI's `receive` and `send`; a frame of a stream goes straight to its connection while that
-takes more. Every wait on a slow client is a wait here: `send` returns when the connection takes
-more. Knows no route and no model."""
+Works over ASGI's `receive` and `send`. An event of a stream is written directly to the connection
+while it accepts more. Every wait for a slow client happens here, because `send` returns when the
+connection accepts more. Knows no route and no model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -18,8 +18,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 BODY_SECONDS = 60.0
 JSON = b"application/json"
-# In the scope's state, where the server puts them: what closes the connection, and what writes a
-# chunk of a body that has begun, if the connection takes it now.
+# Keys of functions that the server puts into the scope's state: one closes the connection, the
+# other writes a chunk of a started body if the connection accepts it now.
 ABORT = "jdisagg.abort"
 WRITE = "jdisagg.write"
 Write = Callable[[bytes], bool]
@@ -27,8 +27,12 @@ COMMENT = b": waiting\n\n"
 
 
 class Exchange:
-    """`headers`: of the request, names in lower case, the last of each. `reply_headers`: added to
-    the reply's, until it begins."""
+    """One request.
+
+    Attributes:
+        headers: Request headers, with names in lower case and the last value of each.
+        reply_headers: Headers added to the reply until it begins.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -44,7 +48,7 @@ class Exchange:
         self._write: Write = scope.get("state", {}).get(WRITE, _never)
 
     async def body(self, limit_bytes: int) -> bytes:
-        """All of it. Raises HttpRefusal where it is too large, too slow, or no JSON."""
+        """Returns the whole body. Raises HttpRefusal if it is too large, too slow, or not JSON."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HttpRefusal(
@@ -61,13 +65,13 @@ class Exchange:
                 return await self._whole_body(limit_bytes)
         except TimeoutError:
             raise HttpRefusal(
-                f"the body was not complete {BODY_SECONDS:g} s after its headers; send it at once",
+                f"the body was not complete {BODY_SECONDS:g} s after its headers; send it faster",
                 408,
                 "request_timeout",
             ) from None
 
     async def gone(self) -> None:
-        """Returns when the client has gone, or the reply has ended. After `body`."""
+        """Returns when the client has disconnected or the reply has ended. Call it after `body`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.disconnected = not self.ended
@@ -79,7 +83,7 @@ class Exchange:
         content_type: bytes = JSON,
         headers: Iterable[Header] = (),
     ) -> None:
-        """The whole answer."""
+        """Sends a whole reply."""
         await self._begin(
             status, [*headers, (b"content-length", str(len(body)).encode())], content_type
         )
@@ -87,30 +91,30 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """Of server-sent events."""
+        """Begins a reply of server-sent events."""
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
     async def comment(self) -> None:
-        """Says that the stream lives. There are clients (`vllm bench serve`) that strip what they
-        read of its line breaks and then take a comment and the event behind it for one line: an
-        empty comment that comes with the next event parts them."""
+        """Sends a comment that shows that the stream is alive. Some clients (`vllm bench serve`)
+        strip line breaks from what they read and join a comment with the next event. An empty
+        comment sent with the next event separates them."""
         await self.frame(COMMENT)
         self._lead = b":\n\n"
 
     async def frame(self, data: bytes) -> None:
-        """One or several server-sent events, as they stand on the wire."""
+        """Sends one or several server-sent events in wire form."""
         if self._lead:
             data, self._lead = self._lead + data, b""
         if not self._write(data):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
-        """After `data`, its last frames."""
+        """Ends the stream after `data`, its last events."""
         self.ended = True
         await self._send({"type": "http.response.body", "body": data})
 
     def abort(self) -> None:
-        """Closes the connection, whatever was not read of it."""
+        """Closes the connection, even with unread data."""
         self.scope["state"][ABORT]()
 
     async def _begin(self, status: int, headers: list[Header], content_type: bytes) -> None:
@@ -139,14 +143,14 @@ class Exchange:
 
 
 def _never(data: bytes) -> bool:
-    """Where nobody says how to write."""
+    """Used if the server provides no direct write."""
     return False
 
 
 def _check_size(size_bytes: int, limit_bytes: int) -> None:
     if size_bytes > limit_bytes:
         raise HttpRefusal(
-            f"the body has {size_bytes} bytes or more; at most {limit_bytes} are taken"
+            f"the body has at least {size_bytes} bytes, more than the limit of {limit_bytes}"
             " (service.max_message_bytes); send less",
             413,
             "request_too_large",

@@ -1,11 +1,11 @@
-"""The fields of a JSON object that a client sent, each read by name and type.
+"""The fields of a JSON object from a client, read by name and type.
 
     fields = Fields.of(body)
     temperature = fields.read("temperature", NUMBER)
 
-What has the wrong type is an InvalidRequestError that names the field, the rule and the value; null
-is as if the field were absent; `unread` names what nobody asked for. Fields stay JSON text until
-they are read, so that what is not wanted costs next to nothing."""
+A wrong type raises an InvalidRequestError with the field, the rule and the value. null counts as
+absent. `unread` lists the fields that no code read. Fields stay JSON text until they are read, so
+unused ones cost next to nothing."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from jdisagg.request import at_most
 T = TypeVar("T")
 
 SHOWN_CHARACTERS = 80
-# What is beyond these would hold up other requests while it is looked at.
+# Larger objects would delay other requests while they are decoded.
 MAX_FIELDS = 1024
 MAX_PARTS = 16_384
 
@@ -29,14 +29,14 @@ _any = msgspec.json.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class FieldKind(Generic[T]):
-    """A type that a field may have: what reads it from JSON, and its name in errors."""
+    """A type of a field: its decoder, and its name in errors."""
 
     rule: str
     decode: Callable[[msgspec.Raw], T]
 
 
 def _whole(raw: msgspec.Raw) -> int:
-    """An integer; 16.0 is one, as in JavaScript."""
+    """Decodes an integer. 16.0 is one, as in JavaScript."""
     try:
         return _integer(raw)
     except msgspec.ValidationError:
@@ -66,7 +66,8 @@ ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
 
 
 class Fields:
-    """`path` stands before the names in errors: "messages[2]." of a part of a request."""
+    """The fields of one object. `path` precedes the names in errors, such as "messages[2]." for a
+    part of a request."""
 
     def __init__(self, raw: Mapping[str, msgspec.Raw], path: str = "") -> None:
         self._raw = raw
@@ -75,7 +76,7 @@ class Fields:
 
     @classmethod
     def of(cls, body: bytes) -> "Fields":
-        """Raises InvalidRequestError for what is no JSON object."""
+        """Reads a body. Raises InvalidRequestError if it is not a JSON object."""
         try:
             body.decode("utf-8")
             read = _object.decode(body)
@@ -89,7 +90,7 @@ class Fields:
             raise InvalidRequestError("the body must be a JSON object; send {...}") from None
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequestError(
-                f"the body is no valid JSON: {error}; send a JSON object"
+                f"the body is not valid JSON: {error}; send a JSON object"
             ) from None
 
     @property
@@ -98,15 +99,15 @@ class Fields:
 
     @property
     def path(self) -> str:
-        """What stands before the names in errors."""
+        """Prefix of the names in errors."""
         return self._path
 
     def raw(self, name: str) -> msgspec.Raw:
-        """The JSON text of a field that is there."""
+        """Returns the JSON text of a present field."""
         return self._raw[name]
 
     def has(self, name: str) -> bool:
-        """Whether it is there and not null."""
+        """Whether the field is present and not null."""
         raw = self._raw.get(name)
         if raw is None:
             return False
@@ -114,7 +115,7 @@ class Fields:
         return bytes(raw) != b"null"
 
     def read(self, name: str, kind: FieldKind[T]) -> T | None:
-        """Its value; None where it is absent or null. Raises InvalidRequestError."""
+        """Returns the value, or None if it is absent or null. Raises InvalidRequestError."""
         if not self.has(name):
             return None
         raw = self._raw[name]
@@ -127,19 +128,19 @@ class Fields:
             ) from None
 
     def given(self, name: str, kind: FieldKind[T]) -> T:
-        """As `read`, of what must be there."""
+        """Returns the value of a required field."""
         value = self.read(name, kind)
         if value is None:
             raise InvalidRequestError(f"{self._path}{name} is missing: send {kind.rule}")
         return value
 
     def part(self, name: str) -> "Fields":
-        """The fields of an object in this one; of none where it is absent."""
+        """Returns the fields of a nested object, without any if it is absent."""
         return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
 
     def parts(self, name: str, most: int = MAX_PARTS) -> "list[Fields] | None":
-        """The fields of each object in a list; None where it is absent. Raises InvalidRequestError
-        for more than `most`, before they are looked at."""
+        """Returns the fields of each object in a list, or None if it is absent. Raises
+        InvalidRequestError for more than `most`, before they are decoded."""
         listed = self.read(name, _LIST)
         if listed is None:
             return None
@@ -153,10 +154,11 @@ class Fields:
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
     def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
-        """Raises InvalidRequestError where a field that is not served asks for something.
+        """Raises InvalidRequestError if an unsupported field is set to more than a no-op value.
 
         Args:
-          refused: By name, the values that ask for nothing, and what to do instead."""
+            refused: By field name, the no-op values and what to do instead.
+        """
         for name in self._raw.keys() & refused.keys():
             neutral, remedy = refused[name]
             if self.has(name) and self.read(name, ANYTHING) not in neutral:
@@ -165,7 +167,7 @@ class Fields:
                 )
 
     def ignore(self, *names: str) -> None:
-        """They are known, and say nothing to this server."""
+        """Marks fields as known but without effect."""
         self._read.update(names)
 
     def unread(self) -> list[str]:
@@ -173,6 +175,6 @@ class Fields:
 
 
 def shown(raw: msgspec.Raw) -> str:
-    """The beginning of a JSON text."""
+    """Returns the beginning of a JSON text, for errors."""
     text = bytes(raw)[: 4 * SHOWN_CHARACTERS].decode("utf-8", "ignore")
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

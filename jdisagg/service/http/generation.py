@@ -1,9 +1,10 @@
-"""The HTTP door's generation: /v1/completions, chat/completions and responses over a `Frontend`.
+"""Generation endpoints of the HTTP API: /v1/completions, /v1/chat/completions and /v1/responses
+over a `Frontend`.
 
-A request of several prompts is as many requests of the frontend, run side by side. The status of a
-reply is known when its first event comes; until then an error is a status, from then on the last
-event of the stream. A client that waits long for it is kept by comments meanwhile. Decides nothing:
-errors are left to the guard."""
+A request with several prompts runs as that many requests of the frontend, side by side. The status
+of a reply is decided when its first event arrives: an earlier error becomes a status, a later one
+the last event of the stream. During a long wait, comments keep the connection open. Errors are left
+to the guard."""
 
 import asyncio
 import contextlib
@@ -17,9 +18,10 @@ from contextlib import ExitStack, aclosing
 
 from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
 from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
-from jdisagg.errors import DeadlineExceededError, first_error
+from jdisagg.errors import first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage
+from jdisagg.service.calls import read_in_time
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.exchange import Exchange
 from jdisagg.service.http.fields import Fields
@@ -35,7 +37,6 @@ from jdisagg.service.http.replies import (
 from jdisagg.service.http.requests import Asked, chat_from, completion_from, ignored_header
 from jdisagg.service.http.response_replies import ResponseReply
 from jdisagg.service.http.responses import response_from
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 COMMENT_SECONDS = 10.0
 THREAD_ABOVE_TOKENS = 64
@@ -46,7 +47,7 @@ _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
 
 
 class HttpGeneration:
-    """`completions`, `chats` and `responses` answer a request each. `limit_bytes`: of a body."""
+    """One method per endpoint. `limit_bytes` is the size limit of a request body."""
 
     def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
         self._frontend = frontend
@@ -101,7 +102,8 @@ class HttpGeneration:
         records: ExitStack,
         take_apart: bool,
     ) -> "list[_Run]":
-        """All prompts are validated before the first is run. `take_apart`: the answers."""
+        """Builds the runs of all prompts, which validates them before the first one starts.
+        `take_apart` means that answers are parsed into content, reasoning and calls."""
         runs: list[_Run] = []
         numbers = 0
         for number, prompt in enumerate(asked.prompts):
@@ -134,7 +136,7 @@ class HttpGeneration:
 
 
 class _Run:
-    """One prompt: its events, and what its choices have come to."""
+    """One prompt: its events and the state of its choices."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class _Run:
         echo: str,
     ) -> None:
         count = request.sampling.n
-        self._usage: Usage | None = None  # what the path said, with the last event
+        self._usage: Usage | None = None  # reported with the last event
         self._made_tokens = 0
         self.choices = [
             ReplyChoice(number * count + child, request.prompt_token_ids, echo, asked.of_prompt)
@@ -161,39 +163,29 @@ class _Run:
 
     @property
     def usage(self) -> Usage:
-        """Until now."""
+        """Usage so far."""
         return self._usage or Usage(len(self._request.prompt_token_ids), self._made_tokens)
 
     async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
-        """Gives each event to `take`, with its choice, and whether it is the choice's first."""
-        request, record, begun = self._request, self._record, self._begun
-        seconds = request.deadline_seconds
-        assert seconds is not None, "the front gives every request one"
-        try:
-            async with (
-                asyncio.timeout(seconds + DEFAULT_TIMEOUTS.call.unread_seconds),
-                aclosing(self._events) as events,
-            ):
-                async for event in events:
-                    record.seen(event)
-                    if event.prompt_logprobs is not None:
-                        for choice in self.choices:
-                            choice.prompt_logprobs = event.prompt_logprobs
-                    if self._answerless:
-                        event = _without_answer(event)
-                    first = event.child not in begun
-                    if first:
-                        begun.add(event.child)
-                        if self._echo:
-                            event = dataclasses.replace(event, text=self._echo + event.text)
-                    self._made_tokens += len(event.token_ids)
-                    self._usage = event.usage
-                    await take(self.choices[event.child], event, first)
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"request {request.request_id!r}: its {seconds:g} s passed and its events were not"
-                " read; read faster"
-            ) from None
+        """Passes each event to `take` with its choice and whether it is the choice's first
+        event."""
+        begun = self._begun
+        async with read_in_time(self._request), aclosing(self._events) as events:
+            async for event in events:
+                self._record.seen(event)
+                if event.prompt_logprobs is not None:
+                    for choice in self.choices:
+                        choice.prompt_logprobs = event.prompt_logprobs
+                if self._answerless:
+                    event = _without_answer(event)
+                first = event.child not in begun
+                if first:
+                    begun.add(event.child)
+                    if self._echo:
+                        event = dataclasses.replace(event, text=self._echo + event.text)
+                self._made_tokens += len(event.token_ids)
+                self._usage = event.usage
+                await take(self.choices[event.child], event, first)
 
 
 def _without_answer(event: StreamEvent) -> StreamEvent:
@@ -205,8 +197,8 @@ def _without_answer(event: StreamEvent) -> StreamEvent:
 
 
 async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
-    """Of a long prompt's log-probabilities there is much to write: in a thread, so that it delays
-    no other stream."""
+    """Runs `make`, in a thread if it formats many prompt log-probabilities, so that it delays no
+    other stream."""
     numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
     return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
 
@@ -228,7 +220,7 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> Non
     async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
         nonlocal opened
         if not opened:
-            async with opening:  # several prompts may begin at once
+            async with opening:  # several prompts may start at once
                 began.set()
                 await comments
                 if not exchange.begun:
@@ -249,10 +241,10 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> Non
 
 
 async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
-    """Until there is something to say: what lies between closes connections without a byte."""
+    """Sends comments until the first event, because proxies close idle connections."""
     while not began.is_set():
         try:
-            # Not wait_for, which before Python 3.12 loses a cancel that comes with the event.
+            # wait_for loses a cancellation that coincides with the event before Python 3.12.
             async with asyncio.timeout(COMMENT_SECONDS):
                 await began.wait()
         except TimeoutError:
@@ -262,7 +254,7 @@ async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
 
 
 async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
-    """All of them; the first that fails ends the others."""
+    """Runs all coroutines. The first failure cancels the others."""
     if len(runs) == 1:
         return await runs[0]
     try:
@@ -275,7 +267,7 @@ async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
 
 @contextlib.contextmanager
 def _watched(exchange: Exchange) -> Iterator[None]:
-    """Cancels the current task when the client goes away."""
+    """Cancels the current task when the client disconnects."""
     task = asyncio.current_task()
     assert task is not None
     watching = asyncio.ensure_future(exchange.gone())
@@ -299,17 +291,18 @@ def _sum(runs: Sequence[_Run]) -> Usage:
 
 
 def check_model(name: str, frontend: Frontend) -> None:
-    """Raises HttpRefusal where another model is asked for."""
+    """Raises HttpRefusal if the request names another model."""
     if name not in ("", frontend.model.name):
         raise HttpRefusal(
-            f"model must be {frontend.model.name!r}, the one that is served, got {name[:80]!r}",
+            f"model must be {frontend.model.name!r}, the served model, got {name[:80]!r}",
             404,
             "model_not_found",
         )
 
 
 def _request_id(exchange: Exchange) -> str:
-    """What the client calls it, made unique: clients that try again send the same name."""
+    """Returns the client's own request id with a random suffix, because clients repeat it on
+    retries. Without one, the whole id is random."""
     drawn = secrets.token_hex(16)
     given = exchange.headers.get(REQUEST_ID.decode(), "")
     return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn

@@ -1,8 +1,8 @@
-"""What clients of the OpenAI API ask of an answer's form, as a `Grammar`.
+"""Reads the form of an answer that an OpenAI client requests, as a `Grammar`.
 
-OpenAI's `response_format` (in /v1/responses `text.format`), vLLM's `structured_outputs`, and the
-older `guided_*`, which mean the same; structural tags in either. A schema is passed on as it was
-written: the order of its properties is that of the answer."""
+Supports OpenAI's `response_format` (`text.format` in /v1/responses), vLLM's `structured_outputs`
+and the older `guided_*` with the same meaning, and structural tags in all of them. A schema keeps
+its text, because the order of its properties is that of the answer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
 def _schema(raw: msgspec.Raw) -> str:
-    """An object, or a text that holds one: some clients send it so."""
+    """Decodes an object, or a text with an object, as some clients send it."""
     given = bytes(raw)
     if given.startswith(b'"'):
         return _text(raw)
@@ -32,7 +32,7 @@ def _schema(raw: msgspec.Raw) -> str:
 
 
 def _structural(raw: msgspec.Raw) -> Mapping[str, object]:
-    """An object, or a text that holds one, as vLLM's clients send it."""
+    """Decodes an object, or a text with an object, as vLLM's clients send it."""
     given = bytes(raw)
     return _plain_object(_text(raw) if given.startswith(b'"') else given)
 
@@ -43,17 +43,17 @@ _SCHEMA = FieldKind("a JSON schema", _schema)
 _TAG: FieldKind[Mapping[str, object]] = FieldKind("a structural tag", _structural)
 _STRUCTURAL = ("structures", "triggers", "format")
 _CHOICES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
-# By name in `structured_outputs`, and without `guided_`.
+# By name in `structured_outputs`, and by name after `guided_`.
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.LARK}
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "whitespace_pattern": ((), "blanks within JSON are for the model to choose"),
+    "whitespace_pattern": ((), "the model chooses the whitespace within JSON"),
     "disable_additional_properties": ((False,), "write additionalProperties into the schema"),
 }
 
 
 def grammar_from(fields: Fields) -> Grammar | None:
-    """What a request of completions or chats asks for. Raises InvalidRequestError naming the field,
-    also where it asks twice."""
+    """Reads the grammar of a completion or chat request. Raises InvalidRequestError with the
+    field's name, also if two fields set one."""
     with named_as_sent(fields):
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
@@ -63,13 +63,13 @@ def grammar_from(fields: Fields) -> Grammar | None:
     asked = [(name, grammar) for name, grammar in found.items() if grammar is not None]
     if len(asked) > 1:
         raise InvalidRequestError(
-            f"{asked[0][0]} and {asked[1][0]} both say what the answer must be; send one of them"
+            f"{asked[0][0]} and {asked[1][0]} both restrict the answer; send one of them"
         )
     return asked[0][1] if asked else None
 
 
 def grammar_of_response(fields: Fields) -> Grammar | None:
-    """What `text` of /v1/responses asks for."""
+    """Reads the grammar in `text` of /v1/responses."""
     text = fields.part(RESPONSE_TEXT)
     text.ignore("verbosity")
     with named_as_sent(fields):
@@ -78,7 +78,7 @@ def grammar_of_response(fields: Fields) -> Grammar | None:
 
 @contextmanager
 def named_as_sent(fields: Fields) -> Iterator[None]:
-    """An error about the grammar names the field that it came in."""
+    """Makes errors about the grammar name the field that it came from."""
     try:
         yield
     except InvalidRequestError as error:
@@ -89,7 +89,8 @@ def named_as_sent(fields: Fields) -> Iterator[None]:
 
 
 def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
-    """`nested`: the schema is in a part of its own, which has its name beside it."""
+    """Reads one format. `nested` means that the schema is in an object of its own, beside its
+    name."""
     if not format.names:
         return None
     kind = format.given("type", TEXT)
@@ -99,15 +100,13 @@ def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
         return Grammar(GrammarKind.JSON_OBJECT)
     if kind == "json_schema":
         part = format.part("json_schema") if nested else format
-        # `strict` changes nothing: what does not follow the schema cannot come
+        # `strict` has no effect, because answers always follow the schema.
         part.ignore("name", "description", "strict")
         return Grammar(GrammarKind.JSON_SCHEMA, part.given("schema", _SCHEMA))
     if kind == "structural_tag":
         parts = {name: format.read(name, ANYTHING) for name in _STRUCTURAL if format.has(name)}
         return _of_tag(parts, format.path)
-    raise InvalidRequestError(
-        f"{format.path}type must be {_FORMATS}, got {kind[:80]!r}; send one of those"
-    )
+    raise InvalidRequestError(f"{format.path}type must be {_FORMATS}, got {kind[:80]!r}")
 
 
 def _of_structured(fields: Fields, prefix: str) -> Grammar | None:
@@ -129,8 +128,8 @@ def _of_structured(fields: Fields, prefix: str) -> Grammar | None:
     if len(found) > 1:
         kinds = " and ".join(grammar.kind.value for grammar in found)
         raise InvalidRequestError(
-            f"{fields.path}{prefix}* says in {len(found)} ways what the answer must be: {kinds};"
-            " send one of them"
+            f"{fields.path}{prefix}* restricts the answer in {len(found)} ways: {kinds}; send one"
+            " of them"
         )
     return found[0] if found else None
 

@@ -1,8 +1,9 @@
-"""The guard of the HTTP door: what holds for every request, whichever its path is.
+"""The guard of the HTTP API: what applies to every request, whatever its path.
 
-Refuses requests without the service's token and, while draining, all; turns our errors into typed
-statuses, anything else into 500 and a log entry; cancels what a client that went away had asked
-for; knows which requests run, and can cut them short. As `guard.py` is for gRPC."""
+It refuses requests without a valid token and, during a drain, all requests. It turns our errors
+into typed statuses, and any other exception into 500 and a log entry. It cancels the work of a
+client that disconnected, tracks running requests, and can cancel them. It is the counterpart of
+`service/guard.py` for gRPC."""
 
 import asyncio
 import logging
@@ -11,13 +12,13 @@ from collections.abc import Awaitable, Callable
 from jdisagg.caller import Caller, calling
 from jdisagg.errors import JdisaggError, UnauthenticatedError
 from jdisagg.service.bearer import Tokens, identify
-from jdisagg.service.draining import DrainingGuard, cut_short, shutting_down
+from jdisagg.service.calls import DrainingGuard, cut_short, internal_error, shutting_down
 from jdisagg.service.http.errors import HttpRefusal, error_body, error_headers, http_status
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.trace_context import incoming, within
 
 Handler = Callable[[Exchange], Awaitable[None]]
-# How long a client that does not read may keep an error from being its last event.
+# Time limit for sending the final error to a client that does not read.
 LAST_SECONDS = 1.0
 ANY_METHOD = ""
 
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class HttpGuard(DrainingGuard):
-    """`refused` gets the path and the error of every request that is answered before it reaches its
-    handler."""
+    """The guard of one server. `refused` is called with the path and the error of every request
+    that fails before it reaches its handler."""
 
     def __init__(self, tokens: Tokens, refused: Callable[[str, JdisaggError], None]) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class HttpGuard(DrainingGuard):
         self._refused = refused
 
     async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
-        """Answers one request."""
+        """Handles one request."""
         task = asyncio.current_task()
         assert task is not None
         served = False
@@ -59,15 +60,12 @@ class HttpGuard(DrainingGuard):
             await self._fail(exchange, error)
         except Exception as error:
             log.exception("%s failed", exchange.scope["path"])
-            name = type(error).__name__
-            await self._fail(
-                exchange, JdisaggError(f"internal error ({name}); the server's log says more")
-            )
+            await self._fail(exchange, internal_error(error))
         finally:
             self._running.discard(task)
 
     def _check(self, endpoint: "Endpoint", exchange: Exchange) -> Caller:
-        """Who calls. Raises what refuses the request."""
+        """Returns the caller, or raises the error that refuses the request."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
         if endpoint.method not in (asked, ANY_METHOD):
@@ -80,15 +78,14 @@ class HttpGuard(DrainingGuard):
         caller = identify(self._tokens, exchange.headers.get("authorization", ""))
         if caller is None:
             raise UnauthenticatedError(
-                "the server asks for an API key; send one that it knows as `authorization: Bearer"
-                " ...`"
+                "the server requires an API key; send a valid one as `authorization: Bearer ...`"
             )
         if self._refusing or self._cutting:
             raise shutting_down()
         return caller
 
     async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:
-        """The error as the reply, or, in a stream that had begun, as its last event."""
+        """Sends the error as the reply, or as the last event of a stream that had begun."""
         body = error_body(error, exchange.fields)
         try:
             async with asyncio.timeout(LAST_SECONDS):
@@ -102,10 +99,15 @@ class HttpGuard(DrainingGuard):
 
 
 class Endpoint:
-    """An ASGI application: `handle` for requests of one method, behind the guard.
+    """An ASGI application that calls `handle` for requests of one method, behind the guard.
 
-    open: no token is asked for, and a drain neither refuses nor waits for it. logs: the handler
-    counts its requests' errors itself."""
+    Args:
+        guard: The server's guard.
+        method: HTTP method, or ANY_METHOD.
+        handle: The handler.
+        open: Whether no token is required, and a drain neither refuses nor waits for it.
+        logs: Whether the handler counts its errors itself.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""The web page at `/`, and the JSON that it shows: the cluster as GetStatus tells it, the router's
-last decisions, the timelines of requests that were traced, the guide's simulations.
+"""The web page at `/` and the JSON it shows: the cluster as reported by GetStatus, the router's
+last decisions, timelines of traced requests, and the guide's simulations.
 
-The page is files of the package (`web/`): plain HTML, CSS and JavaScript that ask this server and
-nobody else, which its content security policy holds. The files are open to all, what they show is
-not: the JSON needs what GetStatus needs. A timeline is found by its trace id, which the client
-drew; the list of the latest is not for tokens that belong to a tenant."""
+The page consists of files of the package (`web/`): plain HTML, CSS and JavaScript that only contact
+this server, which the content security policy enforces. The files are open to all, while the JSON
+requires the same token as GetStatus. A timeline is found by its trace id, which the client chose.
+Tokens of a tenant cannot list the latest timelines."""
 
 import functools
 import importlib.resources
@@ -45,22 +45,27 @@ _encode = msgspec.json.encode
 
 
 class GuidePort(Protocol):
-    """Who simulates what the interactive guide asks. `crowded`: requests wait meanwhile."""
+    """Answers the simulation questions of the interactive guide. `crowded` means that requests are
+    waiting."""
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PageSources:
-    """What the page shows beside what the frontend knows. `recent`: timelines of requests; `guide`:
-    None where there is none."""
+    """Data that the page shows beside the frontend's.
+
+    Attributes:
+        recent: Timelines of recent requests, or None.
+        guide: Simulates for the guide, or None if it is off.
+    """
 
     recent: RecentRequests | None = None
     guide: GuidePort | None = None
 
 
 class Page:
-    """`ready` is told with each status: what /health says."""
+    """The page's endpoints. `ready` is what /health reports, and part of each status."""
 
     def __init__(self, frontend: Frontend, sources: PageSources) -> None:
         self.ready = False
@@ -69,7 +74,7 @@ class Page:
         self._chats: dict[str, bool] = {}
 
     def endpoints(self, guard: HttpGuard) -> dict[str, Endpoint]:
-        """By their paths."""
+        """Returns the endpoints by path."""
         return {
             "/": Endpoint(guard, "GET", self._index, open=True),
             "/web/{name}": Endpoint(guard, "GET", self._file, open=True),
@@ -102,7 +107,8 @@ class Page:
         )
 
     async def _timelines(self, exchange: Exchange) -> None:
-        """The latest requests that were traced; of all tenants, so that none of them is told."""
+        """Lists the latest traced requests. The list covers all tenants, so tokens of a tenant get
+        none."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         await _reply(exchange, {"requests": known[:SHOWN_REQUESTS]})
@@ -114,7 +120,7 @@ class Page:
     async def _guide(self, exchange: Exchange) -> None:
         if self._sources.guide is None:
             raise HttpRefusal(
-                "the guide is off here; start the server with --set=service.http_guide=true",
+                "the guide is off; start the server with --set=service.http_guide=true",
                 404,
                 "not_found",
             )
@@ -135,7 +141,7 @@ class Page:
         }
 
     async def _can_chat(self, model: str) -> bool:
-        """Whether its tokenizer has a template for chats."""
+        """Whether the model's tokenizer has a chat template."""
         if model not in self._chats:
             try:
                 await self._frontend.tokenize(ChatPrompt((ChatMessage("user", "Hello"),)))
@@ -177,7 +183,9 @@ async def _reply_file(exchange: Exchange, name: str) -> None:
     body = _files().get(name)
     if body is None:
         raise HttpRefusal(
-            f"{name[:80]!r} is no file of the web page; it begins at /", 404, "not_found"
+            f"Not found: {name[:80]!r} is not a file of the web page, which is at /",
+            404,
+            "not_found",
         )
     kind = TYPES[name[name.rindex(".") :]] + b"; charset=utf-8"
     await exchange.reply(body, content_type=kind, headers=HEADERS)

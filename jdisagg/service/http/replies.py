@@ -1,16 +1,18 @@
-"""What the HTTP door answers to generation requests: OpenAI's objects, whole or in chunks.
+"""Replies to generation requests: OpenAI's objects, whole or in chunks, with log-probabilities of
+prompts in vLLM's field `prompt_logprobs` and in OpenAI's `logprobs` of an echoed prompt.
 
-A chunk is preformatted: all but the text, the tokens and the end of it is bytes that were made once
-a request. One frame carries what one event of the stream carries. Knows no connection."""
+Chunks are preformatted: all bytes except text, tokens and the end are made once per request. One
+frame carries one event of the stream. Log-probabilities of prompts are written token by token as
+JSON text, because Python objects for a long prompt would fill memory. Knows no connection."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.chat.reasoning_count import token_places
+from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
-from jdisagg.service.http.prompt_logprobs import EchoedPrompt, echoed, field_of, top_by_text
 from jdisagg.service.http.requests import OfPrompt, Streaming
 
 DONE = b"data: [DONE]\n\n"
@@ -22,8 +24,8 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 
 
 class Pieces:
-    """The text of single tokens, each asked for once. `as_ids`: their ids instead, as vLLM writes
-    them."""
+    """Caches the text of single tokens. With `as_ids` it returns their ids instead, in vLLM's
+    form."""
 
     def __init__(self, text_of: Callable[[int], str], known: dict[int, str], as_ids: bool) -> None:
         self._text_of = text_of
@@ -41,7 +43,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every object of one reply says. `told`: what a response says again of what was asked."""
+    """Fields common to all objects of one reply. `told` are fields of the request that a response
+    repeats."""
 
     id: str
     created: int
@@ -51,10 +54,27 @@ class Heading:
 
 
 @dataclass(slots=True)
+class EchoedPrompt:
+    """Entries of `logprobs` that precede those of an answer. `top` is JSON text."""
+
+    tokens: list[str]
+    offsets: list[int]
+    logprobs: list[float | None]
+    top: list[msgspec.Raw]
+
+
+@dataclass(slots=True)
 class ReplyChoice:
-    """What one answer has come to. `prompt`: the token ids that it follows, `prompt_logprobs`
-    theirs, of which `of_prompt` is told; `echo`: the prompt's text, where it stands before the
-    answer's. `offset`: where its next token stands in its text, in characters."""
+    """The state of one answer.
+
+    Attributes:
+        index: Index of the choice in the reply.
+        prompt: Token ids of the prompt.
+        echo: Text of the prompt, if it precedes the answer.
+        of_prompt: Which log-probabilities of the prompt are reported.
+        prompt_logprobs: Log-probabilities of the prompt, once known.
+        offset: Position of the next token in the text, in characters.
+    """
 
     index: int
     prompt: Sequence[int] = ()
@@ -86,34 +106,29 @@ class ReplyChoice:
     def text(self) -> str:
         return "".join(self.texts)
 
-    @property
-    def echoes(self) -> bool:
-        """Whether the prompt's tokens stand before the answer's."""
-        return self.of_prompt.echoed is not None and self.prompt_logprobs is not None
-
     def echoed(self, piece: Callable[[int], str]) -> EchoedPrompt | None:
-        """The prompt's tokens; the answer's stand behind its text."""
+        """Returns the prompt's tokens if they are echoed, and moves `offset` behind them."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
         self.offset = len(self.echo)
-        return echoed(self.prompt, self.echo, found, top, piece)
+        return _echoed_prompt(self.prompt, self.echo, found, top, piece)
 
     def told(self, piece: Callable[[int], str]) -> Json:
-        """The field `prompt_logprobs`, where it was asked for."""
+        """Returns the field `prompt_logprobs` if it was requested."""
         found, top = self.prompt_logprobs, self.of_prompt.told
         if found is None or top is None:
             return {}
-        return {"prompt_logprobs": field_of(self.prompt, found, top, piece)}
+        return {"prompt_logprobs": _prompt_logprobs_field(self.prompt, found, top, piece)}
 
 
 class Reply:
-    """The objects of one request. Subclasses say how chats and completions differ."""
+    """Builds the objects of one request. Subclasses implement chats and completions."""
 
     whole_object = ""
     chunk_object = ""
-    prompt_in_choice = False  # whether a choice, or the reply, says the prompt's token ids
-    takes_apart = False  # whether it tells reasoning and calls of tools from words
+    prompt_in_choice = False  # whether the prompt's token ids are in the choice, or in the reply
+    takes_apart = False  # whether reasoning and tool calls are separate from content
 
     def __init__(
         self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
@@ -133,14 +148,21 @@ class Reply:
         self._start = b"data: " + _encode(self._heading)[:-1]
         self._choices = self._start + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if streaming.usage else b"}]}\n\n"
-        # Most events are words alone: what then stands behind them.
+        # Most events have text only. These are the bytes that then follow it.
         self._plain = not token_ids and not self._continuous
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
     ) -> bytes:
-        """The frame of one event. `first`: of this choice; `usage`: until now."""
+        """Returns the frame of one event.
+
+        Args:
+            choice: The event's choice.
+            event: The event.
+            first: Whether it is the first event of this choice.
+            usage: Returns the usage so far.
+        """
         reason, some = event.finish_reason, event.logprobs
         if self._plain and not first and not some and reason is None:
             return b"%b%d,%b%b" % (self._choices, choice.index, self._new(event, first), self._rest)
@@ -168,26 +190,26 @@ class Reply:
         return b"".join(parts)
 
     def end(self, usage: Usage) -> bytes:
-        """The last frames of a stream."""
+        """Returns the last frames of a stream."""
         return (self._usage_chunk(usage) if self._says_usage else b"") + DONE
 
     def _usage_chunk(self, usage: Usage) -> bytes:
-        """Without choices."""
+        """Returns the chunk that has usage and no choices."""
         return self._start + b',"choices":[],"usage":' + _encode(usage_of(usage)) + b"}\n\n"
 
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
-        """The reply that is not streamed."""
+        """Returns a reply that is not streamed."""
         made = [self._choice(choice) for choice in choices]
         also = {} if self.prompt_in_choice else self._of_prompt(choices[0])
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
 
     def _of_prompt(self, choice: ReplyChoice) -> Json:
-        """What is said of the prompt."""
+        """Returns the fields about the prompt."""
         ids: Json = {"prompt_token_ids": choice.prompt} if self._token_ids else {}
         return ids | choice.told(self._pieces)
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        """What a chunk says of an event. `first`: of its choice."""
+        """Returns the new part of a chunk. `first` means the first event of its choice."""
         raise NotImplementedError
 
     def _said(self, choice: ReplyChoice) -> Json:
@@ -200,7 +222,7 @@ class Reply:
         choice: ReplyChoice,
         echoed: EchoedPrompt | None,
     ) -> Json:
-        """`echoed`: what stands before these."""
+        """Returns the field `logprobs`, with the entries of `echoed` before the others."""
         raise NotImplementedError
 
     def _choice(self, choice: ReplyChoice) -> Json:
@@ -219,14 +241,14 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """Replies of /v1/chat/completions."""
 
     takes_apart = True
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        # The role comes with the first text: clients take the first chunk for the first token.
+        # The role comes with the first text, because clients treat the first chunk as first token.
         start = b'"delta":{"role":"assistant","content":' if first else b'"delta":{"content":'
         if not event.reasoning and not event.tool_calls:
             return start + _encode(event.text) + b"}" if event.text or first else b'"delta":{}'
@@ -257,14 +279,16 @@ class ChatReply(Reply):
         choice: ReplyChoice,
         echoed: EchoedPrompt | None,
     ) -> Json:
-        content = [
+        return {"content": self._tokens(token_ids, logprobs), "refusal": None}
+
+    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Json]:
+        return [
             {
                 **self._token(token_id, one.logprob),
                 "top_logprobs": [self._token(other, value) for other, value in one.top],
             }
-            for token_id, one in zip(token_ids, logprobs, strict=True)
+            for token_id, one in zip(token_ids, logprobs, strict=False)
         ]
-        return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> Json:
         text = self._pieces(token_id)
@@ -273,7 +297,7 @@ class ChatReply(Reply):
 
 
 class CompletionReply(Reply):
-    """Of /v1/completions."""
+    """Replies of /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
     prompt_in_choice = True
@@ -297,7 +321,7 @@ class CompletionReply(Reply):
             offsets.append(choice.offset)
             choice.offset += len(text)
         top = [
-            top_by_text(text, one.logprob, one.top, self._pieces)
+            _top_by_text(text, one.logprob, one.top, self._pieces)
             for text, one in zip(tokens, logprobs, strict=True)
         ]
         values = [one.logprob for one in logprobs]
@@ -311,7 +335,7 @@ class CompletionReply(Reply):
 
 
 def _reasoning(text: str) -> Json:
-    """Under the name that clients know, and the one that vLLM gives it now."""
+    """Uses the name that clients know and vLLM's current name."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -327,8 +351,7 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 
 def cached_of(usage: Usage) -> Json:
-    """What of the prompt was not computed; beside OpenAI's field ours, where it is known: it adds
-    up to the other."""
+    """Returns OpenAI's field of cached tokens, and beside it our field by tier, if known."""
     tiers = usage.cached_by_tier
     ours = {} if tiers is None else {"cached_tokens_by_tier": tiers.by_tier()}
     return {"cached_tokens": usage.cached_tokens, **ours}
@@ -345,3 +368,51 @@ def usage_of(usage: Usage) -> Json:
         "prompt_tokens_details": cached_of(usage),
         **({"completion_tokens_details": details} if details else {}),
     }
+
+
+def _prompt_logprobs_field(
+    prompt: Sequence[int], found: PromptLogprobs, top: int, piece: Callable[[int], str]
+) -> msgspec.Raw:
+    """Formats vLLM's field: null for the first token, then an object by token id per token, the
+    token itself first."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> bytes:
+        shown = _encode({"logprob": logprob, "rank": rank, "decoded_token": piece(token_id)})
+        return b'"%d":%b' % (token_id, shown)
+
+    def token(token_id: int, one: PromptToken) -> bytes:
+        likely = [
+            entry(other, logprob, rank)
+            for rank, (other, logprob) in enumerate(one.top[:top], 1)
+            if other != token_id
+        ]
+        return b"{%b}" % b",".join([entry(token_id, one.logprob, one.rank), *likely])
+
+    entries = [b"null", *(token(*one) for one in zip(prompt[1:], found, strict=True))]
+    return msgspec.Raw(b"[%b]" % b",".join(entries))
+
+
+def _echoed_prompt(
+    prompt: Sequence[int], text: str, found: PromptLogprobs, top: int, piece: Callable[[int], str]
+) -> EchoedPrompt:
+    """Returns the tokens of a prompt with text `text`. The offset of a token without text of its
+    own (a special token, or part of a character) is that of the next token."""
+    tokens = [piece(token_id) for token_id in prompt]
+    likely = [
+        msgspec.Raw(_encode(_top_by_text(own, one.logprob, one.top[:top], piece)))
+        for own, one in zip(tokens[1:], found, strict=True)
+    ]
+    return EchoedPrompt(
+        tokens,
+        [begin for begin, _ in token_places(tokens, text)],
+        [None, *(one.logprob for one in found)],
+        [msgspec.Raw(b"null"), *likely],
+    )
+
+
+def _top_by_text(
+    own: str, logprob: float, top: Sequence[tuple[int, float]], piece: Callable[[int], str]
+) -> dict[str, float]:
+    """Returns the likely tokens by text, as OpenAI does: always with the token itself. If two
+    tokens have the same text, the more likely one counts."""
+    return {own: logprob, **{piece(other): value for other, value in top[::-1]}}

@@ -1,8 +1,8 @@
-"""What clients of the OpenAI API ask for, as prompts and options of the `Frontend`.
+"""Requests of OpenAI clients as prompts and options of the `Frontend`.
 
-Fields that the engine has are read; those that it cannot do are refused by name, unless their value
-asks for nothing; those that mean nothing here are passed over. Values are for the `Frontend` to
-judge. The names are OpenAI's, and vLLM's for what OpenAI's API lacks."""
+Supported fields are read. Unsupported fields raise an error that names them, unless their value is
+a no-op. Fields without a meaning here are ignored. The `Frontend` validates values. Field names are
+OpenAI's, and vLLM's for features that OpenAI's API lacks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,24 +35,24 @@ MAX_IGNORED_SHOWN = 16
 _NUMBERS = ("temperature", "top_p", "min_p")
 _NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed", "min_tokens", "n", "prompt_logprobs")
-# A field that is refused: the values that ask for nothing, and what to do instead.
+# Unsupported fields: their no-op values, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "suffix": (("",), "put all of the text before what is to be written into the prompt"),
-    "use_beam_search": ((False,), "tokens are drawn; use n"),
-    "length_penalty": ((1,), "it belongs to beam search; leave it out"),
-    "spaces_between_special_tokens": ((True, False), "leave it out"),
-    "truncate_prompt_tokens": ((-1,), "cut the prompt yourself; /tokenize counts its tokens"),
+    "suffix": (("",), "put all of the preceding text into the prompt"),
+    "use_beam_search": ((False,), "use n for several sampled answers"),
+    "length_penalty": ((1,), "omit it, since there is no beam search"),
+    "spaces_between_special_tokens": ((True, False), "omit it"),
+    "truncate_prompt_tokens": ((-1,), "truncate the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
 }
 _REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
     "functions": (([],), "send them as tools"),
     "function_call": (("none", "auto"), "send tool_choice"),
-    "audio": ((), "text is all that is generated"),
-    "modalities": ((["text"],), "text is all that is generated"),
-    "web_search_options": ((), "the server searches nothing"),
-    "chat_template": ((), "the model's own is used"),
+    "audio": ((), "only text is generated"),
+    "modalities": ((["text"],), "only text is generated"),
+    "web_search_options": ((), "the server has no web search"),
+    "chat_template": ((), "the model's own template is used"),
     "documents": (([],), "put them into a message"),
-    "echo": ((False,), "the last message is known to you"),
+    "echo": ((False,), "join the last message and the answer yourself"),
 }
 _WITHOUT_MEANING = (
     *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
@@ -67,7 +67,12 @@ _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How a stream is sent. `usage`: a last chunk says it; `continuous_usage`: every chunk does."""
+    """How a stream is sent.
+
+    Attributes:
+        usage: Whether a last chunk reports usage.
+        continuous_usage: Whether every chunk reports usage.
+    """
 
     usage: bool = False
     continuous_usage: bool = False
@@ -75,8 +80,12 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class OfPrompt:
-    """How many of the most likely tokens are named beside each of the prompt's: `told` in the field
-    `prompt_logprobs`, `echoed` before the answer's `logprobs`; None: that is not there."""
+    """How many of the most likely tokens are reported for each prompt token, or None for no report.
+
+    Attributes:
+        told: In the field `prompt_logprobs`.
+        echoed: Before the answer's `logprobs`.
+    """
 
     told: int | None = None
     echoed: int | None = None
@@ -84,10 +93,17 @@ class OfPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. `streaming` None: the reply comes whole. `echo`: the prompt stands before the
-    text. `token_ids`: the reply has them; `tokens_as_ids`: log-probabilities name tokens so.
-    `of_prompt`: what the reply says of the prompt's own. `answerless`: of the one token that is
-    generated nothing is said. `told`: fields of the request that the reply says again."""
+    """One request.
+
+    Attributes:
+        streaming: None if the reply comes whole.
+        token_ids: Whether the reply has token ids.
+        tokens_as_ids: Whether log-probabilities name tokens by id.
+        echo: Whether the prompt precedes the text.
+        of_prompt: Which log-probabilities of the prompt are reported.
+        answerless: Whether the reply omits the one token that is generated.
+        told: Fields of the request that the reply repeats.
+    """
 
     prompts: tuple[Prompt, ...]
     options: SamplingOptions
@@ -107,7 +123,7 @@ class Asked:
 
 
 def completion_from(fields: Fields) -> Asked:
-    """A body of /v1/completions. Raises InvalidRequestError naming the field."""
+    """Reads a body of /v1/completions. Raises InvalidRequestError with the field's name."""
     options = sampling_options(fields)
     options["max_tokens"] = most = fields.read("max_tokens", INTEGER)
     options["logprobs"] = fields.read("logprobs", INTEGER)
@@ -119,14 +135,14 @@ def completion_from(fields: Fields) -> Asked:
     if scored is not None:
         options["prompt_logprobs"] = max(scored, told or 0)
         if most in (0, 1):
-            # Whoever scores a prompt counts on a token behind it, the end of a text too.
+            # Clients that score a prompt expect one token after it, even an end-of-text token.
             options["ignore_eos"] = True
     asked = asked_from(fields, completion_prompts(fields), options, echo)
     return replace(asked, of_prompt=OfPrompt(told, scored), answerless=answerless)
 
 
 def chat_from(fields: Fields) -> Asked:
-    """A body of /v1/chat/completions. Raises InvalidRequestError naming the field."""
+    """Reads a body of /v1/chat/completions. Raises InvalidRequestError with the field's name."""
     options = sampling_options(fields)
     most = fields.read("max_completion_tokens", INTEGER)
     older = fields.read("max_tokens", INTEGER)
@@ -141,12 +157,12 @@ def chat_from(fields: Fields) -> Asked:
 
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    """Of the field `prompt`: one, or several."""
+    """Reads the field `prompt`: one prompt or several."""
     given = fields.given("prompt", _PROMPT)
     if isinstance(given, str):
         return (given,)
     if not given:
-        raise InvalidRequestError("prompt is empty: an empty list; send some text")
+        raise InvalidRequestError("prompt is empty (an empty list); send some text")
     if all(isinstance(one, int) for one in given):
         return (_ids(given),)
     at_most("prompt", len(given), MAX_PROMPTS)
@@ -158,7 +174,7 @@ def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
 
 
 def ignored_header(fields: Fields) -> bytes:
-    """The fields that were passed over, for a header; empty where there are none."""
+    """Returns the names of unknown fields as a header value, or b"" if there are none."""
     unread = fields.unread()
     names = [name for name in unread if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_SHOWN]
     more = len(unread) - len(names)
@@ -171,7 +187,7 @@ def _ids(given: Sequence[object]) -> TokenPrompt:
 
 
 def sampling_options(fields: Fields) -> SamplingOptions:
-    """What both kinds of request have."""
+    """Reads the options common to all kinds of requests."""
     options = SamplingOptions(
         logit_bias=fields.read("logit_bias", BIASES),
         stop=fields.read("stop", TEXTS),
@@ -185,12 +201,12 @@ def sampling_options(fields: Fields) -> SamplingOptions:
     )
     numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}
     integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}
-    if integers["top_k"] == -1:  # of many clients: all
+    if integers["top_k"] == -1:  # means all tokens, as in vLLM
         integers["top_k"] = 0
     best_of = fields.read("best_of", INTEGER)
     if best_of is not None and best_of != (integers["n"] or 1):
         raise InvalidRequestError(
-            f"best_of={best_of} is not supported; ask for n answers and choose among them"
+            f"best_of={best_of} is not supported; request n answers and choose among them"
         )
     fields.refuse(_REFUSED)
     fields.ignore(*_WITHOUT_MEANING)
@@ -200,7 +216,7 @@ def sampling_options(fields: Fields) -> SamplingOptions:
 def asked_from(
     fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
-    """The request, of what is read already and of what all kinds of request have beside it."""
+    """Combines what was read with the remaining fields common to all kinds of requests."""
     wanted = fields.part("stream_options")
     streaming = Streaming(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))

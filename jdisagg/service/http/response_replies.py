@@ -1,7 +1,7 @@
-"""/v1/responses: OpenAI's objects and events of an answer.
+"""Replies of /v1/responses: OpenAI's objects and events.
 
-A response is reasoning, a message of text, and calls of tools, in the order in which they came,
-each complete before the next begins."""
+A response consists of reasoning, a text message and tool calls, in order of arrival. Each item is
+complete before the next begins."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
+from jdisagg.request import FinishReason, StreamEvent, ToolCallDelta, Usage
 from jdisagg.service.http.replies import ChatReply, Heading, Json, Pieces, ReplyChoice, cached_of
 from jdisagg.service.http.requests import Streaming
 
@@ -17,7 +17,7 @@ _encode = msgspec.json.encode
 
 
 class ResponseReply(ChatReply):
-    """A response: whole, or as the events that build it up. They are numbered."""
+    """A response, either whole or as numbered events that build it."""
 
     whole_object = chunk_object = "response"
     _number = -1
@@ -28,13 +28,14 @@ class ResponseReply(ChatReply):
         super().__init__(heading, streaming, pieces, token_ids)
         self._told = heading.told
         self._items: list[_Item] = []
-        self._open = False  # the last of them
-        self._held: list[Json] = []  # tokens that have given nothing yet
+        self._open = False  # whether the last item is open
+        self._held: list[Json] = []  # tokens that have produced no text yet
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
     ) -> bytes:
-        """The events of one event: at the first those that begin, at the last those that end."""
+        """Returns the frames of one event. The first event also opens the response, and the last
+        one closes it."""
         frames: list[bytes] = []
         if first:
             begun = self._response([], "in_progress", None, None)
@@ -43,7 +44,7 @@ class ResponseReply(ChatReply):
                 self._frame("response.in_progress", response=begun),
             ]
         ended = event.finish_reason
-        # more of a call that is open comes before thoughts and words, those before the next call
+        # Arguments of the open call precede reasoning and content, which precede the next call.
         for call in event.tool_calls:
             frames += self._call(call) if not call.name else []
         if event.reasoning:
@@ -68,7 +69,7 @@ class ResponseReply(ChatReply):
         return b"".join(frames)
 
     def _message(self, text: str, tokens: list[Json]) -> list[bytes]:
-        """More words."""
+        """Adds text to the message."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.MESSAGE:
             frames += self._begin(_Item(self._item_id("msg"), _Kind.MESSAGE))
@@ -79,7 +80,7 @@ class ResponseReply(ChatReply):
         return frames
 
     def _thought(self, text: str) -> list[bytes]:
-        """More reasoning."""
+        """Adds text to the reasoning."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.REASONING:
             frames += self._begin(_Item(self._item_id("rs"), _Kind.REASONING))
@@ -89,7 +90,7 @@ class ResponseReply(ChatReply):
         return frames
 
     def _call(self, call: ToolCallDelta) -> list[bytes]:
-        """A call, or more of its arguments."""
+        """Begins a call or adds to its arguments."""
         called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
         frames = self._begin(called) if called is not None else []
         if call.arguments:
@@ -106,7 +107,7 @@ class ResponseReply(ChatReply):
         return [*frames, self._added("response.output_item.added", item.shown("in_progress"))]
 
     def _close(self, cut: bool) -> list[bytes]:
-        """The last item is complete, or cut off."""
+        """Closes the open item, as complete or as cut off."""
         if not self._open:
             return []
         self._open, item = False, self._items[-1]
@@ -129,7 +130,7 @@ class ResponseReply(ChatReply):
         return [*frames, self._added("response.output_item.done", item.shown(_ended(cut)))]
 
     def end(self, usage: Usage) -> bytes:
-        """Nothing: the last event has said it."""
+        """Returns nothing, because the last event already closed the response."""
         return b""
 
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
@@ -176,22 +177,13 @@ class ResponseReply(ChatReply):
 
     @property
     def _open_kind(self) -> "_Kind | None":
-        """Of the item that goes on."""
+        """Kind of the open item."""
         return self._items[-1].kind if self._open else None
 
     def _item_id(self, kind: str) -> str:
-        """Of the next item."""
+        """Returns the id of the next item."""
         number = f"_{len(self._items)}" if self._items else ""
         return f"{kind}_{str(self._heading['id']).removeprefix('resp_')}{number}"
-
-    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Json]:
-        return [
-            {
-                **self._token(token_id, one.logprob),
-                "top_logprobs": [self._token(other, value) for other, value in one.top],
-            }
-            for token_id, one in zip(token_ids, logprobs, strict=False)
-        ]
 
     def _added(self, kind: str, item: Json) -> bytes:
         return self._frame(kind, output_index=len(self._items) - 1, item=item)
@@ -217,7 +209,8 @@ class _Kind(enum.Enum):
 
 @dataclass(slots=True)
 class _Item:
-    """What a response consists of. `call`: of that kind. `texts`: thoughts, words, or arguments."""
+    """One item of a response. `texts` are pieces of reasoning, content or arguments. `call` is set
+    for calls only."""
 
     id: str
     kind: _Kind

@@ -1,7 +1,7 @@
-"""/v1/responses, without state: what is asked for.
+"""Requests of /v1/responses, which are stateless here.
 
-Nothing is stored, so that what refers to an earlier response is refused; the client sends the
-conversation. The answer is `http_response_replies`'s."""
+Nothing is stored, so fields that refer to an earlier response are rejected, and the client sends
+the whole conversation. `response_replies` builds the reply."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,27 +23,27 @@ _INPUT = FieldKind(
     "a string or a list of messages",
     msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
 )
-# What a response says again of what was asked.
+# Fields of the request that a response repeats.
 _TOLD = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "temperature"),
     *("text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
 )
-_STATELESS = "the server keeps nothing; send the whole conversation as input"
+_STATELESS = "the server stores no responses; send the whole conversation as input"
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
     "conversation": ((), _STATELESS),
     "prompt": ((), _STATELESS),
-    "prompt_logprobs": ((), "ask /v1/chat/completions for them"),
+    "prompt_logprobs": ((), "use /v1/chat/completions"),
     "background": ((False,), "wait for the reply"),
-    # auto: what fits is not cut, and what does not is refused, as without it
-    "truncation": (("disabled", "auto"), "leave out what does not fit"),
-    "context_management": (([],), "leave out what does not fit"),
-    "n": ((1,), "ask again"),
+    # Nothing is ever truncated, so both values behave alike: an input that is too long is rejected.
+    "truncation": (("disabled", "auto"), "shorten the input"),
+    "context_management": (([],), "shorten the input"),
+    "n": ((1,), "send several requests"),
 }
 
 
 def response_from(fields: Fields) -> Asked:
-    """A body of /v1/responses. Raises InvalidRequestError naming the field."""
+    """Reads a body of /v1/responses. Raises InvalidRequestError with the field's name."""
     fields.refuse(_REFUSED)
     fields.ignore("max_tool_calls")
     instructions = fields.read("instructions", TEXT)
@@ -80,7 +80,8 @@ def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
 
 
 def _add(messages: list[ChatMessage], item: Fields) -> None:
-    """A call belongs to what the assistant said before it, and that to what it thought."""
+    """Appends an input item. Tool calls join the preceding assistant message, which joins the
+    preceding reasoning."""
     kind = item.read("type", TEXT) or "message"
     if kind == "message":
         message = chat_message(item)
@@ -106,7 +107,7 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
     else:
         raise InvalidRequestError(
             "input items must have the type message, reasoning, function_call or"
-            f" function_call_output, got {kind[:80]!r}; the server knows no other"
+            f" function_call_output, got {kind[:80]!r}"
         )
 
 
@@ -115,7 +116,7 @@ def _only_thought(message: ChatMessage) -> bool:
 
 
 def _thoughts(item: Fields) -> str:
-    """The text of an item of reasoning, else its summary."""
+    """Returns the text of a reasoning item, or its summary."""
     for name in ("content", "summary"):
         if parts := item.parts(name):
             return "\n".join(part.given("text", TEXT) for part in parts)

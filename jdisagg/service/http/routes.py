@@ -1,5 +1,5 @@
-"""The paths of the HTTP door, and the short answers: models, tokens, health, metrics, version; the
-web page has a file of its own (`page.py`)."""
+"""The paths of the HTTP API, and the handlers with short answers: models, tokens, health, metrics
+and version. The web page is in `page.py`."""
 
 import re
 import time
@@ -29,7 +29,16 @@ _encode = msgspec.json.encode
 
 
 class HttpRoutes:
-    """`scrape` gives the metrics' text; None: there are none. `page`: what the web page shows."""
+    """All routes over one frontend.
+
+    Args:
+        frontend: Handles the requests.
+        guard: Guards all endpoints.
+        log: Request log.
+        limit_bytes: Size limit of a request body.
+        scrape: Returns the metrics text, or None if nothing is measured.
+        page: Data sources of the web page.
+    """
 
     def __init__(
         self,
@@ -50,7 +59,7 @@ class HttpRoutes:
 
     @property
     def ready(self) -> bool:
-        """What /health says."""
+        """What /health reports."""
         return self._page.ready
 
     @ready.setter
@@ -58,7 +67,7 @@ class HttpRoutes:
         self._page.ready = ready
 
     def application(self) -> Router:
-        """All of it, as an ASGI application."""
+        """Returns all routes as an ASGI application."""
         guard, generation = self._guard, self._generation
         endpoints = {
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
@@ -98,7 +107,7 @@ class HttpRoutes:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        """As vLLM's: of a text, or of a chat."""
+        """Tokenizes a text or a chat, as vLLM's endpoint does."""
         fields = await self._fields(exchange)
         if fields.has("messages"):
             prompt = chat_prompt(fields)
@@ -120,7 +129,7 @@ class HttpRoutes:
         )
 
     async def _input_tokens(self, exchange: Exchange) -> None:
-        """How many tokens the input of a response has."""
+        """Counts the input tokens of a response."""
         fields = await self._fields(exchange)
         (prompt,) = response_from(fields).prompts
         _note_ignored(exchange, fields)
@@ -144,9 +153,7 @@ class HttpRoutes:
     async def _metrics(self, exchange: Exchange) -> None:
         if self._scrape is None:
             raise HttpRefusal(
-                "/metrics: nothing is measured here; start the server with --metrics_port",
-                404,
-                "not_found",
+                "metrics are off; start the server with --metrics_port", 404, "not_found"
             )
         await exchange.reply(await self._scrape(), content_type=METRICS_TYPE)
 
@@ -154,14 +161,14 @@ class HttpRoutes:
         await exchange.reply(_encode({"version": __version__}))
 
     async def _health(self, exchange: Exchange) -> None:
-        """200 where the gRPC health says SERVING, 503 else."""
+        """Returns 200 if the gRPC health is SERVING, else 503."""
         await exchange.reply(b"{}", 200 if self.ready else 503)
 
     async def _unknown(self, exchange: Exchange) -> None:
         path = re.sub(r"[^\x20-\x7e]", "?", exchange.scope["path"])[:80]
         raise HttpRefusal(
-            f"path {path!r} is none of this server's; its OpenAI API is under /v1, such as"
-            " /v1/chat/completions, and a web page is at /",
+            f"Not found: {path}. The OpenAI-compatible API is under /v1, such as"
+            " /v1/chat/completions, and the web page is at /",
             404,
             "not_found",
         )

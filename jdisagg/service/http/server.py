@@ -1,10 +1,10 @@
-"""The HTTP server: the OpenAI-compatible door over the same `Frontend` as gRPC, on uvicorn, in the
-caller's event loop.
+"""The HTTP server of the OpenAI-compatible API, over the same `Frontend` as gRPC. It runs on
+uvicorn in the caller's event loop.
 
-Its limits are its own: the head of a request (its line and headers) must be complete within
-`HEAD_SECONDS` of the connection's beginning, or of its first byte, and `HEAD_BYTES`; a connection
-without a request is closed. TLS as configured, its files read again when they change. A drain is as
-in `server.py`."""
+It adds limits of its own: the head of a request (request line and headers) must be complete within
+`HEAD_SECONDS` of the connection's start, or of its first byte, and within `HEAD_BYTES`. A
+connection without a request is closed. TLS files are reread when they change. A drain works as in
+`service/server.py`."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jdisagg.address import host_port
+from jdisagg.address import cannot_listen
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
@@ -35,18 +35,25 @@ HEAD_SECONDS = 20.0
 HEAD_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
-# How long a client that was refused may take to read why.
+# Time for a refused client to read the reason.
 LINGER_SECONDS = 1.0
-# Of a reply, what scripts of other origins may see.
+# Reply headers that scripts of other origins may read.
 SHOWN_HEADERS = ("x-request-id", "jdisagg-ignored-fields", "retry-after", "retry-after-ms")
 
 log = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """Build it on the event loop that runs what is behind it; `start`, then `drain`. It listens at
-    `config.http_port`. `scrape` gives the metrics' text, where there are any; `page`: what the web
-    page shows beside the frontend's status."""
+    """Build it on the event loop that runs what is behind it, then call `start` and later `drain`.
+
+    Args:
+        frontend: Handles the requests.
+        config: `http_port`, limits, TLS and drain time.
+        tokens: Accepted bearer tokens. Without any, all may call.
+        log: Request log.
+        scrape: Returns the metrics text, or None.
+        page: Data sources of the web page beside the frontend's status.
+    """
 
     def __init__(
         self,
@@ -71,19 +78,19 @@ class HttpServer:
         self._drained = False
 
     async def start(self) -> None:
-        """Binds and serves; `port` is then the one that it listens on. Raises ConfigError."""
-        self._socket = listener(self._config)
+        """Binds and serves. `port` is then the actual port. Raises ConfigError."""
+        self._socket = http_socket(self._config)
         self.port = self._socket.getsockname()[1]
         self._server.config.load()
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         await self._server.startup(sockets=[self._socket])
 
     def set_ready(self, ready: bool) -> None:
-        """What /health says, until a drain says no for good."""
+        """Sets what /health reports, until a drain."""
         self._routes.ready = ready and not self._drained
 
     async def drain(self) -> None:
-        """Ends gracefully. Idempotent."""
+        """Shuts down gracefully. Idempotent."""
         if self._drained or self._socket is None:
             return
         self._drained = True
@@ -95,7 +102,7 @@ class HttpServer:
         await self._close()
 
     def force(self) -> None:
-        """Ends the waiting of a drain, now or to come."""
+        """Stops the waiting of a current or future drain."""
         self._forced.set()
 
     async def _close(self) -> None:
@@ -112,13 +119,12 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with bounds on the head of a request, and on what is neither head nor body: what
-    stands beside the sizes of chunks, and behind the last of them. The connection's state is
-    `_due`, the timer of a head that is not complete."""
+    """uvicorn's protocol with limits on the head of a request, and on bytes outside head and body:
+    chunk extensions and trailers. `_due` is the timer of an incomplete head."""
 
     _due: asyncio.TimerHandle | None = None
     _head_bytes = 0
-    _idle_bytes = 0  # in reads that brought a request no further
+    _idle_bytes = 0  # bytes read since the request last advanced
     _advanced = False
     _refused = False
 
@@ -149,7 +155,7 @@ class _Protocol(HttpToolsProtocol):
             )
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._due is not None:  # behind a body nobody reads them
+        if self._due is not None:  # trailers after a body are ignored
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -172,13 +178,12 @@ class _Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(
-            HttpRefusal("the request is no valid HTTP/1.1; send HTTP", 400, "bad_http"),
-            b"400 Bad Request",
+            HttpRefusal("the request is not valid HTTP/1.1", 400, "bad_http"), b"400 Bad Request"
         )
 
     def _write(self, data: bytes) -> bool:
-        """As uvicorn writes a chunk of a reply that has begun: all that it checks for each was
-        checked when the reply began. Not where it would wait, or has nothing to write to."""
+        """Writes a chunk of a started reply as uvicorn does. uvicorn's checks are done once, when
+        the reply begins. Returns False if the write would block or the connection is closing."""
         if not data or self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -194,13 +199,13 @@ class _Protocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._due = None
-        if not self._head_bytes:  # nothing was asked
+        if not self._head_bytes:  # no request was begun
             self.transport.close()
             return
         self._refuse(
             HttpRefusal(
-                f"the request's headers were not complete within {HEAD_SECONDS:g} s; send them at"
-                " once",
+                f"the request's headers were not complete within {HEAD_SECONDS:g} s; send them"
+                " faster",
                 408,
                 "request_timeout",
             ),
@@ -208,42 +213,44 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: HttpRefusal, status: bytes) -> None:
-        """An answer to what is no request, and the connection's end."""
+        """Answers something that is not a request, and closes the connection."""
         self._head_complete()
         if self._refused or self.transport.is_closing():
             return
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
-            self.transport.abort()  # nothing may stand within another answer
+            self.transport.abort()  # an error must not appear within another reply
             return
         body = error_body(error)
         self.transport.write(
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%s" % (status, len(body), body)
         )
-        # Closed at once with bytes unread, the connection would be reset and the answer lost.
+        # Closing at once with unread bytes would reset the connection and lose the reply.
         self._refused = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
 
-def listener(config: ServiceConfig) -> socket.socket:
-    """The door's listening socket. Raises ConfigError where the address cannot be listened on."""
+def http_socket(config: ServiceConfig) -> socket.socket:
+    """Opens the listening socket of the HTTP API. Raises ConfigError if that fails."""
     assert config.http_port is not None
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    remedy = "choose another with --http_port (service.http_port)"
+    return listening_socket(config.host, config.http_port, remedy)
+
+
+def listening_socket(host: str, port: int, remedy: str) -> socket.socket:
+    """Opens a listening socket. Raises ConfigError, with `remedy`, if that fails."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.http_port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        where = host_port(config.host, config.http_port)
-        raise ConfigError(
-            f"service.http_port cannot be listened on, {where}: {error}; is the port taken? choose"
-            " another"
-        ) from error
+        raise cannot_listen(host, port, error, remedy) from error
 
 
 def _application(routes: HttpRoutes, config: ServiceConfig) -> ASGIApp:
-    """The routes; with what browsers ask first of a page of another origin, where it may come."""
+    """Returns the routes, with CORS if other origins are allowed."""
     application = routes.application()
     if not config.cors_origins:
         return application
@@ -264,7 +271,7 @@ def _settings(application: ASGIApp, config: ServiceConfig) -> uvicorn.Config:
         lifespan="off",
         interface="asgi3",
         log_config=None,
-        log_level="critical",  # what goes wrong here is in our own log
+        log_level="critical",  # our own log has the errors
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -287,7 +294,7 @@ def _tls(config: ServiceConfig) -> Callable[..., ssl.SSLContext]:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"service.tls_certificate, tls_key or tls_client_ca cannot be used: {error}; give"
-                " PEM files that belong together"
+                " matching PEM files"
             ) from error
         return context
 
@@ -295,7 +302,7 @@ def _tls(config: ServiceConfig) -> Callable[..., ssl.SSLContext]:
     context = latest()
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        """Each new connection gets what the files say now."""
+        """Gives each new connection the latest certificate."""
         connection.context = latest()
 
     context.sni_callback = renew  # type: ignore[assignment]

@@ -1,13 +1,13 @@
-"""A gRPC connection from one of our processes to another: its credentials, how a dead peer is
-noticed, what its errors become.
+"""A gRPC connection from one of our processes to another: credentials, detection of dead peers, and
+errors.
 
-A peer that fell silent (stopped, its host gone) is noticed by unanswered pings within 3 s, a closed
-connection at once; running calls then raise UnavailableError. The connection comes back by itself,
-so that a process restarted at the same address is usable within a second or two. Calls fail fast:
-none waits for a peer that is known to be away. With a `boot_id` calls are meant for that boot of
-the process alone: another one at the same address refuses them.
+Unanswered pings reveal a silent peer (stopped, or its host is gone) within 3 s; a closed connection
+is noticed at once. Running calls then raise UnavailableError. The connection recovers by itself, so
+a process restarted at the same address is usable within a second or two. Calls fail fast: none
+waits for a peer that is known to be away. With a `boot_id`, calls are meant for that boot of the
+process only, and another boot at the same address refuses them.
 
-Knows no service. Every call but a stream that its caller bounds has a deadline."""
+Knows no service. Every call has a deadline, except a stream that its caller bounds."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ import pathlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 import grpc.aio
@@ -31,7 +32,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 BOOT_KEY = "jdisagg-boot"
 PROTOCOL_KEY = "jdisagg-protocol"
 TOKEN_KEY = "authorization"
-# A deadline beyond the range of its clock (292 years) gRPC takes for one that has passed.
+# gRPC treats a deadline beyond the range of its clock (292 years) as already passed.
 LONGEST_SECONDS = 1e9
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
@@ -41,29 +42,33 @@ Unary = Callable[..., Awaitable[bytes]]
 PING_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_000),
-    # gRPC also pings to measure the link, and sends no other ping while the answer to one is due.
+    # gRPC also pings to measure the link, and sends no other ping before that one is answered.
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 RECONNECT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also how long an attempt to connect may take: a stopped process accepts connections and is
-    # silent.
+    # Also the time limit of an attempt to connect: a stopped process accepts connections and then
+    # stays silent.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Channels to one address would share their connection, and with it their back-off.
+    # By default channels to one address share their connection and with it their back-off.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a process shows and believes when it connects. PEM texts; empty ones are not used.
+    """What a process presents and trusts when it connects. PEM texts; empty ones are unused.
 
-    authority: who signs the other side's certificates (`tls` without it: the system's roots).
-    certificate, key: our own, for mutual TLS. token: sent as a bearer token. server_name: the name
-    in the other side's certificate, where it is not in the address."""
+    Attributes:
+        tls: Whether to use TLS. Without `authority` the system's root certificates apply.
+        authority: CA that signs the other side's certificates.
+        certificate, key: Own certificate for mutual TLS.
+        token: Sent as a bearer token.
+        server_name: Name in the other side's certificate, if it differs from the address.
+    """
 
     tls: bool = False
     authority: bytes = b""
@@ -78,12 +83,9 @@ class Credentials:
                 "credentials: a certificate and its key go together; give both or none"
             )
         if not self.tls and (self.authority or self.certificate or self.server_name):
-            raise ConfigError(
-                "credentials: certificates, or a server's name, without tls would not be used;"
-                " set tls"
-            )
+            raise ConfigError("credentials: certificates and a server name need TLS; set tls")
         if self.token and not (self.token.isascii() and self.token.isprintable()):
-            raise ConfigError("credentials: a token may hold printable ASCII characters alone")
+            raise ConfigError("credentials: a token may only have printable ASCII characters")
         for name, kind in (
             ("authority", "CERTIFICATE"),
             ("certificate", "CERTIFICATE"),
@@ -102,8 +104,8 @@ class Credentials:
         token: str = "",
         server_name: str = "",
     ) -> "Credentials":
-        """Reads files; TLS is on where an authority or a certificate is given. Raises ConfigError
-        naming the file."""
+        """Reads files. TLS is on if an authority or a certificate is given. Raises ConfigError with
+        the file's name."""
         return cls(
             tls=bool(authority or certificate),
             authority=read_pem("credentials: authority", authority),
@@ -131,8 +133,8 @@ NO_CREDENTIALS = Credentials()
 def open_channel(
     address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]
 ) -> grpc.aio.Channel:
-    """A channel of grpc.aio, on the event loop that will use it. Raises ConfigError where there is
-    no address."""
+    """Opens a grpc.aio channel. Call it on the event loop that will use it. Raises ConfigError for
+    an empty address."""
     check_target(address)
     keep_grpc_alive()
     if credentials.tls:
@@ -141,7 +143,7 @@ def open_channel(
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError where there is no address: gRPC would wait for an answer."""
+    """Raises ConfigError for an empty address, because gRPC would wait for an answer."""
     if not isinstance(target, str) or not target.strip():
         raise ConfigError(
             f"target must be an address, got {target!r}; give host:port, such as localhost:8700"
@@ -149,8 +151,8 @@ def check_target(target: str) -> None:
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
-    """As `read_secret`, of a PEM file with a block of that kind: gRPC would tell no more of one
-    without than that nobody answers."""
+    """Reads a PEM file as `read_secret` does, and checks that it has a block of that kind. Without
+    one, gRPC would only report that nobody answers."""
     data = read_secret(path)
     if path:
         _check_pem(f"{subject} {path!r}", data, kind)
@@ -162,12 +164,12 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
     if not any(name.endswith(kind) for name in found):
         raise ConfigError(
             f"{subject} has no {kind} block in PEM form, but"
-            f" {', '.join(found[:4]) or 'no block at all'}; give one that has"
+            f" {', '.join(found[:4]) or 'no block at all'}; give another"
         )
 
 
 def read_secret(path: str) -> bytes:
-    """The bytes of a file, none where there is no path. Raises ConfigError."""
+    """Returns the bytes of a file, or none if there is no path. Raises ConfigError."""
     try:
         return pathlib.Path(path).expanduser().read_bytes() if path else b""
     except OSError as error:
@@ -176,8 +178,18 @@ def read_secret(path: str) -> bytes:
         ) from None
 
 
+def status_of(error: grpc.RpcError) -> WireStatus:
+    """Returns the code, details and text metadata that a failed call reported."""
+    # Every error that a call raises is a grpc.Call or AioRpcError, but the stubs do not say so.
+    call = cast(grpc.Call, error)
+    metadata = tuple(
+        (key, value) for key, value in call.trailing_metadata() or () if isinstance(value, str)
+    )
+    return WireStatus(call.code().name, call.details() or "", metadata)
+
+
 def protocol_metadata() -> tuple[str, str]:
-    """The version that every call and stream between our processes names."""
+    """Returns the protocol version, which every call and stream between our processes sends."""
     return PROTOCOL_KEY, str(PROTOCOL)
 
 
@@ -191,8 +203,14 @@ async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
 
 
 class Connection:
-    """Use it on one event loop; calls from several tasks share it. `boot_id` None: whichever boot
-    answers. `timeouts`: of what is called over it."""
+    """One connection. Use it on one event loop; several tasks may share it.
+
+    Args:
+        address: The peer's address, host:port.
+        credentials: Token and TLS settings.
+        boot_id: If set, only that boot of the process accepts the calls.
+        timeouts: Time limits of calls over it.
+    """
 
     def __init__(
         self,
@@ -219,8 +237,8 @@ class Connection:
     async def call(
         self, method: Unary, request: bytes, seconds: float | None, any_boot: bool = False
     ) -> bytes:
-        """One answer, as bytes. Raises our typed errors; UnavailableError when the peer is away or
-        goes away."""
+        """Returns the reply as bytes. Raises our typed errors, and UnavailableError if the peer is
+        away or goes away."""
         self._check_open()
         try:
             return await method(
@@ -239,7 +257,8 @@ class Connection:
         seconds: float | None,
         any_boot: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """The answers, as bytes. Closing the iterator cancels. Raises as `call` does."""
+        """Yields the replies as bytes. Closing the iterator cancels the call. Raises as `call`
+        does."""
         self._check_open()
         call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
         assert isinstance(call, grpc.aio.UnaryStreamCall)
@@ -255,7 +274,7 @@ class Connection:
             call.cancel()
 
     def fire(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Makes a call over this connection without a result, whose failure changes nothing."""
+        """Makes a call without a result in the background and ignores its failure."""
         if self._closed:
             return
         task = asyncio.ensure_future(_quietly(call))
@@ -263,8 +282,8 @@ class Connection:
         task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
-        """Ends the running calls with UnavailableError. Idempotent; what remains happens soon on
-        the loop."""
+        """Ends running calls with UnavailableError. Idempotent. The rest happens soon, on the
+        loop."""
         if self._closed:
             return
         self._closed = True
@@ -273,7 +292,7 @@ class Connection:
         task.add_done_callback(self._background.discard)
 
     async def aclose(self) -> None:
-        """The same, and waits for the end."""
+        """Closes the connection and waits until it is closed."""
         self.close()
         if self._background:
             await asyncio.wait(set(self._background), timeout=self.timeouts.slack_seconds)
@@ -286,13 +305,12 @@ class Connection:
     def _check_open(self) -> None:
         if self._closed:
             raise UnavailableError(
-                f"the connection to {self.address} is closed: the process there left, or was"
-                " given up"
+                f"the connection to {self.address} is closed: the process left or was given up"
             )
 
     def _check_closed_under_us(self) -> None:
-        """Closing a channel cancels its calls; only their callers' own cancellation may pass as
-        one."""
+        """Raises UnavailableError if `close` caused the cancellation. Closing a channel cancels its
+        calls, and only a cancellation by the caller may pass on as one."""
         task = asyncio.current_task()
         if self._closed and (task is None or not task.cancelling()):
             raise UnavailableError(
@@ -300,27 +318,20 @@ class Connection:
             ) from None
 
     def _typed(self, error: grpc.aio.AioRpcError, seconds: float | None) -> JdisaggError:
-        metadata = tuple(
-            (key, value) for key, value in error.trailing_metadata() or () if isinstance(value, str)
-        )
-        status = WireStatus(error.code().name, error.details() or "", metadata)
-        if wire.ERROR_KEY not in dict(metadata) and status.code in (
-            "CANCELLED",
-            "UNKNOWN",
-            "INTERNAL",
-            "UNIMPLEMENTED",
-        ):
-            # Not one of our servers' answers: the connection broke midway, or another program
+        status = status_of(error)
+        typed = wire.error_from_status(status)
+        if wire.ERROR_KEY in dict(status.metadata):
+            return typed
+        if status.code in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNIMPLEMENTED"):
+            # None of our servers sent this: the connection broke midway, or another program
             # listens there.
             return UnavailableError(f"{self.address}: {status.code}: {status.details}")
-        if wire.ERROR_KEY not in dict(metadata) and status.code == "DEADLINE_EXCEEDED":
-            # The call's own time limit, which concerns the peer: the worker reports a request's
-            # deadline.
+        if status.code == "DEADLINE_EXCEEDED":
+            # The time limit of this call, not of a request: workers report request deadlines
+            # as typed errors.
             return UnavailableError(
                 f"{self.address} did not answer"
                 f" {'in time' if seconds is None else f'within {seconds:g} s'}"
             )
-        typed = wire.error_from_status(status)
-        if wire.ERROR_KEY not in dict(metadata):
-            typed.message = f"{self.address}: {typed.message}"
+        typed.message = f"{self.address}: {typed.message}"
         return typed

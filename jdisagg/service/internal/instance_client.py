@@ -23,7 +23,13 @@ unpack_leader = Unpacker[LeaderMessage](LeaderMessage)
 
 
 class LeaderConnection:
-    """Made on the event loop that uses it. The stream opens with the first message."""
+    """Create it on the event loop that uses it. The stream opens with the first message.
+
+    Args:
+        address: The leader's address, host:port.
+        credentials: TLS settings.
+        connect_seconds: Time limit for the leader to answer.
+    """
 
     def __init__(
         self,
@@ -31,7 +37,7 @@ class LeaderConnection:
         credentials: Credentials = NO_CREDENTIALS,
         connect_seconds: float = DEFAULT_TIMEOUTS.instance.connect_seconds,
     ) -> None:
-        self._connect_seconds = connect_seconds  # until the leader answers
+        self._connect_seconds = connect_seconds
         self._address = address
         limits = (
             ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -49,8 +55,8 @@ class LeaderConnection:
                 await self._channel.channel_ready()
         except TimeoutError:
             raise UnavailableError(
-                f"the leader at {self._address} was not there within {self._connect_seconds} s;"
-                " start it anew"
+                f"the leader at {self._address} did not answer within {self._connect_seconds} s;"
+                " restart the instance"
             ) from None
         try:
             follow = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", pack)
@@ -60,8 +66,8 @@ class LeaderConnection:
         except grpc.aio.AioRpcError as error:
             code = error.code().name
             raise UnavailableError(
-                f"the instance failed: the leader's stream broke ({code}: {error.details()}); start"
-                " it anew"
+                f"the instance failed: the leader's stream broke ({code}: {error.details()});"
+                " restart it"
             ) from error
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
-"""The leader's end of an instance's streams, over gRPC: each follower opens `Follow` and joins.
+"""The leader's end of an instance's streams over gRPC. Each follower opens a `Follow` stream and
+joins.
 
-The port serves nothing else. A stranger, who does not know the instance's secret, is refused after
-one message; a stream that does not join in time is closed. Knows no JAX."""
+The port serves nothing else. A peer without the instance's secret is refused after one message, and
+a stream that does not join in time is closed. Knows no JAX."""
 
 import asyncio
 import contextlib
@@ -12,7 +13,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.address import host_port
-from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError
+from jdisagg.errors import InvalidRequestError, JdisaggError
 from jdisagg.instance.followers import Followers, FollowerSession
 from jdisagg.messages.instance import FollowerMessage, Join
 from jdisagg.messages.packed import Unpacker, check_protocol
@@ -23,8 +24,8 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 unpack_follower = Unpacker[FollowerMessage](FollowerMessage)
 
-# A prefill command of a long prompt has tens of thousands of tokens; penalised ones bring their
-# history.
+# A prefill command of a long prompt has tens of thousands of tokens, and requests with penalties
+# send their history too.
 MESSAGE_BYTES = 256 << 20
 
 SERVICE, METHOD = "jdisagg.InstanceLeader", "Follow"
@@ -47,8 +48,7 @@ class _Servicer:
             message = None if first is None else unpack_follower(first)
             if not isinstance(message, Join):
                 raise InvalidRequestError(
-                    "instance: the first message of a follower must be Join; is this the right"
-                    " port?"
+                    "instance: the first message of a follower must be Join; check the port"
                 )
             session = self._followers.join(message)
         except (JdisaggError, TimeoutError) as error:
@@ -65,8 +65,8 @@ class _Servicer:
         try:
             async for outgoing in session.outgoing():
                 yield outgoing
-            # The follower hangs up first: a stream that ends under its writes is an error there,
-            # whatever was said before.
+            # Let the follower hang up first: if the stream ends while it writes, gRPC reports an
+            # error to it.
             await asyncio.wait({listener}, timeout=self._timeouts.hang_up_seconds)
         finally:
             listener.cancel()
@@ -87,8 +87,8 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> N
 
 
 class InstanceServer:
-    """Start it before the followers learn the address; stop it last. `credentials`: for TLS, as the
-    worker's own server."""
+    """Serves `Follow` to followers. Start it before followers get the address, and stop it last.
+    `credentials` are the TLS credentials of the worker's own server."""
 
     def __init__(
         self,
@@ -111,13 +111,10 @@ class InstanceServer:
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Binds and serves; returns the address, host:port."""
-        try:
-            bound = bind(self._server, host, port, self._credentials)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"instance cannot listen on {host}:{port}: {error}; choose another host or port"
-            ) from error
+        """Binds and serves. Returns the address, host:port."""
+        bound = bind(
+            self._server, host, port, self._credentials, "choose another address for the instance"
+        )
         await self._server.start()
         return host_port(host, bound)
 

@@ -1,16 +1,16 @@
-"""The `KvLink` between processes over gRPC: what a transfer channel says goes to the other
-process's control address.
+"""The gRPC `KvLink` between processes: sends a transfer channel's messages to the other process's
+control address.
 
     link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
     channel = JaxTransferChannel(clock, link.end, link, ...)
     link.deliver_to(channel)
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
 
-`send` may be called from any thread and never blocks: messages wait in a queue of their
-destination, bounded, and go out in order, all that wait in one call. A destination that does not
-answer is tried again for a moment; then what waits for it is lost, and counted, which the channels'
-deadlines survive. What arrives is given to the receiver on the event loop; messages for another
-boot are dropped. Doubling is possible, where an answer got lost."""
+`send` may be called from any thread and never blocks. Messages wait in a bounded queue per
+destination and go out in order, all waiting ones in one call. If a destination does not answer, the
+link retries for a moment; then the waiting messages are lost and counted. The channels' own
+deadlines handle such losses. Incoming messages go to the receiver on the event loop. Messages for
+another boot are dropped. A message may arrive twice if an answer was lost."""
 
 import asyncio
 import contextlib
@@ -39,8 +39,15 @@ log = logging.getLogger(__name__)
 
 
 class GrpcKvLink:
-    """`end` is this process's own, as its mesh's card shows it. `counters`: kv_messages_sent,
-    _received, _lost, _misdirected."""
+    """Sends and receives control messages of the KV plane. Counts kv_messages_sent, _received,
+    _lost and _misdirected in `counters`.
+
+    Args:
+        end: This process's own end, as in its mesh card.
+        credentials: Token and TLS settings.
+        queue_messages: Cap on waiting messages per destination. Further ones are lost.
+        timeouts: Time limits of sending.
+    """
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class GrpcKvLink:
         self._closed = False
 
     def deliver_to(self, receiver: KvReceiver) -> None:
-        """Who takes what arrives; before, it is dropped."""
+        """Sets the receiver of incoming messages. Earlier messages are dropped."""
         self._receiver = receiver
 
     def service(self, tokens: tuple[str, ...] = ()) -> Service:
@@ -79,7 +86,7 @@ class GrpcKvLink:
             self._on_loop(self._stir, end)
 
     async def close(self) -> None:
-        """What waits is lost. Idempotent."""
+        """Closes all connections and drops waiting messages. Idempotent."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -90,14 +97,14 @@ class GrpcKvLink:
         await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
 
     def take(self, envelope: KvEnvelope) -> None:
-        """What another process sent. Raises InvalidRequestError for what makes no sense or is not
-        for us."""
+        """Delivers an envelope from another process. Raises InvalidRequestError if it is for
+        another boot."""
         theirs, ours = envelope.receiver_boot_id, self.end.boot_id
         if theirs != ours:
             self.counters.add("kv_messages_misdirected", len(envelope.messages))
             raise InvalidRequestError(
-                f"the messages are for boot {theirs:x} of this process, and this is {ours:x}: it"
-                " was restarted"
+                f"the messages are for boot {theirs:x} of this process, but it was restarted as"
+                f" boot {ours:x}"
             )
         self.counters.add("kv_messages_received", len(envelope.messages))
         if self._receiver is not None:
@@ -114,7 +121,7 @@ class GrpcKvLink:
             )
 
     def forget(self, end: KvEnd, line: "_Line") -> None:
-        """The line has ended; what came for it in the last moment gets another."""
+        """Removes a line that has ended. Messages queued in the last moment get a new line."""
         if self._lines.get(end) is not line:
             return
         del self._lines[end]
@@ -126,7 +133,7 @@ class GrpcKvLink:
             self._stir(end)
 
     def give_up(self, end: KvEnd, messages: int) -> None:
-        """The end does not answer: all that waits for it is lost."""
+        """Drops all messages that wait for an end that does not answer."""
         with self._lock:
             messages += len(self._waiting.pop(end, ()))
         self._lost(messages)
@@ -144,14 +151,14 @@ class GrpcKvLink:
         self.counters.add("kv_messages_lost", messages)
 
     def _on_loop(self, function: Callable[[Argument], None], argument: Argument) -> None:
-        # The loop may be closed already: then nobody waits for anything any more.
+        # The loop may be closed already, and then no message matters any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, argument)
 
 
 class _Line:
-    """The connection to one end, and the task that sends what waits for it; ends itself when there
-    was nothing for a while."""
+    """The connection to one end, and the task that sends its messages. Ends itself when idle for a
+    while."""
 
     def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
         self.stirred = asyncio.Event()
@@ -183,8 +190,7 @@ class _Line:
             await self._connection.aclose()
 
     async def _send(self, messages: list[KvMessage]) -> bool:
-        """Tries for a moment; a process that says that it is another boot, or refuses us, is not
-        asked twice."""
+        """Retries for a moment, unless the process is another boot or refuses us."""
         envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
         until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
         while True:

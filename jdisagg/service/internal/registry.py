@@ -1,15 +1,15 @@
-"""Workers and routers find each other: the registry that a router serves, and the client in each
-worker.
+"""Registration of workers: the registry service of a router, and its client in each worker.
 
-A worker registers with every router it was told of, says how it is a few times a second, and
-registers again with a router that does not know it (any more): routers may restart, workers need
-not. A router that is away is tried again until it is back, and holds up no other; that is logged
-once, and not by a worker that drains: the whole cluster may be ending. A router that refuses the
-worker (another model, its name is taken) is asked again now and then, and the refusal is logged
-once; when every router refuses it, it has `failed`. With each heartbeat goes what changed of the
-KV that the worker keeps, from where that router knows it.
+A worker registers with every configured router and sends its status a few times a second. It
+registers again if a router does not know it, so routers may restart without restarting workers. An
+unreachable router is retried until it is back and does not delay the others. This is logged once,
+and not by a draining worker, because the whole cluster may be shutting down. A router that refuses
+the worker (another model, or a taken name) is retried now and then, with one log entry. If every
+router refuses the worker, it has `failed`. Each heartbeat also sends changes of the worker's prefix
+cache since that router's last acknowledged version.
 
-Knows what a `Registrar` is (dispatch/membership.py) and nothing of what a router makes of it."""
+Knows the `Registrar` Protocol (dispatch/membership.py implements it), not what a router does with
+it."""
 
 import asyncio
 import logging
@@ -34,12 +34,13 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 log = logging.getLogger(__name__)
 
-# Messages of what a worker keeps between two heartbeats, at most: statuses do not wait for them.
+# Cap on prefix-cache messages between two heartbeats, so that statuses do not wait for them.
 NEWS_A_BEAT = 4
 
 
 class Registrar(Protocol):
-    """What a router does with workers that come and go: dispatch/membership.py's `Membership`."""
+    """How a router handles workers that come and go. Implemented by `Membership` of
+    dispatch/membership.py."""
 
     def register(self, card: WorkerCard) -> None: ...
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
@@ -48,7 +49,8 @@ class Registrar(Protocol):
 
 
 def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
-    """A router that drains hears of its workers to the end: running requests need them."""
+    """Serves a registrar. A draining router still accepts workers' calls, because running requests
+    need them."""
     lasting = ("register", "heartbeat", "kept", "deregister")
     return rpc.service(RegistryPort, _Registry(registrar), tokens, lasting)
 
@@ -73,12 +75,20 @@ class _Registry:
 
 
 class RegistryClient:
-    """Keeps one worker known to its routers from `start` to `leave`. `status` raises when the
-    worker is broken: it is then not heard of, which is how routers learn of it. `kept`: what of the
-    blocks that the worker keeps a router does not know yet that knows so much.
+    """Keeps one worker registered with its routers from `start` to `leave`.
 
     `failed` gets an exception when the worker cannot serve: its status raised, or all routers
-    refuse its card. Whoever runs the worker ends it then, or lets it be."""
+    refuse its card. The owner of the worker then decides whether to stop it.
+
+    Args:
+        routers: Addresses of the routers.
+        card: What the worker registers.
+        status: Returns the worker's status. Raises if the worker is broken: it then sends no
+            heartbeat, and routers notice the silence.
+        credentials: Token and TLS settings.
+        timeouts: Heartbeat interval and time limits.
+        kept: Returns the changes of the prefix cache since a given version, or None.
+    """
 
     def __init__(
         self,
@@ -110,20 +120,19 @@ class RegistryClient:
         self._tasks = [asyncio.create_task(self._keep_known(link)) for link in self._links]
 
     async def leave(self) -> None:
-        """Tells all routers that the worker leaves, as far as they can be reached, and stops.
-        Idempotent."""
+        """Deregisters from all reachable routers and stops. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.failed.done() and not self.failed.cancelled():
             self.failed.exception()
         self.failed.cancel()
-        farewells = (
+        deregistrations = (
             link.port.deregister(self._card.name, self._card.boot_id)
             for link in self._links
             if link.registered
         )
-        await asyncio.gather(*farewells, return_exceptions=True)
+        await asyncio.gather(*deregistrations, return_exceptions=True)
         for link in self._links:
             link.registered = False
             await link.connection.aclose()
@@ -141,12 +150,12 @@ class RegistryClient:
                 if link.refused is not None and all(other.refused for other in self._links):
                     self._fail(link.refused)
                 misses += 1
-                # At a cluster's end the router goes first, and at its start it may come last: only
-                # one that stays away is worth a warning.
+                # At shutdown the router stops first, and at start-up it may come last, so only a
+                # router that stays away is worth a warning.
                 quiet = isinstance(error, UnavailableError | TimeoutError) and (
                     self._draining or misses < 2
                 )
-                # By its kind: the words for a router that is away change from one try to the next.
+                # Compare the error's type: gRPC's text for an unreachable router varies per try.
                 if type(error) is not said and not quiet:
                     said = type(error)
                     log.warning(
@@ -188,8 +197,14 @@ class RegistryClient:
 
 
 class _RouterLink:
-    """`refused`: why this router will have none of the worker, as far as one can tell. `mark`: how
-    far it knows what the worker keeps."""
+    """The connection to one router.
+
+    Attributes:
+        registered: Whether the router knows the worker.
+        mark: Version of the prefix cache that the router has.
+        refused: Why the router refuses the worker, if it does.
+        taken_since: When the router first reported the worker's name as taken.
+    """
 
     def __init__(self, connection: Connection, timeouts: MembershipTimeouts) -> None:
         self.connection = connection
@@ -201,8 +216,7 @@ class _RouterLink:
         self.taken_since: float | None = None
 
     def heard(self, error: Exception, now: float) -> float:
-        """Notes what came instead of an answer; returns the seconds before which it makes no sense
-        to ask again."""
+        """Records an error and returns the seconds before a retry makes sense."""
         if isinstance(error, NameTakenError):
             self.taken_since = self.taken_since or now
             self.refused = (

@@ -1,9 +1,8 @@
 """The ports of a worker in another process: `PrefillPort`, `DecodePort` and `PeerPort` over one
 gRPC connection.
 
-What they raise is what the worker's own ports raise, and UnavailableError where the worker is away,
-gone silent or another boot. Every call has a deadline: the caller's own where the port's call has
-one."""
+They raise what the worker's own ports raise, and UnavailableError if the worker is gone, silent or
+another boot. Every call has a deadline: its own if the call has one, else a configured limit."""
 
 from collections.abc import Awaitable, Callable
 
@@ -16,11 +15,17 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 class RemoteWorker:
-    """A worker's ports, which share its connection. `boot_id`: calls are meant for that boot of the
-    worker alone.
+    """The ports of one worker, which share a connection.
 
-    After a `hello` the peer port is bound to the boot that answered it: when the worker was
-    restarted, calls raise UnavailableError until the next `hello`."""
+    After a `hello`, the peer port is bound to the boot that answered. If the worker restarts, calls
+    raise UnavailableError until the next `hello`.
+
+    Args:
+        address: The worker's address, host:port.
+        credentials: Token and TLS settings.
+        boot_id: If set, only that boot of the worker accepts the calls.
+        timeouts: Time limits of calls.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """The caller's side of the span stream: one stream to a worker for all sequences that this process
 started there.
 
-`generate` behaves as a decode port's: an iterator of one reservation's spans, which raises what
-ended it and which cancels when it is closed. The stream is opened with the first call and again
-after it broke; when it breaks, all iterators raise UnavailableError and the worker cancels what
-they stood for. No call waits beyond its own deadline."""
+`generate` behaves as a decode port's: it yields one reservation's spans, raises the error that
+ended it, and cancels it when closed. The stream opens with the first call and reopens after it
+broke. When it breaks, all iterators raise UnavailableError and the worker cancels their
+reservations. No call waits beyond its own deadline."""
 
 import asyncio
 import secrets
@@ -23,7 +23,8 @@ from jdisagg.service.grpc import wire
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import Connection
 
-# None is the end; a status is made an error by whoever raises it, so that no two share a traceback.
+# None is the end. A status becomes an exception only where it is raised, so that two iterators
+# never share a traceback.
 Item = Span | WireStatus | None
 
 
@@ -37,7 +38,7 @@ class _Session:
     def expect(self, reservation_id: int) -> "asyncio.Queue[Item]":
         if reservation_id in self._inboxes:
             raise InvalidRequestError(
-                f"reservation {reservation_id} runs already; generate it once"
+                f"reservation {reservation_id} already runs; generate it once"
             )
         inbox = self._inboxes[reservation_id] = asyncio.Queue()
         return inbox
@@ -65,8 +66,8 @@ class _Session:
 
 
 class RemoteSpans:
-    """All `reserve` and `generate` calls of one connection; stands before `port`, the worker's
-    others."""
+    """Middleware for all `reserve` and `generate` calls of one connection. Other calls go straight
+    to `port`."""
 
     def __init__(self, connection: Connection, port: DecodePort) -> None:
         self._connection = connection
@@ -81,7 +82,7 @@ class RemoteSpans:
         self._reading: set[asyncio.Task[None]] = set()
 
     async def reserve(self, _: object, call: ReserveCall) -> Reservation:
-        """For the open session: what is reserved is freed when it breaks."""
+        """Reserves for the open session. A broken session frees its reservations."""
         session = await self._open(call.deadline_seconds)
         return await self._sessions.reserve_in(session.session_id, call)
 
@@ -132,7 +133,8 @@ class RemoteSpans:
         return session
 
     async def _read(self, session: _Session) -> None:
-        """Has no deadline: the connection's pings find out when nobody is there any more."""
+        """Reads the stream. It has no deadline, because the connection's pings detect a dead
+        peer."""
         error: JdisaggError = UnavailableError(f"{self._connection.address} ended the span stream")
         try:
             async for batch in self._sessions.spans(session.session_id):

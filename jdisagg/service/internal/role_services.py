@@ -1,8 +1,8 @@
-"""Changing roles over gRPC: the services, and both ports' other ends.
+"""Role changes over gRPC: services and clients of both ports.
 
-`worker_roles_service` stands on a worker, `worker_roles` is how a router reaches it;
-`cluster_roles_service` stands on a router, `cluster_roles` is for scripts and autoscalers. Both
-services are for the cluster's own people: they ask for the cluster's token."""
+`worker_roles_service` runs on a worker, and a router reaches it by `worker_roles`.
+`cluster_roles_service` runs on a router, and scripts and autoscalers reach it by `cluster_roles`.
+Both services require the cluster's token."""
 
 from contextlib import AbstractAsyncContextManager
 
@@ -14,7 +14,8 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Service:
-    """Its report can be had while a drain refuses everything else."""
+    """Serves a worker's role port. Its report is available while a drain refuses everything
+    else."""
     return rpc.service(RolePort, port, tokens, lasting=("switch_report",))
 
 
@@ -23,7 +24,7 @@ def worker_roles(
     credentials: Credentials = NO_CREDENTIALS,
     timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
 ) -> AbstractAsyncContextManager[RolePort]:
-    """The role of the worker at an address."""
+    """Connects to the role port of the worker at an address."""
     return rpc.connected(RolePort, address, credentials, {"switch_report": timeouts.report_seconds})
 
 
@@ -34,7 +35,7 @@ def cluster_roles_service(port: ClusterRolesPort, tokens: tuple[str, ...] = ()) 
 def cluster_roles(
     target: str, credentials: Credentials = NO_CREDENTIALS
 ) -> AbstractAsyncContextManager[ClusterRolesPort]:
-    """The roles of a router's workers.
+    """Connects to the port that changes the roles of a router's workers.
 
     async with cluster_roles("localhost:8700") as roles:
         report = await roles.switch("prefill-1", WorkerRole.DECODE)

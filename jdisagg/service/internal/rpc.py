@@ -1,12 +1,12 @@
-"""Ports over gRPC, made from their Protocols (`messages/`): a server's methods and a typed client.
+"""Ports over gRPC, derived from their Protocols (`messages/`): server methods and a typed client.
 
-A method of a port is a method of a gRPC service of the port's name. Its arguments travel as one
-packed tuple, its reply as one packed value, and what it returns as an `AsyncIterator` as a stream
-of them. So a method added to a Protocol and to what implements it is there on both sides.
+A method of a port becomes a method of a gRPC service with the port's name. Its arguments travel as
+one packed tuple and its reply as one packed value, or as a stream of values if it returns an
+`AsyncIterator`. A method added to a Protocol and its implementation is thus available on both
+sides.
 
-Bytes are decoded within the guard (`guard.py`), so that malformed ones are a typed error to their
-sender alone.
-"""
+Bytes are decoded within the guard (`guard.py`), so that malformed ones cause a typed error for
+their sender only."""
 
 import inspect
 import typing
@@ -40,14 +40,15 @@ class Method:
     unpack_reply: Unpacker[Any]
 
     def arguments(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """All arguments of a call in order, defaults included."""
+        """Returns all arguments of a call in order, including defaults."""
         if len(args) == len(self.parameters) and not named:
             return args
         missing = self.parameters[len(args) :]
         return (*args, *(named.get(part.name, part.default) for part in missing))
 
     def deadline(self, arguments: tuple[Any, ...]) -> float | None:
-        """What the call itself says of its time: an argument `deadline_seconds`, or a message's."""
+        """Returns the call's own deadline: an argument `deadline_seconds`, or that field of a
+        message."""
         for part, value in zip(self.parameters, arguments, strict=True):
             if part.name == "deadline_seconds":
                 return value
@@ -58,7 +59,7 @@ class Method:
 
 @cache
 def methods(protocol: type) -> tuple[Method, ...]:
-    """The methods of a port's Protocol."""
+    """Returns the methods of a port's Protocol."""
     return tuple(_method(name, getattr(protocol, name)) for name, _ in port_methods(protocol))
 
 
@@ -73,14 +74,15 @@ def service(
     lasting: Iterable[str] = (),
     beside: Mapping[str, grpc.RpcMethodHandler] | None = None,
 ) -> Service:
-    """Serves a port.
+    """Makes a service that serves a port.
 
     Args:
-      protocol: Its Protocol.
-      port: What the calls go to.
-      tokens: Bearer tokens, one of which every call must show; none: all may call.
-      lasting: Methods that a drain neither refuses nor waits for.
-      beside: Handlers of further methods of the service; they come before the port's own.
+        protocol: The port's Protocol.
+        port: Implementation that handles the calls.
+        tokens: Bearer tokens, one of which every call must have. Without any, all may call.
+        lasting: Methods that a drain neither refuses nor waits for.
+        beside: Handlers of further methods of the service. They take precedence over the port's
+            own.
     """
     name = service_name(protocol)
     table = {**handlers(protocol, port), **(beside or {})}
@@ -95,7 +97,7 @@ def service(
 
 
 def handlers(protocol: type[P], port: P) -> dict[str, grpc.RpcMethodHandler]:
-    """gRPC's handlers of a port's methods, by name."""
+    """Returns gRPC handlers of a port's methods by name."""
     return {method.name: _handler(method, port) for method in methods(protocol)}
 
 
@@ -108,21 +110,21 @@ def client(
     any_boot: Iterable[str] = (),
     service: str = "",
 ) -> P:
-    """A port in another process.
+    """Makes a client of a port in another process.
 
     Args:
-      protocol: The port's Protocol, which the result implements.
-      connection: To the process that serves it.
-      call_seconds: How long a call may take whose arguments state no deadline; None: as the
-        connection's `timeouts` say.
-      seconds: The same of single methods, and a bound where the arguments state a deadline; None:
-        for ever.
-      any_boot: Methods that whichever boot of the process may answer.
-      service: The name under which it is served, where that is not the port's own.
+        protocol: The port's Protocol, which the result implements.
+        connection: Connection to the serving process.
+        call_seconds: Time limit of calls whose arguments have no deadline. None uses the
+            connection's `timeouts`.
+        seconds: Time limits of single methods, which also bound calls with a deadline. None is
+            unlimited.
+        any_boot: Methods that any boot of the process may answer.
+        service: Name of the service, if it differs from the port's name.
 
     Returns:
-      An object that raises what the served port raises, and UnavailableError where the process is
-      away, gone silent, or answers with what is no reply.
+        An object that raises what the served port raises, and UnavailableError if the process is
+            away, silent, or answers with something that is not a reply.
     """
     remote = _Remote()
     for method in methods(protocol):
@@ -147,8 +149,8 @@ async def connected(
     credentials: Credentials = NO_CREDENTIALS,
     seconds: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[P]:
-    """A port in the process at `address`, whichever boot answers there, over a connection of its
-    own that ends with the context. The rest is as in `client`."""
+    """Connects to a port in the process at `address`, whichever boot answers there. The connection
+    ends with the context. Other arguments are as in `client`."""
     connection = Connection(address, credentials)
     try:
         yield client(protocol, connection, seconds=seconds)
@@ -157,13 +159,13 @@ async def connected(
 
 
 class _Remote:
-    """A port whose methods are bound when it is made."""
+    """A port whose methods are set when it is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How long a method's calls may take: `bound` where it is `bounded`, else what the arguments
-    state and `slack`, or `usual`."""
+    """Time limit of a method's calls: `bound` if `bounded`, else the call's own deadline plus
+    `slack`, or `usual` if it has none."""
 
     usual: float
     bounded: bool
@@ -247,5 +249,5 @@ def _unpacked(method: Method, connection: Connection, reply: bytes) -> object:
         return method.unpack_reply(reply)
     except InvalidRequestError as error:
         raise UnavailableError(
-            f"{connection.address}: {method.name} was answered with no reply of it: {error}"
+            f"{connection.address}: {method.name} returned an invalid reply: {error}"
         ) from None

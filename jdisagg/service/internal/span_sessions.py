@@ -1,13 +1,13 @@
-"""The worker's side of the span streams: for each calling process one stream that carries the spans
-of all it started.
+"""The worker's side of the span streams. Each calling process has one stream with the spans of all
+reservations it started.
 
-A session lives as long as its stream. When the stream ends, however, all that it reserved and
-started is cancelled: the process is gone or will never hear of it, and a router re-enters its path.
-What a slow reader has not taken waits here, never more than the tokens that its reservations asked
-for (worker/span_stream.py): it holds up neither the worker's loop nor other sessions. Spans that
-wait when a message is made go out together, so that the tokens of one step cost one message.
+A session lives as long as its stream. When the stream ends, everything that the session reserved or
+started is cancelled, because the caller is gone or can no longer receive it. What a slow reader has
+not taken is buffered here. The buffer is bounded by the tokens of the session's reservations
+(worker/span_stream.py), and it blocks neither the worker's loop nor other sessions. All buffered
+spans go out in one message, so that the tokens of one step cost one message.
 
-Implements `SpanSessionPort` over a `DecodePort`; knows no gRPC."""
+Implements `SpanSessionPort` over a `DecodePort`. Knows no gRPC."""
 
 import asyncio
 import logging
@@ -24,16 +24,17 @@ from jdisagg.messages.ports import (
     close_stream,
 )
 from jdisagg.messages.spans import ReservationSpans, SpanBatch
+from jdisagg.service.calls import internal_error
 from jdisagg.service.grpc import wire
 
 log = logging.getLogger(__name__)
 
-# Of one message: with the most logprobs that may be asked for, well below a message's limit.
+# Per message. With the maximum number of logprobs this is well below the message size limit.
 MAX_BATCH_TOKENS = 1024
 
 
 class _Session:
-    """What one stream still has to say, and the tasks that follow its reservations."""
+    """What one stream still has to send, and the tasks that follow its reservations."""
 
     def __init__(self) -> None:
         self.news: deque[ReservationSpans] = deque()
@@ -43,13 +44,14 @@ class _Session:
         self.ended = False
 
     def hold(self, reservation: Reservation, now: float) -> None:
-        """Until it is started or cancelled, or its lease has passed: the worker then forgets it,
-        too."""
+        """Records a reservation until it is started or cancelled, or its lease ends and the worker
+        drops it."""
         self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
     def over(self, reservation_id: int, following: "asyncio.Task[ReservationSpans]") -> None:
-        """Nothing more comes of it; also where the task was cancelled before it began."""
+        """Queues the end of a reservation, including one whose task was cancelled before it
+        began."""
         del self.running[reservation_id]
         self.put(
             ReservationSpans(reservation_id=reservation_id, ended=True)
@@ -62,7 +64,7 @@ class _Session:
         self.stirred.set()
 
     def take(self) -> SpanBatch:
-        """What waits, in order; entries of one reservation are put together."""
+        """Returns the buffered spans in order, with the entries of each reservation joined."""
         room = MAX_BATCH_TOKENS
         spans: dict[int, list[Span]] = {}
         ends: dict[int, ReservationSpans] = {}
@@ -86,11 +88,11 @@ class SpanSessions:
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def spans(self, session_id: int) -> AsyncGenerator[SpanBatch, None]:
-        """Opens the session; its batches, the first of them empty. When this is closed, all of the
-        session is cancelled."""
+        """Opens a session and yields its batches, beginning with an empty one. Closing the iterator
+        cancels everything in the session."""
         if session_id in self._sessions:
             raise InvalidRequestError(
-                f"span session {session_id:x} is open already; draw another id"
+                f"span session {session_id:x} is already open; use another id"
             )
         session = self._sessions[session_id] = _Session()
         try:
@@ -112,11 +114,11 @@ class SpanSessions:
         return reservation
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """Follows a reservation; what comes of it, an error too, goes to the session's stream."""
+        """Follows a reservation. Its spans, and its error if any, go to the session's stream."""
         session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(
-                f"reservation {call.reservation_id} runs already in this session; start it once"
+                f"reservation {call.reservation_id} already runs in this session; start it once"
             )
         session.reserved.pop(call.reservation_id, None)
         following = session.running[call.reservation_id] = asyncio.create_task(
@@ -137,8 +139,8 @@ class SpanSessions:
         session = self._sessions.get(session_id)
         if session is None:
             raise UnavailableError(
-                f"span session {session_id:x} is not open: its stream broke; open another and try"
-                " again"
+                f"span session {session_id:x} is not open, because its stream broke; open another"
+                " and try again"
             )
         return session
 
@@ -146,7 +148,7 @@ class SpanSessions:
         session.ended = True
         for task in session.running.values():
             task.cancel()
-        # Also of tasks that had not begun: cancelling those closes nothing.
+        # This includes tasks that had not begun: cancelling such a task does not close its stream.
         held, session.reserved = (*session.reserved, *session.running), {}
         for reservation_id in held:
             cancelling = asyncio.create_task(self._port.cancel(reservation_id))
@@ -154,7 +156,7 @@ class SpanSessions:
             cancelling.add_done_callback(self._cancelling.discard)
 
     async def _follow(self, session: _Session, call: GenerateCall) -> ReservationSpans:
-        """Returns the last that is to be said of the reservation."""
+        """Queues the spans of a reservation and returns its final entry."""
         reservation_id = call.reservation_id
         spans = self._port.generate(call)
         try:
@@ -167,19 +169,13 @@ class SpanSessions:
             return _error_end(reservation_id, error)
         except Exception as error:
             log.exception("the spans of reservation %d failed", reservation_id)
-            return _error_end(
-                reservation_id,
-                JdisaggError(
-                    f"internal error ({type(error).__name__}); the worker's log says more"
-                ),
-            )
+            return _error_end(reservation_id, internal_error(error, "the worker's log"))
         return ReservationSpans(reservation_id=reservation_id, ended=True)
 
 
 def _entry(
     reservation_id: int, spans: list[Span], end: ReservationSpans | None
 ) -> ReservationSpans:
-    """All that a batch says of one reservation."""
     if end is None:
         return ReservationSpans(reservation_id, tuple(spans))
     return ReservationSpans(reservation_id, tuple(spans), end.ended, end.error)
@@ -190,6 +186,6 @@ def _error_end(reservation_id: int, error: JdisaggError) -> ReservationSpans:
 
 
 def _weight(span: Span) -> int:
-    """In tokens."""
+    """Returns the size of a span in tokens."""
     prompt = span.prompt_logprobs
     return len(span.token_ids) + (len(prompt) if prompt is not None else 0)

@@ -1,8 +1,8 @@
-"""The services of a worker process: its ports over gRPC, for routers and for other workers.
+"""The services of a worker process: its ports over gRPC, for routers and other workers.
 
-Whether a call may be made at all (its token, the boot it is meant for) is the guard's, and so are
-errors. Token ids that the model does not have are refused here: on a mesh they would end it, with
-all that runs there, and a router that has not met a worker yet lets them through."""
+The guard checks tokens and boot ids and handles errors. This module rejects token ids that the
+model does not have. On a mesh they would crash it with everything that runs there, and a router
+that has not met a worker yet does not check them."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -25,15 +25,16 @@ Reply = TypeVar("Reply")
 def prefill_service(
     port: PrefillPort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """`vocabulary`: of the model behind the port; its ids are below."""
+    """Serves a prefill port. Token ids must be below `vocabulary`, the size of the model's
+    vocabulary."""
     return rpc.service(PrefillPort, through(PrefillPort, port, _KnownIds(vocabulary)), tokens)
 
 
 def decode_service(
     port: DecodePort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """`vocabulary`: of the model behind the port; its ids are below. Spans go out by session, all
-    of one caller in one stream."""
+    """Serves a decode port. Token ids must be below `vocabulary`. Spans are sent by session, with
+    all of one caller in one stream."""
     checked = through(DecodePort, port, _KnownIds(vocabulary))
     sessions = SpanSessions(checked)
     return rpc.service(
@@ -50,22 +51,12 @@ def peer_service(port: PeerPort, tokens: tuple[str, ...] = ()) -> Service:
 
 
 class _KnownIds:
-    """Refuses calls with token ids that are none of the model's."""
+    """Rejects calls with token ids that the model does not have."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
-    async def prefill(
-        self, proceed: Callable[[PrefillCall], Awaitable[Reply]], call: PrefillCall
-    ) -> Reply:
-        return await self._checked(proceed, call)
-
-    async def reserve(
-        self, proceed: Callable[[ReserveCall], Awaitable[Reply]], call: ReserveCall
-    ) -> Reply:
-        return await self._checked(proceed, call)
-
-    async def _checked(self, proceed: Callable[[Call], Awaitable[Reply]], call: Call) -> Reply:
+    async def prefill(self, proceed: Callable[[Call], Awaitable[Reply]], call: Call) -> Reply:
         request = call.request
         accepted = (
             (f"accepted tokens of child {child.index}", child.accepted) for child in call.children
@@ -74,14 +65,16 @@ class _KnownIds:
         for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", biased), *accepted):
             if (at := foreign_token(ids, self._vocabulary)) is not None:
                 raise InvalidRequestError(
-                    f"{name} holds {ids[at]}, which is not a token id of the model; they are 0 to"
+                    f"{name} holds {ids[at]}, which is not a token id of the model; ids are 0 to"
                     f" {self._vocabulary - 1}"
                 )
         return await proceed(call)
 
+    reserve = prefill
+
 
 class _CancelledInSessions:
-    """A reservation that is cancelled ends in its session, too."""
+    """Also ends a cancelled reservation in its session."""
 
     def __init__(self, sessions: SpanSessions) -> None:
         self._sessions = sessions

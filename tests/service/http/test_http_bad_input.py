@@ -140,7 +140,7 @@ WRONG_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "logprobs", "[0, 20]"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function.name is missing"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", "function.name is missing"),
-    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "requires a call, but there are no tools"),
     ({"response_format": {}, "structured_outputs": {"json_object": 3}}, "structured_outputs", "3"),
     ({"response_format": {"type": "xml"}}, "response_format", "got 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
@@ -152,7 +152,7 @@ WRONG_CHATS = [
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",
-        "both say",
+        "both restrict the answer",
     ),
     ({"modalities": ["audio"]}, "modalities", "is not supported"),
 ]
@@ -164,7 +164,7 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": 3}, "input", "a string or a list of messages"),
     ({"input": [{"type": "computer_call"}]}, "input", "got 'computer_call'"),
     ({"max_output_tokens": "x"}, "max_output_tokens", "must be an integer"),
-    ({"previous_response_id": "r"}, "previous_response_id", "the server keeps nothing"),
+    ({"previous_response_id": "r"}, "previous_response_id", "the server stores no responses"),
     ({"tools": [{}]}, "tools", "tools[0].name is missing"),
     ({"tools": [{"type": "web_search"}]}, "tools", "type must be function"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", "is not supported"),
@@ -218,15 +218,15 @@ async def test_values_that_ask_for_nothing_are_taken() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "no valid JSON"),
-        (b'{"prompt": "x"', "no valid JSON"),
+        (b"", "not valid JSON"),
+        (b'{"prompt": "x"', "not valid JSON"),
         (b'{"prompt": "\xff"}', "not valid UTF-8 at byte 12"),
         (b"[1, 2]", "must be a JSON object"),
-        (b"nonsense", "no valid JSON"),
-        (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "no valid JSON"),
-        (b'{"prompt": NaN}', "no valid JSON"),
-        (b'{"prompt": "\\ud800"}', "no valid JSON"),
-        (b"\x00" * 100, "no valid JSON"),
+        (b"nonsense", "not valid JSON"),
+        (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "not valid JSON"),
+        (b'{"prompt": NaN}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b"\x00" * 100, "not valid JSON"),
     ],
     ids=["empty", "cut", "not-utf8", "a-list", "words", "deep", "nan", "half", "zeros"],
 )
@@ -351,7 +351,7 @@ async def test_a_few_words_around_a_body_do_no_harm(door: HttpDoor) -> None:
     ids=["tls", "http2", "words", "version", "address", "negative-length", "two-lengths"],
 )
 async def test_what_is_no_http_is_refused(door: HttpDoor, data: bytes) -> None:
-    named(await door.send(data), 400, "no valid HTTP/1.1")
+    named(await door.send(data), 400, "not valid HTTP/1.1")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ async def test_what_is_no_http_is_refused(door: HttpDoor, data: bytes) -> None:
 )
 async def test_a_path_that_is_none_is_not_found(door: HttpDoor, path: str) -> None:
     answer = await door.ask(path, {"prompt": "x"})
-    named(answer, 404, "is none of this server's")
+    named(answer, 404, "Not found: ")
     assert len(answer.body) < 500
 
 

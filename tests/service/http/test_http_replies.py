@@ -98,7 +98,7 @@ async def test_the_model_that_is_served_is_listed(client: openai.AsyncOpenAI) ->
     assert [model.id for model in models] == ["tiny"]
     strict(models[0], Model)
     assert (await client.models.retrieve("tiny")).model_dump()["max_model_len"] == 512
-    with pytest.raises(openai.NotFoundError, match="'tiny', the one that is served, got 'other'"):
+    with pytest.raises(openai.NotFoundError, match="'tiny', the served model, got 'other'"):
         await client.models.retrieve("other")
 
 

@@ -82,5 +82,5 @@ async def test_the_door_answers_refuses_and_may_have_no_guide() -> None:
 
 
 def test_the_page_offers_the_guides_own_links() -> None:
-    index = (files("jdisagg.service") / "web" / "index.html").read_text()
+    index = (files("jdisagg.service.http") / "web" / "index.html").read_text()
     assert tuple(re.findall(r'<option value="([^"]+)"', index)) == GUIDE_LINKS

@@ -1,0 +1,95 @@
+"""What the gRPC and the HTTP guard share about running calls: the steps of a drain, the time limit
+of a stream, and the errors that both return.
+
+Knows neither gRPC nor HTTP."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from jdisagg.errors import DeadlineExceededError, JdisaggError, ShutDownError, UnavailableError
+from jdisagg.request import Request
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
+
+RETRY_SECONDS = 5.0
+
+
+class DrainingGuard:
+    """Base of both guards: tracks running calls and implements the steps of a drain (`refuse`, then
+    `end`).
+
+    A subclass adds the task of each running call to `_running`, or to `_unhurried` if a drain must
+    not wait for it."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[object]] = set()
+        self._unhurried: set[asyncio.Task[object]] = set()
+        self._refusing = False
+        self._cutting = False
+
+    def refuse(self) -> None:
+        """Refuses new calls as unavailable from now on."""
+        self._refusing = True
+
+    async def idle(self, timeout_seconds: float) -> bool:
+        """Waits until no call runs. Returns False if the time limit passed first."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_seconds)
+        return not self._running
+
+    def cut(self) -> int:
+        """Cancels all running calls, which then fail as unavailable. Returns the number of those
+        that a drain waits for."""
+        self._cutting = True
+        for task in (*self._running, *self._unhurried):
+            task.cancel()
+        return len(self._running)
+
+    async def end(self, seconds: float, forced: asyncio.Event) -> int:
+        """Lets running calls finish for `seconds` or until `forced` is set, then cuts the rest and
+        returns their number."""
+        idle = asyncio.ensure_future(self.idle(seconds))
+        hurried = asyncio.ensure_future(forced.wait())
+        await asyncio.wait((idle, hurried), return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        hurried.cancel()
+        return self.cut()
+
+
+@contextlib.asynccontextmanager
+async def read_in_time(request: Request) -> AsyncIterator[None]:
+    """Bounds the time in which a client must read its stream: the deadline plus a margin.
+
+    Raises:
+        DeadlineExceededError: The client did not read its events in time.
+    """
+    seconds = request.deadline_seconds
+    assert seconds is not None, "the frontend sets a deadline for every request"
+    try:
+        async with asyncio.timeout(seconds + DEFAULT_TIMEOUTS.call.unread_seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"request {request.request_id!r}: its deadline of {seconds:g} s passed before the"
+            " client read all events; read faster"
+        ) from None
+
+
+def shutting_down() -> UnavailableError:
+    """Returns the error of a call that arrives during a drain."""
+    return UnavailableError(
+        "the server is shutting down and takes no new requests; try again later",
+        retry_after_seconds=RETRY_SECONDS,
+    )
+
+
+def cut_short() -> ShutDownError:
+    """Returns the error of a call that was still running at the end of a drain."""
+    return ShutDownError(
+        "the server shut down before the request had ended", retry_after_seconds=RETRY_SECONDS
+    )
+
+
+def internal_error(error: Exception, log: str = "the server's log") -> JdisaggError:
+    """Returns what a client sees of an unexpected exception; `log` names where the rest is."""
+    return JdisaggError(f"internal error ({type(error).__name__}); see {log} for details")
