@@ -91,7 +91,7 @@ async def lead() -> dict[str, float]:
     from jdisagg.instance.broadcast import BroadcastExecutor
     from jdisagg.instance.followers import Followers
     from jdisagg.layout.mesh_card import KvEnd
-    from jdisagg.service.internal.instance_server import InstanceServer
+    from jdisagg.service.internal.instance_stream import InstanceServer
 
     followers = Followers(FOLLOWERS + 1, tree.clock, tree.timing)
     server = InstanceServer(followers)
@@ -129,7 +129,7 @@ async def follow(address: str, secret: int) -> None:
     tree = Tree()
     from jdisagg.instance.follower import run_follower
     from jdisagg.layout.mesh_card import KvEnd
-    from jdisagg.service.internal.instance_client import LeaderConnection
+    from jdisagg.service.internal.instance_stream import LeaderConnection
 
     async def nothing() -> None:
         return

@@ -19,8 +19,7 @@ from jdisagg.instance.processes import ProcessGroup, exit_soon
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.instance import Join, LeaderPlace
 from jdisagg.scheduler.executor import Executor
-from jdisagg.service.internal.instance_client import LeaderConnection
-from jdisagg.service.internal.instance_server import InstanceServer
+from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
 from jdisagg.service.server import cluster_credentials, server_credentials
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 

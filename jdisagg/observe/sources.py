@@ -10,8 +10,9 @@ workers have their own names (`jdisagg_router_worker_*`), so that sums over all 
 nothing twice."""
 
 import asyncio
+import functools
 import platform
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Metric
@@ -19,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.roles import AdviceReport
-from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.messages.worker_status import KeptTier, WorkerStatus
 from jdisagg.observe.canary import Canary
 from jdisagg.telemetry import Counters, Labels
 
@@ -82,15 +83,19 @@ class Watched:
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
     """Yields metric families. Each family has the samples of all owners, as the format requires."""
     yield from _counters(readings)
-    compilations = CounterMetricFamily(
-        "jdisagg_compilations", "Compiled programs. Constant in steady state.", labels=["worker"]
+    compilations = _family(
+        CounterMetricFamily,
+        "jdisagg_compilations",
+        "Compiled programs. Constant in steady state.",
+        ("worker",),
+        [((one.owner,), one.compilations) for one in readings if one.compilations is not None],
     )
-    up = GaugeMetricFamily("jdisagg_worker_up", "1 if the worker answered.", labels=["worker"])
-    for reading in readings:
-        if reading.compilations is not None:
-            compilations.add_metric([reading.owner], reading.compilations)
-        if reading.up is not None:
-            up.add_metric([reading.owner], int(reading.up))
+    up = _gauge(
+        "jdisagg_worker_up",
+        "1 if the worker answered.",
+        ("worker",),
+        [((reading.owner,), int(reading.up)) for reading in readings if reading.up is not None],
+    )
     own = [status for reading in readings if reading.up for status in reading.statuses]
     seen = [status for reading in readings if reading.up is None for status in reading.statuses]
     families = [compilations, up, *_statuses("jdisagg_", own)]
@@ -115,16 +120,32 @@ def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
         # All samples of a family need the same label names. A missing label is empty, which
         # Prometheus treats as absent.
         labels = sorted({label for named, _ in members for label in named})
-        family = CounterMetricFamily(
-            metric, f"Counter {metric.removeprefix('jdisagg_')} of its owner.", labels=labels
-        )
-        for named, value in members:
-            family.add_metric([named.get(label, "") for label in labels], value)
-        yield family
+        rows = [
+            (tuple(named.get(label, "") for label in labels), count) for named, count in members
+        ]
+        text = f"Counter {metric.removeprefix('jdisagg_')} of its owner."
+        yield _family(CounterMetricFamily, metric, text, labels, rows)
+
+
+def _family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Makes a family. A row is the values of its labels and the metric's value."""
+    family = kind(name, text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+_gauge = functools.partial(_family, GaugeMetricFamily)
 
 
 def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
-    labels = ["worker", "role"]
+    labels = ("worker", "role")
     gauges: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
         ("running", "Running sequences, or prompts in prefill.", lambda s: s.running),
         ("waiting", "Requests in the worker's queue.", lambda s: s.waiting),
@@ -137,34 +158,37 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
             lambda s: s.loading_seconds,
         ),
     )
-    families: list[Metric] = []
-    for name, text, value in gauges:
-        gauge = GaugeMetricFamily(f"{prefix}worker_{name}", text, labels=labels)
-        for status in statuses:
-            gauge.add_metric([status.name, status.role.value], value(status))
-        families.append(gauge)
-    pages = GaugeMetricFamily(
-        f"{prefix}pages", "KV pages by state.", labels=[*labels, "rank", "state"]
+    places = [((status.name, status.role.value), status) for status in statuses]
+    families = [
+        _gauge(f"{prefix}worker_{name}", text, labels, [(at, value(one)) for at, one in places])
+        for name, text, value in gauges
+    ]
+    pages = [
+        ((*at, str(rank), state), count)
+        for at, status in places
+        for rank, state, count in pages_by_state(status)
+    ]
+    tiers = [((*at, tier.tier), tier) for at, status in places for tier in status.kept]
+    kept: tuple[tuple[str, str, Callable[[KeptTier], float]], ...] = (
+        ("kept_blocks", "Prefix-cache blocks.", lambda tier: tier.blocks),
+        ("kept_bytes", "Size of these blocks.", lambda tier: tier.bytes),
+        ("kept_room_bytes", "Capacity of the prefix cache.", lambda tier: tier.room_bytes),
     )
-    preemptions = CounterMetricFamily(
-        f"{prefix}worker_preemptions", "Preempted sequences.", labels=labels
-    )
-    tiers = [*labels, "tier"]
-    blocks = GaugeMetricFamily(f"{prefix}kept_blocks", "Prefix-cache blocks.", labels=tiers)
-    held = GaugeMetricFamily(f"{prefix}kept_bytes", "Size of these blocks.", labels=tiers)
-    room = GaugeMetricFamily(
-        f"{prefix}kept_room_bytes", "Capacity of the prefix cache.", labels=tiers
-    )
-    for status in statuses:
-        for tier in status.kept:
-            place = [status.name, status.role.value, tier.tier]
-            blocks.add_metric(place, tier.blocks)
-            held.add_metric(place, tier.bytes)
-            room.add_metric(place, tier.room_bytes)
-        preemptions.add_metric([status.name, status.role.value], status.preemptions)
-        for rank, state, count in pages_by_state(status):
-            pages.add_metric([status.name, status.role.value, str(rank), state], count)
-    return [*families, pages, preemptions, blocks, held, room]
+    return [
+        *families,
+        _gauge(f"{prefix}pages", "KV pages by state.", (*labels, "rank", "state"), pages),
+        _family(
+            CounterMetricFamily,
+            f"{prefix}worker_preemptions",
+            "Preempted sequences.",
+            labels,
+            [(at, status.preemptions) for at, status in places],
+        ),
+        *(
+            _gauge(f"{prefix}{name}", text, (*labels, "tier"), [(at, of(one)) for at, one in tiers])
+            for name, text, of in kept
+        ),
+    ]
 
 
 def routing_families(waiting: int) -> Iterator[Metric]:
@@ -174,18 +198,18 @@ def routing_families(waiting: int) -> Iterator[Metric]:
 
 
 def build_families(process: str, model: str, version: str, jax: str) -> Iterator[Metric]:
-    info = GaugeMetricFamily(
-        "jdisagg_process_info", "Always 1; the label has the process's name.", labels=["process"]
+    yield _gauge(
+        "jdisagg_process_info",
+        "Always 1; the label has the process's name.",
+        ("process",),
+        [((process,), 1)],
     )
-    info.add_metric([process], 1)
-    yield info
-    build = GaugeMetricFamily(
+    yield _gauge(
         "jdisagg_build_info",
         "Always 1; labels have the versions and the served model.",
-        labels=["version", "jax", "python", "model_name"],
+        ("version", "jax", "python", "model_name"),
+        [((version, jax, platform.python_version(), model), 1)],
     )
-    build.add_metric([version, jax, platform.python_version(), model], 1)
-    yield build
 
 
 def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
@@ -195,50 +219,41 @@ def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
         "1 if KV was recently transferred from prefill to decode.",
         value=int(canary.readiness(now).ready),
     )
-    ages = GaugeMetricFamily(
+    ages = [((pair.prefill, pair.decode), canary.age_seconds(pair, now)) for pair in canary.pairs]
+    yield _gauge(
         "jdisagg_canary_age_seconds",
         "Seconds since the pair's last KV transfer. Absent before the first one.",
-        labels=["prefill", "decode"],
+        ("prefill", "decode"),
+        [(pair, age) for pair, age in ages if age is not None],
     )
-    for pair in canary.pairs:
-        age = canary.age_seconds(pair, now)
-        if age is not None:
-            ages.add_metric([pair.prefill, pair.decode], age)
-    yield ages
 
 
 def advice_families(advice: AdviceReport) -> Iterator[Metric]:
     """Yields the elastic controller's advice, for an external autoscaler that reads Prometheus."""
     by_role = (
-        (
-            "advised",
-            "Advised number of workers of a role.",
-            {"prefill": advice.prefill, "decode": advice.decode},
-        ),
+        ("advised", "Advised number of workers of a role.", advice.prefill, advice.decode),
         (
             "taking",
             "Workers of a role that accept new requests.",
-            {"prefill": advice.prefill_now, "decode": advice.decode_now},
+            advice.prefill_now,
+            advice.decode_now,
         ),
         (
             "needed",
             "The controller's estimate of the workers that the load needs.",
-            {"prefill": advice.prefill_need, "decode": advice.decode_need},
+            advice.prefill_need,
+            advice.decode_need,
         ),
     )
-    for name, text, values in by_role:
-        family = GaugeMetricFamily(f"jdisagg_{name}_workers", text, labels=["role"])
-        for role, value in values.items():
-            family.add_metric([role], value)
-        yield family
-    attained = GaugeMetricFamily(
+    for name, text, prefill, decode in by_role:
+        rows = [(("prefill",), prefill), (("decode",), decode)]
+        yield _gauge(f"jdisagg_{name}_workers", text, ("role",), rows)
+    yield _gauge(
         "jdisagg_slo_attainment",
         "Share of requests in the window that met the objective.",
-        labels=["objective"],
+        ("objective",),
+        [(("ttft",), advice.ttft_attainment), (("tpot",), advice.tpot_attainment)],
     )
-    attained.add_metric(["ttft"], advice.ttft_attainment)
-    attained.add_metric(["tpot"], advice.tpot_attainment)
-    yield attained
 
 
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:

@@ -110,15 +110,15 @@ async def test_the_door_takes_it_for_a_grammar(tag: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("tag", "message"),
     [
-        ({}, "structures must be a list"),
+        ({}, "structures must be a non-empty list"),
         ({"structures": [{}], "triggers": 3}, "triggers must be a list of strings"),
         ({"structures": [{"begin": "a"}], "triggers": ["b"]}, r"tags\[0\].begin must begin with"),
         ({"format": {"type": "grammar"}}, "format.type must be one of const_string"),
-        ({"format": {"type": "or", "elements": []}}, "format.elements must be a list"),
+        ({"format": {"type": "or", "elements": []}}, "format.elements must be a non-empty list"),
         ({"format": {"type": "regex"}}, "format.pattern must be a text"),
         (
             {"format": {"type": "sequence", "elements": [{"type": "any_text"}] * 2}},
-            r"format.elements\[0\] is free text and not the last",
+            r"format.elements\[0\] is free text before other elements",
         ),
         ({"format": {"type": "json_schema"}}, "format.json_schema must be a JSON schema"),
     ],

@@ -27,8 +27,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.service.internal.instance_client import LeaderConnection
-from jdisagg.service.internal.instance_server import InstanceServer
+from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
 from jdisagg.timeouts import InstanceTimeouts
 from tests import time_scale
 

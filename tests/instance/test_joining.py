@@ -18,8 +18,7 @@ from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.messages.instance import Join, LeaderPlace
 from jdisagg.messages.step_commands import Done, DropBlocks
-from jdisagg.service.internal.instance_client import LeaderConnection
-from jdisagg.service.internal.instance_server import InstanceServer
+from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
 from jdisagg.service.server import cluster_credentials, server_credentials
 from tests.instance.test_broadcast import FAST, NotingExecutor, nothing
 from tests.service.test_credentials import certificates_in

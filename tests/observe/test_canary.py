@@ -127,7 +127,7 @@ def test_a_pull_that_hangs_costs_its_own_canary_alone() -> None:
             await asyncio.sleep(30.0)
             assert (
                 not running.readiness().ready
-                and "did not arrive within 3 s" in running.readiness().reason
+                and "did not finish within 3 s" in running.readiness().reason
             )
             hanging = False
             await asyncio.sleep(10.0)

@@ -351,5 +351,5 @@ def test_a_broken_file_is_named(content: str, tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no"):
+    with pytest.raises(ConfigError, match="has no"):
         read_timelines(tmp_path)

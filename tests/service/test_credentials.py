@@ -164,8 +164,7 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
             (theirs.credentials(), "that the given CA signed"),
         ):
             with pytest.raises(
-                UnavailableError,
-                match=rf"within 1.5 s; is it running \(jdisagg serve\)\? .*{hint}",
+                UnavailableError, match=rf"within 1.5 s; is it running \(jdisagg serve\)\? .*{hint}"
             ):
                 await ask(target, credentials)
 
@@ -336,7 +335,7 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
             {"authority": files["key"]},
             (
                 "credentials: authority '.*/key' has no CERTIFICATE block in PEM form, but EC"
-                " PRIVATE KEY; give one"
+                " PRIVATE KEY; give another"
             ),
         ),
         (

@@ -8,6 +8,7 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -91,6 +92,13 @@ _SCALARS = (
     "skip_special_tokens",
     "prompt_logprobs",
 )
+# Repeated fields of the same name, and how many values each may have.
+_REPEATED = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
+    "bad_words": MAX_BAD_WORDS,
+}
 
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
@@ -406,16 +414,9 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
                 message.logit_bias.extend(
                     common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs
                 )
-            elif name == "stop":
-                stop = options.get("stop") or ()
-                message.stop.extend((stop,) if isinstance(stop, str) else stop)
-            elif name == "stop_token_ids":
-                message.stop_token_ids.extend(options.get("stop_token_ids") or ())
-            elif name == "allowed_token_ids":
-                message.allowed_token_ids.extend(options.get("allowed_token_ids") or ())
-            elif name == "bad_words":
-                words = options.get("bad_words") or ()
-                message.bad_words.extend((words,) if isinstance(words, str) else words)
+            elif name in _REPEATED:
+                values = (value,) if isinstance(value, str) and value else value
+                getattr(message, name).extend(values or ())
             elif name == "grammar":
                 message.grammar.CopyFrom(_grammar_to_proto(options.get("grammar")))
             else:
@@ -429,27 +430,16 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
 
 def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
     """Returns only the options that were set."""
-    options = SamplingOptions()
     at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
-    at_most("stop", len(message.stop), MAX_STOP_STRINGS)
-    at_most("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
-    at_most("allowed_token_ids", len(message.allowed_token_ids), MAX_ALLOWED_TOKENS)
-    at_most("bad_words", len(message.bad_words), MAX_BAD_WORDS)
-    if message.allowed_token_ids:
-        options["allowed_token_ids"] = tuple(message.allowed_token_ids)
-    if message.bad_words:
-        options["bad_words"] = tuple(message.bad_words)
+    for name, most in _REPEATED.items():
+        at_most(name, len(getattr(message, name)), most)
+    options = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    options |= {name: tuple(got) for name in _REPEATED if (got := getattr(message, name))}
     if message.logit_bias:
         options["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
-    if message.stop:
-        options["stop"] = tuple(message.stop)
-    if message.stop_token_ids:
-        options["stop_token_ids"] = tuple(message.stop_token_ids)
     if message.HasField("grammar"):
         options["grammar"] = _grammar_from_proto(message.grammar)
-    scalars = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
-    options.update(SamplingOptions(**scalars))
-    return options
+    return cast(SamplingOptions, options)
 
 
 def _grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar:

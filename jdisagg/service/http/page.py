@@ -39,6 +39,11 @@ HEADERS: tuple[Header, ...] = (
 FRESH: tuple[Header, ...] = ((b"cache-control", b"no-store"),)
 SHOWN_DECISIONS = 64
 SHOWN_REQUESTS = 50
+SHOWN_STATUS = (
+    *("name", "layout", "running", "waiting", "slots", "handoffs", "preemptions"),
+    *("queued_tokens", "draining", "loading_seconds", "kv_channels", "page_size"),
+)
+SHOWN_MODEL = ("name", "family", "context_tokens", "dtype", "kv_bytes_per_token")
 QUESTION_BYTES = 1 << 12
 
 _encode = msgspec.json.encode
@@ -131,12 +136,8 @@ class Page:
     async def _model(self) -> dict[str, object]:
         model = self._frontend.model
         return {
-            "name": model.name,
-            "family": model.family,
-            "context_tokens": model.context_tokens,
-            "dtype": model.dtype,
+            **{name: getattr(model, name) for name in SHOWN_MODEL},
             "mode": model.mode.value,
-            "kv_bytes_per_token": model.kv_bytes_per_token,
             "chat": await self._can_chat(model.name),
         }
 
@@ -156,19 +157,8 @@ def _worker(status: WorkerStatus, account: WorkerAccount | None) -> dict[str, ob
     for rank, state, count in pages_by_state(status):
         pages[rank][state] = count
     return {
-        "name": status.name,
+        **{name: getattr(status, name) for name in SHOWN_STATUS},
         "role": status.role.value,
-        "layout": status.layout,
-        "running": status.running,
-        "waiting": status.waiting,
-        "slots": status.slots,
-        "handoffs": status.handoffs,
-        "preemptions": status.preemptions,
-        "queued_tokens": status.queued_tokens,
-        "draining": status.draining,
-        "loading_seconds": status.loading_seconds,
-        "kv_channels": list(status.kv_channels),
-        "page_size": status.page_size,
         "pages": pages,
         "attempts": account.attempts if account else 0,
         "barred_seconds": account.barred_seconds if account else 0.0,

@@ -58,7 +58,7 @@ async def test_the_page_chats_and_shows_cluster_decisions_and_timelines(tmp_path
         await page.run("location.hash = '/cluster'")
         await page.until("document.querySelectorAll('#pools tbody tr').length === 200")
         assert "133 workers" in await page.run("document.querySelector('#pools').textContent")
-        assert "barred" in await page.run("document.querySelector('#pools').textContent")
+        assert "excluded" in await page.run("document.querySelector('#pools').textContent")
         await page.run("location.hash = '/decisions'")
         await page.until("document.querySelectorAll('#decision-list tbody tr').length === 2")
         shown = await page.run("document.querySelector('#decision-list').textContent")

@@ -1,5 +1,5 @@
-// What is asked of the server: JSON, and streams of server-sent events. The only code that talks to
-// anybody, and always to the server that the page came from.
+// Requests to the server: JSON and streams of server-sent events. This is the only code that uses
+// the network, and it only contacts the server that the page came from.
 
 import { byId } from "./dom.js";
 
@@ -7,7 +7,7 @@ const KEPT = "jdisagg-token";
 let token = sessionStorage.getItem(KEPT) || "";
 let asking = null;
 
-// Resolves when the user has given a token; however many ask, there is one dialog.
+// Resolves when the user has entered a token. Concurrent calls share one dialog.
 function askForToken() {
   if (!asking) {
     const dialog = byId("token-dialog");
@@ -59,7 +59,7 @@ const posted = (body, options) => ({
 export const post = async (path, body, options = {}) =>
   (await ask(path, posted(body, options))).json();
 
-// Each event of a streamed reply, as it comes. Throws what the server says went wrong.
+// Yields each event of a streamed reply. Throws the server's error.
 export async function* stream(path, body, options = {}) {
   const reply = await ask(path, posted({ ...body, stream: true }, options));
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -81,7 +81,7 @@ export async function* stream(path, body, options = {}) {
   }
 }
 
-// A W3C trace context of our own: it asks the server to trace this request.
+// Makes a W3C trace context, which makes the server trace this request.
 export function newTrace() {
   const hex = (bytes) =>
     Array.from(crypto.getRandomValues(new Uint8Array(bytes)), (byte) =>

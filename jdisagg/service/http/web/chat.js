@@ -1,5 +1,5 @@
-// The chat box: streams from /v1/chat/completions where the model has a chat template, else from
-// /v1/completions, and draws the timeline of what it asked while it runs.
+// The chat: streams from /v1/chat/completions if the model has a chat template, else from
+// /v1/completions, and draws the request's timeline while it runs.
 
 import { get, newTrace, stream } from "./api.js";
 import { byId, count, el, seconds } from "./dom.js";
@@ -10,7 +10,7 @@ const state = { chats: false, conversation: [], running: null };
 
 export function setModel(model) {
   state.chats = model.chat;
-  byId("prompt").placeholder = model.chat ? "Say something" : "Once upon a time";
+  byId("prompt").placeholder = model.chat ? "Write a message" : "Once upon a time";
 }
 
 export function startChat() {
@@ -111,12 +111,12 @@ function summary(usage, began, first, ended) {
   return parts.join(" · ");
 }
 
-// Draws a trace again and again until `end`, and once more when all of it is known.
+// Redraws a trace periodically until `end`, and once more when it is complete.
 function watch(trace, controller) {
   let over = false;
   const place = byId("live-timeline");
   const draw = async () => {
-    if (state.running && state.running !== controller) return; // another has the place
+    if (state.running && state.running !== controller) return; // another request is shown
     const { spans } = await get(`api/timelines/${trace}`);
     if (spans.length) place.replaceChildren(drawTimeline(spans));
   };

@@ -1,4 +1,4 @@
-// The live cluster: its pools and their workers, as GetStatus tells it.
+// The live cluster: pools and workers as reported by GetStatus.
 
 import { bar, byId, count, el, plural, seconds } from "./dom.js";
 
@@ -24,7 +24,7 @@ function pagesBar({ used, reserved, free, total }) {
 
 function stateOf(worker) {
   if (worker.draining) return ["draining", "warn"];
-  if (worker.barred_seconds > 0) return [`barred ${seconds(worker.barred_seconds)}`, "bad"];
+  if (worker.barred_seconds > 0) return [`excluded for ${seconds(worker.barred_seconds)}`, "bad"];
   if (worker.loading_seconds > 0) return [`loading ${seconds(worker.loading_seconds)}`, "warn"];
   return ["serving", "good"];
 }
@@ -57,7 +57,7 @@ function pool(title, workers) {
   const slots = sum(workers.map((worker) => worker.slots));
   const tokens = sum(workers.map((worker) => worker.queued_tokens));
   const heads = ["Worker", "State", "Running", "Waiting", "Hand-offs", "Pages", "Preempted"];
-  const said = [
+  const summary = [
     plural(workers.length, "worker"),
     `${count(running)} of ${count(slots)} slots`,
     `${count(tokens)} tokens to prefill`,
@@ -66,7 +66,7 @@ function pool(title, workers) {
   return el(
     "section",
     { class: "pool" },
-    el("h2", {}, title, el("small", {}, said.join(" · "))),
+    el("h2", {}, title, el("small", {}, summary.join(" · "))),
     pagesBar(pages),
     el(
       "div",
@@ -88,7 +88,7 @@ const legend = () =>
     el("i", { class: "used" }),
     "in use ",
     el("i", { class: "reserved" }),
-    "reserved for KV on its way",
+    "reserved for incoming KV",
   );
 
 const figure = (value, label) => el("div", { class: "figure" }, el("b", {}, value), label);
@@ -100,10 +100,10 @@ export function drawCluster(status) {
   );
   byId("figures").replaceChildren(
     figure(count(workers.length), workers.length === 1 ? "worker" : "workers"),
-    figure(count(running), "sequences decoding"),
+    figure(count(running), "running sequences"),
     figure(count(waiting), "waiting at the router"),
-    figure(count(sum(workers.map((worker) => worker.handoffs))), "hand-offs under way"),
-    figure(count(model.kv_bytes_per_token), "bytes of KV a token"),
+    figure(count(sum(workers.map((worker) => worker.handoffs))), "hand-offs in progress"),
+    figure(count(model.kv_bytes_per_token), "KV bytes per token"),
   );
   const place = byId("pools");
   const scrolled = [...place.querySelectorAll(".scroll")].map((part) => part.scrollTop);
@@ -114,7 +114,7 @@ export function drawCluster(status) {
   place.replaceChildren(
     ...(drawn.length
       ? [...drawn.map(([title, members]) => pool(title, members)), legend()]
-      : [el("p", { class: "hint" }, "No worker is there.")]),
+      : [el("p", { class: "hint" }, "No workers are registered.")]),
   );
   place.querySelectorAll(".scroll").forEach((part, index) => {
     part.scrollTop = scrolled[index] || 0;

@@ -1,4 +1,4 @@
-// The router's last decisions: whom it placed where, why, and what came of it.
+// The router's last decisions: the chosen workers, the reason and the outcome.
 
 import { byId, count, el, seconds } from "./dom.js";
 
@@ -23,17 +23,17 @@ function row(decision) {
   return el(
     "tr",
     {},
-    cell("Ago", seconds(decision.age_seconds)),
-    cell("Prompt", count(decision.prompt_tokens)),
-    cell("Placed", placed(decision)),
-    cell("First token", versus(decision.predicted_ttft_seconds, decision.ttft_seconds)),
-    cell("Each token", versus(decision.predicted_step_seconds, decision.tpot_seconds)),
-    cell("Why", el("span", { class: "reason" }, `${decision.kind}: ${decision.reason}`)),
+    cell("Age", seconds(decision.age_seconds)),
+    cell("Prompt tokens", count(decision.prompt_tokens)),
+    cell("Workers", placed(decision)),
+    cell("TTFT", versus(decision.predicted_ttft_seconds, decision.ttft_seconds)),
+    cell("TPOT", versus(decision.predicted_step_seconds, decision.tpot_seconds)),
+    cell("Reason", el("span", { class: "reason" }, `${decision.kind}: ${decision.reason}`)),
   );
 }
 
 export function drawDecisions(decisions) {
-  const heads = ["Ago", "Prompt", "Placed", "First token", "Each token", "Why"];
+  const heads = ["Age", "Prompt tokens", "Workers", "TTFT", "TPOT", "Reason"];
   const shown = decisions.length
     ? el(
         "table",
@@ -41,6 +41,6 @@ export function drawDecisions(decisions) {
         el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
         el("tbody", {}, ...decisions.map(row)),
       )
-    : el("p", { class: "hint" }, "The router has decided nothing yet. Send something.");
+    : el("p", { class: "hint" }, "No decisions yet. Send a message.");
   byId("decision-list").replaceChildren(shown);
 }

@@ -1,5 +1,5 @@
-// Making elements. Text goes in as text: nothing here, or anywhere on this page, parses HTML, so
-// what a model writes can never become part of the page.
+// Creates elements. Text is inserted as text. No code of this page parses HTML, so a model's output
+// can never become markup.
 
 export const byId = (id) => document.getElementById(id);
 

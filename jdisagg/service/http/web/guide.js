@@ -1,18 +1,18 @@
-// The interactive guide: the same arrivals, served in three ways on as many accelerators, simulated
-// by the server. Each request is a line: grey until its first token, then blue while tokens come,
-// and red where they stopped coming: that is the interference.
+// The interactive guide: the server simulates the same arrivals in three serving modes on the same
+// number of accelerators. Each request is a line: grey until its first token, blue while tokens
+// arrive, and red while they stall, which shows the interference.
 
 import { post } from "./api.js";
 import { byId, count, el, seconds } from "./dom.js";
 
 const WAYS = {
-  unified: ["Unified", "Each mesh prefills a whole prompt, and its running streams wait for it."],
-  chunked: ["Chunked", "A piece of a prompt joins each decode step: no step stops, all get slower."],
-  disaggregated: ["Disaggregated", "One mesh prefills, another decodes; KV crosses the link between."],
+  unified: ["Unified", "Each mesh prefills a whole prompt while its running streams wait."],
+  chunked: ["Chunked", "Each decode step includes a chunk of a prompt: none stalls, all are slower."],
+  disaggregated: ["Disaggregated", "One mesh prefills, another decodes. KV is sent over the link."],
 };
 const RATES = [0.5, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16];
 const PROMPTS = [256, 512, 1024, 2048, 4096, 8192, 16384];
-// A gap so many times the median is a stall.
+// A gap longer than this multiple of the median is a stall.
 const STALL = 4;
 const LATER_MS = 250;
 
@@ -43,7 +43,7 @@ export function startGuide() {
   label();
 }
 
-// Asks for what the sliders say, unless that is shown already or being asked for.
+// Simulates the sliders' setting, unless it is already shown or a simulation runs.
 export async function simulate() {
   const asked = JSON.stringify(question());
   if (asked === state.asked || state.waiting) return;
@@ -59,7 +59,7 @@ export async function simulate() {
   } finally {
     state.waiting = false;
   }
-  if (JSON.stringify(question()) !== asked) simulate(); // a slider has moved meanwhile
+  if (JSON.stringify(question()) !== asked) simulate(); // a slider was moved meanwhile
 }
 
 function draw(answer) {
@@ -75,8 +75,8 @@ function draw(answer) {
   byId("guide-about").textContent =
     `${count(answer.requests)} requests of ${answer.model} on ${answer.accelerators} simulated ` +
     `${answer.hardware.toUpperCase()}: ${count(100 - 100 * answer.long_part)} % have ` +
-    `${answer.short_tokens} tokens, the others are long. The simulator runs this router, these ` +
-    `schedulers and workers, on predicted seconds. The first ${shown.length / 3} are drawn.`;
+    `${answer.short_tokens} tokens, the others are long. The simulation runs the real router, ` +
+    `schedulers and workers with predicted step times. The first ${shown.length / 3} are drawn.`;
 }
 
 function figure(label, value, best) {

@@ -1,4 +1,4 @@
-// The page: its tabs, its theme, and what it asks for again and again while somebody looks.
+// The page: tabs, theme, and periodic updates while it is visible.
 
 import { get } from "./api.js";
 import { setModel, startChat } from "./chat.js";
@@ -25,7 +25,7 @@ function show(view) {
 function startTabs() {
   for (const tab of document.querySelectorAll("[data-view]")) {
     tab.addEventListener("click", () => {
-      location.hash = `/${tab.dataset.view}`; // no element's id: the page stays where it is
+      location.hash = `/${tab.dataset.view}`; // not an element's id, so the page does not scroll
     });
   }
   addEventListener("hashchange", () => show(location.hash.slice(2)));
@@ -79,7 +79,7 @@ async function drawTimelines() {
   byId("timeline-list").replaceChildren(
     rows.length
       ? el("ul", { class: "picks" }, ...rows)
-      : el("p", { class: "hint" }, "None was traced yet."),
+      : el("p", { class: "hint" }, "No traced requests yet."),
   );
 }
 

@@ -1,5 +1,5 @@
-// A request's timeline: where its time went, from its arrival to its last token. Spans come as the
-// server made them (observe/ports.py, mesh.py, path.py); each belongs to one of a few rows.
+// A request's timeline from its arrival to its last token. Spans are those of the server
+// (observe/ports.py, mesh.py, path.py), grouped into a few rows.
 
 import { el, seconds } from "./dom.js";
 
@@ -12,10 +12,10 @@ const ROWS = [
   ["Insert", "transfer", ["insert", "verified"]],
   ["Admit", "decode", ["hand-off to first span", "first span", "admit", "moved"]],
   ["Decode", "decode", ["decode", "preempted", "migration"]],
-  ["Trouble", "bad", ["retry", "failed", "source lost", "hand-off aborted"]],
+  ["Failures", "bad", ["retry", "failed", "source lost", "hand-off aborted"]],
 ];
 
-// Shown in more detail by their parts.
+// Spans that other rows show in more detail.
 const DETAILED = ["prefill"];
 
 function withQueue(spans) {
@@ -53,9 +53,9 @@ function axis(whole) {
   return el("div", { class: "row" }, el("b"), made);
 }
 
-// `spans` as /api/timelines/TRACE gives them.
+// `spans` as returned by /api/timelines/TRACE.
 export function drawTimeline(spans) {
-  if (!spans.length) return el("p", { class: "hint" }, "Nothing is known of it yet.");
+  if (!spans.length) return el("p", { class: "hint" }, "No spans yet.");
   const all = withQueue(spans);
   const origin = Math.min(...all.map((span) => span.started));
   const end = Math.max(...all.map((span) => span.ended ?? span.started));

@@ -1,8 +1,8 @@
-"""The leader's end of an instance's streams over gRPC. Each follower opens a `Follow` stream and
-joins.
+"""The streams between an instance's leader and its followers over gRPC: the leader's server
+and a follower's connection. Each follower opens a `Follow` stream and joins.
 
-The port serves nothing else. A peer without the instance's secret is refused after one message, and
-a stream that does not join in time is closed. Knows no JAX."""
+The leader's port serves nothing else. A peer without the instance's secret is refused after one
+message, and a stream that does not join in time is closed. Knows no JAX."""
 
 import asyncio
 import contextlib
@@ -13,16 +13,23 @@ import grpc
 import grpc.aio
 
 from jdisagg.address import host_port
-from jdisagg.errors import InvalidRequestError, JdisaggError
+from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.instance.followers import Followers, FollowerSession
-from jdisagg.messages.instance import FollowerMessage, Join
-from jdisagg.messages.packed import Unpacker, check_protocol
+from jdisagg.messages.instance import FollowerMessage, Join, LeaderMessage
+from jdisagg.messages.packed import Unpacker, check_protocol, pack
 from jdisagg.service.grpc import wire
 from jdisagg.service.grpc_life import bind, new_server
-from jdisagg.service.internal.connection import PROTOCOL_KEY
+from jdisagg.service.internal.connection import (
+    NO_CREDENTIALS,
+    PROTOCOL_KEY,
+    Credentials,
+    open_channel,
+    protocol_metadata,
+)
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 unpack_follower = Unpacker[FollowerMessage](FollowerMessage)
+unpack_leader = Unpacker[LeaderMessage](LeaderMessage)
 
 # A prefill command of a long prompt has tens of thousands of tokens, and requests with penalties
 # send their history too.
@@ -120,3 +127,62 @@ class InstanceServer:
 
     async def stop(self) -> None:
         await self._server.stop(grace=self._grace_seconds)
+
+
+class LeaderConnection:
+    """A follower's end of its stream. Implements `instance.follower.LeaderLink`.
+
+    Create it on the event loop that uses it. The stream opens with the first message.
+
+    Args:
+        address: The leader's address, host:port.
+        credentials: TLS settings.
+        connect_seconds: Time limit for the leader to answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        connect_seconds: float = DEFAULT_TIMEOUTS.instance.connect_seconds,
+    ) -> None:
+        self._connect_seconds = connect_seconds
+        self._address = address
+        limits = (
+            ("grpc.max_receive_message_length", MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MESSAGE_BYTES),
+        )
+        self._channel = open_channel(address, credentials, (*limits, *credentials.options()))
+        self._outgoing: asyncio.Queue[FollowerMessage | None] = asyncio.Queue()
+
+    def send(self, message: FollowerMessage) -> None:
+        self._outgoing.put_nowait(message)
+
+    async def received(self) -> AsyncIterator[LeaderMessage]:
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            raise UnavailableError(
+                f"the leader at {self._address} did not answer within {self._connect_seconds} s;"
+                " restart the instance"
+            ) from None
+        try:
+            follow = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", pack)
+            call = follow(self._messages(), metadata=(protocol_metadata(),))
+            async for message in call:
+                yield unpack_leader(message)
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name
+            raise UnavailableError(
+                f"the instance failed: the leader's stream broke ({code}: {error.details()});"
+                " restart it"
+            ) from error
+
+    async def close(self) -> None:
+        self._outgoing.put_nowait(None)
+        await self._channel.close()
+
+    async def _messages(self) -> AsyncIterator[FollowerMessage]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
