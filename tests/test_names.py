@@ -1,8 +1,10 @@
-"""One class name stands for one thing, and a constructor asks for no more than one can keep in
-mind. The source is read; nothing is imported."""
+"""Names and words: one class name stands for one thing, constructors have few parameters, and pages
+and docstrings use the field's words. The source is read; nothing is imported."""
 
 import ast
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,3 +54,89 @@ def test_constructors_have_at_most_seven_parameters() -> None:
     }
     assert len(counts) > 100
     assert not {where: count for where, count in counts.items() if count > MOST_PARAMETERS}
+
+
+# Words and constructions that readers stumbled over, and what to write instead.
+PRIVATE_WORDS = {
+    r"KV that stays": "prefix cache",
+    r"begins? alike": "shared prefix",
+    r"set aside|sets aside": "swapped out, reserved",
+    r"doors?": "API, endpoint, peer state",
+    r"granules?": "smallest page multiple that both sides share",
+    r"rosters?": "membership",
+    r"guests?": "temporarily placed request",
+    r"lent|lends?": "exported",
+    r"farewells?": "drain",
+    r"takes? leave": "deregisters, drains",
+    r"told|tells?": "notified, reported",
+    r"hears?|heard": "receives",
+    r"whoever|nobody|whom": "the caller, no process",
+    r"what is not there": "limitations",
+    r"as one can|as one would": "a plain verb",
+    r"so many": "this many, `n`",
+    r"of a model that": "models that",
+    r"in the hand": "as objects",
+    r"left aside|leaves? aside": "ignored",
+    r"says? so": "reports it",
+    r"(?:^|(?<=[.:] ))Of (?:a|an|all|each|one|the|what|which|them|so)": "a subject and a verb",
+    r"None: (?:it|there|nothing|none|no)": "None disables ...",
+}
+_WORD = {text: re.compile(rf"(?<![\w-])(?:{text})(?![\w-])", re.M) for text in PRIVATE_WORDS}
+# Uses that remain in docstrings, by folder. A number may only shrink.
+REMAINING: dict[str, int] = {
+    "jdisagg": 3,
+    "jdisagg/chat": 15,
+    "jdisagg/costs": 29,
+    "jdisagg/dispatch": 34,
+    "jdisagg/engine": 39,
+    "jdisagg/executor": 32,
+    "jdisagg/grammar": 6,
+    "jdisagg/instance": 6,
+    "jdisagg/layout": 2,
+    "jdisagg/messages": 1,
+    "jdisagg/node": 32,
+    "jdisagg/observe": 17,
+    "jdisagg/ops": 24,
+    "jdisagg/router": 43,
+    "jdisagg/scheduler": 73,
+    "jdisagg/service": 41,
+    "jdisagg/simulator": 70,
+    "jdisagg/supervisor": 4,
+    "jdisagg/transfer": 63,
+    "jdisagg/worker": 32,
+    "models": 35,
+    "tools": 5,
+}
+
+
+def private_words(text: str) -> list[str]:
+    plain = re.sub(r"(?s)```.*?```|``.*?``|`[^`]*`", "`", text)
+    return [
+        f"{found[0]!r}: {PRIVATE_WORDS[name]}"
+        for name, pattern in _WORD.items()
+        for found in pattern.finditer(plain)
+    ]
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_pages_use_the_fields_words() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
+    assert len(pages) > 20
+    found = {str(page.relative_to(ROOT)): private_words(page.read_text()) for page in pages}
+    assert not {page: words for page, words in found.items() if words}
+
+
+def test_docstrings_use_the_fields_words() -> None:
+    """The allowance of a folder may only shrink."""
+    counts: Counter[str] = Counter()
+    for path, tree in TREES.items():
+        parts = Path(path).parts
+        folder = "/".join(parts[:2]) if parts[0] == "jdisagg" and len(parts) > 2 else parts[0]
+        counts[folder] += sum(len(private_words(text)) for text in _docstrings(tree))
+    over = {name: count for name, count in counts.items() if count > REMAINING.get(name, 0)}
+    assert not over, f"folders with more private words than allowed: {over}"

@@ -38,6 +38,8 @@ def _commands_of(line: str) -> list[Command]:
         except ValueError:  # a quote that a separator cut, or output of a command
             continue
         program = words[0].split("/")[-1] if words else ""
+        if "--help" in words:
+            continue
         if program == "jdisagg":
             found.append(("jdisagg", *words[1:]))
         elif program == "python" and words[1:2] == ["-m"]:
