@@ -21,7 +21,7 @@ from benchmarks import plain_loop
 from benchmarks.measure import paired, save
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.instance import build_instance
+from jdisagg.engine.replica import build_replica
 from jdisagg.executor import insert_program
 from jdisagg.executor.block_sums import PrefillSums
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
@@ -67,7 +67,7 @@ def instance(
         chunk_tokens=TOKENS,
         min_chunk_tokens=TOKENS,
     )
-    return build_instance(
+    return build_replica(
         name, config, Mode.DISAGGREGATED, loaded, role, channel, 2 * TOKENS, 2
     ).executor
 

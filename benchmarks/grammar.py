@@ -30,7 +30,7 @@ from benchmarks.measure import paired, save
 from benchmarks.plain_loop import KV_HEADS, MEASURED_MODEL, VOCABULARY
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
-from jdisagg.engine.instance import Loaded
+from jdisagg.engine.replica import Loaded
 from jdisagg.executor import grammar_rows
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.grammar.matcher import mask_words

@@ -40,6 +40,7 @@ from absl import app, flags
 from benchmarks import plain_loop
 from benchmarks.measure import save
 from benchmarks.measured_model import NoText, load
+from jdisagg.assembly import LocalAffinity
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig, PrefixConfig, RoutingConfig
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.speeds import Kind
@@ -49,7 +50,6 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.engine.kept_here import KeptHere
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
@@ -113,7 +113,7 @@ class ByWay(EmbeddedCluster):
         assert self._names is not None
         hinted = through(PrefillPort, self.ports.prefill[PREFILL], FromDecode(prefill._context.ids))
         fetching = ClusterPorts({PREFILL: hinted}, self.ports.decode)
-        plain, told = PlacerSettings(), KeptHere((prefill, decode), self._names.secret)
+        plain, told = PlacerSettings(), LocalAffinity((prefill, decode), self._names.secret)
         priced = RoutingConfig(hold_seconds=1e9, peer_fetch=True)
         self.ways = {
             "recompute": self._path(self.ports, plain),

@@ -8,7 +8,7 @@ from pathlib import Path
 from jdisagg.config import EngineConfig, ModelConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
-from jdisagg.engine.instance import Loaded, LoadModel
+from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.model_api import Device

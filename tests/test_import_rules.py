@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PURE = (
+    "assembly",
     "request",
     "config",
     "errors",

@@ -13,7 +13,7 @@ from flax import nnx
 from benchmarks.gpu_programs import MODELS
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.instance import build_instance
+from jdisagg.engine.replica import build_replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
@@ -81,7 +81,7 @@ class Engine:
             chunk_tokens=sizes.chunk,
             min_chunk_tokens=min(512, sizes.chunk),
         )
-        self.executor: MeshExecutor = build_instance(
+        self.executor: MeshExecutor = build_replica(
             "gpu-day",
             instance,
             Mode.DISAGGREGATED,

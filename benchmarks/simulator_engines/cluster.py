@@ -1,7 +1,7 @@
 """`simulate` for fleets of studies: the simulated cluster with the workers, meshes, ports and links
 that a `StudyFleet` states."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,10 @@ import msgspec
 from benchmarks.simulator_engines.deferred_reservation import ComputedPrompts, DeferredReservation
 from benchmarks.simulator_engines.executor import DrainingExecutor
 from benchmarks.simulator_engines.fleet import StudyFleet, also_prefills
+from jdisagg.assembly import Worker
 from jdisagg.clock import Clock
 from jdisagg.costs.hardware import Link
-from jdisagg.dispatch.membership import WorkerPorts
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
-from jdisagg.messages.ports import DecodePort, PrefillPort
-from jdisagg.messages.ports_middleware import through
-from jdisagg.messages.registry import WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.decision import PlacementPolicy
 from jdisagg.simulator import run
@@ -27,6 +24,7 @@ from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.run import Result
 from jdisagg.simulator.workloads import Arrival
 from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.prefill_worker import PrefillWorker
 
 
 class PrefillingDecodeWorker(DecodeWorker):
@@ -71,7 +69,7 @@ class StudyCluster(SimulatedCluster):
             self.channel = TrunkChannel(fleet.link_between(), fleet.overlap, fleet.site_link)
         self._computed = ComputedPrompts(
             self._computes,
-            lambda source: self._peer(source, None),
+            lambda source: self.local.workers[source.worker],
             fleet.limits.timeouts.handoff.heartbeat_seconds,
         )
 
@@ -81,15 +79,12 @@ class StudyCluster(SimulatedCluster):
     def _decode_worker(self, pool: Pool) -> type[DecodeWorker]:
         return PrefillingDecodeWorker if also_prefills(pool) else DecodeWorker
 
-    def _open_ports(self, card: WorkerCard) -> WorkerPorts:
-        ports = super()._open_ports(card)
-        if not self._study.late_reservation:
-            return ports
-        if ports.prefill is not None:
-            return WorkerPorts(prefill=through(PrefillPort, ports.prefill, self._computed))
-        assert ports.decode is not None
-        deferred = DeferredReservation(self._computed, card.name, self.new_id)
-        return WorkerPorts(decode=through(DecodePort, ports.decode, deferred))
+    def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
+        if caller is not None or not self._study.late_reservation:
+            return ()
+        if isinstance(worker, PrefillWorker):
+            return (self._computed,)
+        return (DeferredReservation(self._computed, worker.name, self.new_id),)
 
     def _computes(self, name: str) -> bool:
         return name in self.seats and self.seats[name].role is WorkerRole.PREFILL

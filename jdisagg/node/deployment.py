@@ -19,7 +19,6 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.host_settings import keep_freed_memory
-from jdisagg.engine.instance import Loaded, LoadModel
 from jdisagg.engine.memory_plan import (
     check_host_cache,
     describe_tiers,
@@ -27,6 +26,7 @@ from jdisagg.engine.memory_plan import (
     fit_engine,
     host_sharers,
 )
+from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.errors import ConfigError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout

@@ -10,7 +10,7 @@ import jax
 
 from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import Record
-from jdisagg.engine.instance import Instance, LoadModel
+from jdisagg.engine.replica import LoadModel, Replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import Layout
@@ -65,7 +65,7 @@ def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
     """What an embedded cluster is given to record its meshes to `folder`; None where `folder` is
     empty."""
 
-    def between(name: str, instance: Instance) -> Executor:
+    def between(name: str, instance: Replica) -> Executor:
         return record(
             Path(folder), name, instance.executor, instance.executor, instance.config.layout, model
         )

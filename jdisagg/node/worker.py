@@ -13,26 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jdisagg.address import host_port
+from jdisagg.assembly import Worker, build_worker
 from jdisagg.clock import Clock
 from jdisagg.config import WorkerConfig
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.engine.fingerprint import model_fingerprint
-from jdisagg.engine.instance import (
-    Instance,
-    KvPlane,
-    Loaded,
-    LoadModel,
-    build_worker_instance,
-    warm_up,
-    worker_mode,
-)
 from jdisagg.engine.memory_plan import (
     check_host_cache,
     describe_tiers,
     device_memory,
     fit_worker,
     tier_room,
+)
+from jdisagg.engine.replica import (
+    KvPlane,
+    Loaded,
+    LoadModel,
+    Replica,
+    build_worker_replica,
+    warm_up,
+    worker_mode,
 )
 from jdisagg.errors import ConfigError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
@@ -64,15 +65,18 @@ from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.internal.registry import RegistryClient
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import worker_roles_service
-from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
+from jdisagg.service.internal.worker_service import (
+    ANY_ID,
+    decode_service,
+    peer_service,
+    prefill_service,
+)
 from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.jax_transfer import JaxTransferChannel
 from jdisagg.transfer.memories import Memories
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 TRANSPORTS = 4
@@ -178,9 +182,9 @@ class WorkerRuntime:
             await self._link.close()
             await self._peers.close()
 
-    def _build(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> Instance:
+    def _build(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> Replica:
         state, plane = self._state, KvPlane((end,), TRANSPORTS)
-        instance = build_worker_instance(
+        instance = build_worker_replica(
             state.spec.name, state.spec.role, self._fitted(), load, state.devices, channel, plane
         )
         instance.executor.constrain(state.spec.grammars)
@@ -225,7 +229,7 @@ class WorkerRuntime:
             print(f"worker {spec.name}: {plan}", flush=True)
         return config
 
-    async def _following(self, instance: Instance, end: KvEnd) -> int:
+    async def _following(self, instance: Replica, end: KvEnd) -> int:
         group, service = self._state.group, self._service
         server = GrpcServer((self._link.service(read_tokens(service.cluster_token_file)),), service)
         await server.start()
@@ -287,7 +291,7 @@ class WorkerRuntime:
             state.programs[state.roles.now] = instance.executor.programs
         return status
 
-    async def _serve_with(self, instance: Instance, executor: Executor, warm_up_later: bool) -> int:
+    async def _serve_with(self, instance: Replica, executor: Executor, warm_up_later: bool) -> int:
         """`warm_up_later`: serve at once; programs are loaded while nobody wants anything, and by
         who needs one before."""
         state, spec = self._state, self._state.spec
@@ -307,12 +311,21 @@ class WorkerRuntime:
             self._tiers(),
             self._kv_channels,
         )
-        peers = wrap.peers(spec.name, self._peers.find, state.observer)
-        worker = self._worker(context, executor, peers)
+        config, prefix = state.config, state.config.prefix
+        worker = build_worker(
+            spec.role,
+            context,
+            executor,
+            config.instance,
+            config.limits,
+            wrap.peers(spec.name, self._peers.find, state.observer),
+            worker_mode(spec.role, config.mode),
+            fetches=prefix.reuse and bool(prefix.peer_fetch),
+        )
         worker.constrain(spec.grammars)
         tokens = read_tokens(self._service.cluster_token_file)
         services = (
-            *_services(worker, tokens, instance.loaded.model.vocabulary, state.observer),
+            *worker_services(worker, tokens, instance.loaded.model.vocabulary, state.observer),
             self._link.service(tokens),
             worker_roles_service(state.roles, tokens),
         )
@@ -353,10 +366,7 @@ class WorkerRuntime:
         return status
 
     def _observe(
-        self,
-        worker: PrefillWorker | DecodeWorker,
-        instance: Instance,
-        cleanup: contextlib.AsyncExitStack,
+        self, worker: Worker, instance: Replica, cleanup: contextlib.AsyncExitStack
     ) -> None:
         if self._state.observer:
             metrics, programs = self._state.observer.metrics, instance.executor.programs
@@ -368,7 +378,7 @@ class WorkerRuntime:
             metrics.watch_counters("kv_link", self._link.counters)
             cleanup.callback(metrics.unwatch, "kv_link")
 
-    async def _warm_up(self, instance: Instance, loading: Loading | None = None) -> None:
+    async def _warm_up(self, instance: Replica, loading: Loading | None = None) -> None:
         if not self._state.config.warm_up:
             return
         began = self._state.clock.now()
@@ -391,7 +401,7 @@ class WorkerRuntime:
             flush=True,
         )
 
-    async def _warm_up_beside(self, instance: Instance, loading: Loading) -> None:
+    async def _warm_up_beside(self, instance: Replica, loading: Loading) -> None:
         """While it serves. What fails here fails for a request too, and is told there; here it is
         only said."""
         try:
@@ -419,7 +429,7 @@ class WorkerRuntime:
             working.result()
         return done
 
-    def _watched(self, instance: Instance, executor: Executor) -> Executor:
+    def _watched(self, instance: Replica, executor: Executor) -> Executor:
         """Recorded and observed, where that is asked for."""
         spec, config = self._state.spec, self._state.config
         if spec.record_to:
@@ -433,17 +443,7 @@ class WorkerRuntime:
             )
         return wrap.mesh(spec.name, executor, self._state.observer)
 
-    def _worker(
-        self, context: WorkerContext, executor: Executor, find_peer: PeerResolver
-    ) -> PrefillWorker | DecodeWorker:
-        spec, config = self._state.spec, self._state.config
-        if spec.role is WorkerRole.PREFILL:
-            peers = find_peer if config.prefix.reuse and config.prefix.peer_fetch else None
-            return PrefillWorker(context, executor, config.instance, config.limits, peers)
-        mode = worker_mode(spec.role, config.mode)
-        return DecodeWorker(context, executor, config.instance, config.limits, find_peer, mode)
-
-    def _card(self, instance: Instance, worker: PrefillWorker | DecodeWorker) -> WorkerCard:
+    def _card(self, instance: Replica, worker: Worker) -> WorkerCard:
         limits, model, spec = instance.executor.limits, instance.loaded.model, self._state.spec
         card = ModelCard(
             name=spec.model_name,
@@ -468,9 +468,7 @@ class WorkerRuntime:
             kept=worker.kept_scheme,
         )
 
-    async def _serve(
-        self, worker: PrefillWorker | DecodeWorker, unwanted: "asyncio.Future[None]"
-    ) -> int:
+    async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
         """Until it is asked to end or to change its role, and drained then, or its mesh broke, or
         no router will have it."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
@@ -497,9 +495,7 @@ class WorkerRuntime:
         await asyncio.gather(*tasks, return_exceptions=True)
         return status
 
-    async def _broken(
-        self, worker: PrefillWorker | DecodeWorker, unwanted: "asyncio.Future[None]"
-    ) -> JdisaggError:
+    async def _broken(self, worker: Worker, unwanted: "asyncio.Future[None]") -> JdisaggError:
         """Returns when the worker's mesh is broken, or another process of its instance is gone, or
         all routers refused it."""
         while True:
@@ -519,12 +515,13 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _services(
-    worker: PrefillWorker | DecodeWorker,
-    tokens: tuple[str, ...],
-    vocabulary: int,
-    observer: Observer | None,
+def worker_services(
+    worker: Worker,
+    tokens: tuple[str, ...] = (),
+    vocabulary: int = ANY_ID,
+    observer: Observer | None = None,
 ) -> tuple[Service, ...]:
+    """The gRPC services of a worker's role, for routers and peers."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
     if isinstance(worker, PrefillWorker):
         prefill = wrap.served(PrefillPort, worker.name, worker, observer)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import WorkerConfig
-from jdisagg.engine.instance import Loaded, LoadModel
+from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.errors import JdisaggError
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout

@@ -16,6 +16,8 @@ from jdisagg.observe.path import ObservedPath
 from jdisagg.observe.ports import ObservedDecode, ObservedPeer, ObservedPrefill, Served
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.scheduler.executor import Executor
+from jdisagg.worker.mesh_worker import MeshWorker
+from jdisagg.worker.prefill_worker import PrefillWorker
 
 P = TypeVar("P")
 
@@ -39,6 +41,23 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
     """Wraps a peer port. `receiver` is the worker that pulls from it."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
+
+
+def calls(
+    observer: Observer | None,
+) -> Callable[[MeshWorker, MeshWorker | None], tuple[object, ...]]:
+    """Middleware that measures calls between workers of one process, for `LocalCluster`."""
+
+    def between(worker: MeshWorker, caller: MeshWorker | None) -> tuple[object, ...]:
+        if observer is None:
+            return ()
+        if caller is not None:
+            return (ObservedPeer(caller.name, observer),)
+        prefills = isinstance(worker, PrefillWorker)
+        observed = ObservedPrefill if prefills else ObservedDecode
+        return (observed(worker.name, observer),)
+
+    return between
 
 
 def ports(

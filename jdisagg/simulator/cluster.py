@@ -1,34 +1,32 @@
-"""A fleet at work: the live workers on simulated meshes, a live roster that hears their heartbeats,
-and the live request path before them.
+"""A fleet at work: the live workers on simulated meshes, a live membership that receives their
+heartbeats, and the live request path before them.
 
-This is assembly, as `engine/embedded.py` and `launch/router.py` are: nothing is decided here. Build
-and use it inside a virtual loop."""
+It assembles a `LocalCluster` (`jdisagg/assembly.py`) and decides nothing. Build and use it inside a
+virtual loop."""
 
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from jdisagg.assembly import LocalCluster, Worker
 from jdisagg.clock import Clock
 from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import ServingPath
-from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
+from jdisagg.dispatch.membership import Membership, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings, rules_of
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
-from jdisagg.errors import ConfigError, HandoffError, UnavailableError
+from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.messages.kept_blocks import KeptMark
-from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
-from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
 from jdisagg.router.decision import PlacementPolicy
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
-from jdisagg.simulator.crashable import Crash, Crashable
 from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.host_memory import HostMemory
@@ -38,7 +36,6 @@ from jdisagg.simulator.timeline import Timeline
 from jdisagg.telemetry import Counters
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.prefill_worker import PrefillWorker
 
 SWEEP_SECONDS = 0.5
 SECRET = b"simulated"  # nobody guesses here what was asked
@@ -63,13 +60,15 @@ _NOTHING, _NO_TEXT = TextDelta("", 0, False), _NoText()
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One start of one worker. `crash` None: it cannot die. `mark`: how far the router knows what
-    it keeps."""
+    """One start of one worker.
 
-    worker: PrefillWorker | DecodeWorker
+    Attributes:
+        mark: How far the router has received the news of its prefix cache.
+    """
+
+    worker: Worker
     mesh: SimulatedExecutor
     card: WorkerCard
-    crash: Crash | None
     beating: asyncio.TimerHandle | None = None
     mark: KeptMark = KeptMark()
 
@@ -114,7 +113,7 @@ class SimulatedCluster:
         self.counters = Counters()
         self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
         self._random = random.Random(seed)
-        self._mortal = mortal
+        self.local = LocalCluster(clock, fleet.limits, self.new_id, self._between, mortal)
         self._costs = [fleet.costs_of(pool) for pool in fleet.pools]
         self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
         self._model = _model_card(fleet)
@@ -123,7 +122,9 @@ class SimulatedCluster:
         self.book = PromptBook(fleet.block_tokens)
         self._names = _names(fleet, self.book)
         self.known = KnownBlocks(SECRET, names=self._named) if self._names else None
-        self.membership = Membership(clock, self._open_ports, known=self.known)
+        self.membership = Membership(
+            clock, lambda card: self.local.ports(card.name), known=self.known
+        )
         settings = PlacerSettings(fleet.routing, self._policy(), self.known, events)
         self.path = RequestPath(
             cluster_ports(self.membership), _no_text, fleet.limits, clock, settings, self.new_id
@@ -173,8 +174,7 @@ class SimulatedCluster:
             EngineTraits(fused, seat.pool.stages, longest),
             self._host_memory(seat),
         )
-        crash = Crash() if self._mortal else None
-        worker = self._worker(name, seat.role, mesh, seat.pool, crash)
+        worker = self._worker(name, seat.role, mesh, seat.pool)
         hardware = None if seat.pool.costs else fleet.hardware_of(seat.pool)
         card = WorkerCard(
             name,
@@ -188,7 +188,7 @@ class SimulatedCluster:
             seat.pool.stages,
             worker.kept_scheme,
         )
-        process = self.processes[name] = Process(worker, mesh, card, crash)
+        process = self.processes[name] = Process(worker, mesh, card)
         await worker.start()
         self.membership.register(card)
         self.membership.heartbeat(worker.boot_id, await worker.status())
@@ -197,13 +197,9 @@ class SimulatedCluster:
     async def kill(self, name: str) -> None:
         """As `kill -9`: from one moment to the next nothing of it answers."""
         process = self.processes[name]
-        assert process.crash is not None, "a cluster whose workers may die is built so"
-        process.crash.dead.set()
         if process.beating is not None:
             process.beating.cancel()
-        self.channel.lose(name)
-        await asyncio.sleep(0)
-        await process.worker.stop()
+        await self.local.kill(name, lambda: self.channel.lose(name))
 
     def usage(self) -> tuple[WorkerUsage, ...]:
         """What each seat's devices did, those that died there included."""
@@ -222,14 +218,7 @@ class SimulatedCluster:
             for name, seat in self.seats.items()
         )
 
-    def _worker(
-        self, name: str, role: WorkerRole, mesh: SimulatedExecutor, pool: Pool, crash: Crash | None
-    ) -> PrefillWorker | DecodeWorker:
-        limits, instance = self.fleet.limits, pool.instance
-
-        def peers(source: HandoffSource) -> PeerPort:
-            return self._peer(source, crash)
-
+    def _worker(self, name: str, role: WorkerRole, mesh: SimulatedExecutor, pool: Pool) -> Worker:
         context = WorkerContext(
             name,
             self.clock,
@@ -238,11 +227,14 @@ class SimulatedCluster:
             names=self._names,
             tiers=self.fleet.tiers,
         )
-        if role is WorkerRole.PREFILL:
-            fetches = self._names is not None and self.fleet.routing.peer_fetch
-            return PrefillWorker(context, mesh, instance, limits, peers if fetches else None)
-        return self._decode_worker(pool)(
-            context, mesh, instance, limits, peers, self.fleet.mode_of(pool)
+        return self.local.add(
+            role,
+            context,
+            mesh,
+            pool.instance,
+            self.fleet.mode_of(pool),
+            fetches=self._names is not None and self.fleet.routing.peer_fetch,
+            decoder=self._decode_worker(pool),
         )
 
     def _decode_worker(self, pool: Pool) -> type[DecodeWorker]:
@@ -259,28 +251,9 @@ class SimulatedCluster:
             return None
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 
-    def _peer(self, source: HandoffSource, ours: Crash | None) -> PeerPort:
-        process = self.processes.get(source.worker)
-        if process is None:
-            raise HandoffError(f"nobody listens at {source.address}")
-        return (
-            process.worker
-            if process.crash is None or ours is None
-            else through(PeerPort, process.worker, Crashable(process.crash, ours))
-        )
-
-    def _open_ports(self, card: WorkerCard) -> WorkerPorts:
-        process = self.processes[card.name]
-        worker, crash = process.worker, process.crash
-        if isinstance(worker, PrefillWorker):
-            prefill: PrefillPort = worker
-            if crash:
-                prefill = through(PrefillPort, prefill, Crashable(crash))
-            return WorkerPorts(prefill=prefill)
-        decode: DecodePort = worker
-        if crash:
-            decode = through(DecodePort, decode, Crashable(crash))
-        return WorkerPorts(decode=decode)
+    def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
+        """Middleware before the ports of `worker`, for subclasses."""
+        return ()
 
     async def switch_role(
         self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None
@@ -308,9 +281,7 @@ class SimulatedCluster:
         await self.start_worker(name)
 
     def _check_still_there(self, name: str, process: Process) -> None:
-        if self.processes[name] is not process or (
-            process.crash is not None and process.crash.dead.is_set()
-        ):
+        if self.processes[name] is not process or self.local.is_dead(process.worker):
             raise UnavailableError(
                 f"worker {name!r} ended while it changed its role; it comes back as what it was, if"
                 " at all"

@@ -150,11 +150,7 @@ async def _replace(
     if after is None:
         return
     await asyncio.sleep(after)
-    if (
-        cluster.processes[worker] is not process
-        or process.crash is None
-        or process.crash.dead.is_set()
-    ):
+    if cluster.processes[worker] is not process or cluster.local.is_dead(process.worker):
         return
     await cluster.kill(worker)
     if back_after is not None:

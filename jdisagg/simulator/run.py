@@ -156,7 +156,7 @@ class _Run:
             counters.update(_counted(process.card.role, process.worker.counters.snapshot()))
         lost = 0
         for process in cluster.processes.values():
-            if process.crash is None or not process.crash.dead.is_set():
+            if not cluster.local.is_dead(process.worker):
                 # its mesh failed and nobody came back: its pages went with it
                 with contextlib.suppress(UnavailableError):
                     status = process.worker.status_now()

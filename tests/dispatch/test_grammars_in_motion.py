@@ -8,9 +8,8 @@ import re
 import pytest
 
 from jdisagg.request import FinishReason, GrammarKind, Request
-from tests.fakes.cluster import Collected, toy_request
+from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
-from tests.fakes.fleet import Fleet
 from tests.fakes.toy_grammars import END, toy_grammar, toy_text
 from tests.fakes.virtual_time import run_virtually
 

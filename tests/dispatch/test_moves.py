@@ -14,10 +14,9 @@ from jdisagg.messages.ports import Child, PrefillCall
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, InsertBlock
 from jdisagg.request import Request
 from tests.dispatch.test_request_path_storms import mixed_requests
-from tests.fakes.cluster import Collected, toy_request
+from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
-from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import run_virtually
 
 
@@ -277,7 +276,7 @@ def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
 
             async def move(name: str, seconds: float) -> None:
                 await asyncio.sleep(seconds)
-                if not fleet.processes[name].crash.dead.is_set():
+                if not fleet.local.is_dead(fleet.processes[name].worker):
                     worker = fleet.decode_worker(name)
                     for key in range(200):
                         worker.migrate_out(key)

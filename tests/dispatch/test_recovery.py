@@ -18,10 +18,9 @@ from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
 from tests.dispatch.test_request_path_storms import mixed_requests
-from tests.fakes.cluster import Collected, toy_request
+from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
-from tests.fakes.fleet import Fleet
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 from tests.router.fleets import H100
@@ -310,7 +309,7 @@ def test_a_request_too_large_for_one_worker_goes_to_another_and_one_too_large_fo
 
             async def shrink(name: str) -> None:
                 await fleet.kill(name)
-                fleet._meshes[kind[0]] = toy_limits(pages_per_rank=8)
+                fleet._limits[kind[0]] = toy_limits(pages_per_rank=8)
                 await fleet.start(name)
 
             await shrink(f"{kind}0")

@@ -47,7 +47,7 @@ def test_a_cancel_at_any_moment_frees_everything(
             await asyncio.sleep(cancel_after)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
-            cluster.check_against_oracle(stays, await staying)
+            cluster.check(stays, await staying)
             await cluster.check_quiet()
 
     run_virtually(main)
@@ -73,7 +73,7 @@ def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
             )
             await asyncio.sleep(1)
             again = toy_request(1)
-            cluster.check_against_oracle(again, await cluster.collect(again))
+            cluster.check(again, await cluster.collect(again))
             await asyncio.wait_for(cluster.path.drain(), 1)
             await cluster.check_quiet()
 
@@ -189,7 +189,7 @@ def test_the_edges_of_sizes(mode: Mode) -> None:
                 request = toy_request(
                     number, prompt_tokens, max_tokens=max_tokens, n=1 + number % 2
                 )
-                cluster.check_against_oracle(request, await cluster.collect(request))
+                cluster.check(request, await cluster.collect(request))
                 await cluster.check_quiet()
 
     run_virtually(main)
@@ -246,7 +246,7 @@ def test_logprobs_come_with_their_tokens_across_hand_off_and_preemption() -> Non
             answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
             assert (await cluster.decode.status()).preemptions > 0
             for request, answer in zip(requests, answers, strict=True):
-                cluster.check_against_oracle(request, answer)
+                cluster.check(request, answer)
                 alone = await cluster.collect(request)
                 assert answer.logprobs == alone.logprobs
                 assert len(answer.logprobs[0]) == len(answer.tokens[0])
@@ -261,7 +261,7 @@ def test_failed_pulls_are_pulled_again(failing: set[int]) -> None:
         faults = Faults(pull_error=lambda nth: "lost" if nth in failing else "")
         async with Cluster(decode_faults=faults) as cluster:
             request = toy_request(1, prompt_tokens=40)
-            cluster.check_against_oracle(request, await cluster.collect(request))
+            cluster.check(request, await cluster.collect(request))
             assert cluster.decode.counters["pulls_failed"] == len(failing)
             assert cluster.path.counters["attempts_failed"] == 0
             await cluster.check_quiet()
@@ -276,7 +276,7 @@ def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> Non
             requests = [toy_request(number, prompt_tokens=30, n=1 + number) for number in range(2)]
             answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
             for request, answer in zip(requests, answers, strict=True):
-                cluster.check_against_oracle(request, answer)
+                cluster.check(request, answer)
             assert (
                 cluster.path.counters["sources_replaced"] > 0
                 and cluster.path.counters["attempts_failed"] == 0
@@ -306,7 +306,7 @@ def test_a_stalled_pull_gives_way_to_another_attempt_after_its_lease() -> None:
             decode_faults=faults, limits=LimitsConfig(handoff_lease_seconds=5)
         ) as cluster:
             request = toy_request(1, prompt_tokens=30)
-            cluster.check_against_oracle(request, await cluster.collect(request))
+            cluster.check(request, await cluster.collect(request))
             assert cluster.decode.counters["pulls_timed_out"] == 1
             await cluster.check_quiet()
 
@@ -370,7 +370,7 @@ def test_draining_lets_the_running_finish_and_refuses_the_new() -> None:
             with pytest.raises(UnavailableError, match="shutting down"):
                 await cluster.collect(toy_request(9))
             for request, answer in zip(requests, await asyncio.gather(*running), strict=True):
-                cluster.check_against_oracle(request, answer)
+                cluster.check(request, answer)
             await draining
             await asyncio.gather(cluster.prefill.drain(), cluster.decode.drain())
             with pytest.raises(UnavailableError, match="draining"):

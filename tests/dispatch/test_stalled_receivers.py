@@ -7,9 +7,8 @@ import pytest
 
 from jdisagg.config import LimitsConfig
 from jdisagg.messages.step_commands import PullBlock, StepCommand
-from tests.fakes.cluster import toy_request
+from tests.fakes.cluster import Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
-from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import run_virtually
 
 

@@ -14,7 +14,7 @@ from jdisagg.client import Client
 from jdisagg.config import EngineConfig, PrefixConfig
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.engine.instance import LoadModel
+from jdisagg.engine.replica import LoadModel
 from jdisagg.messages.step_commands import PrefillChunk, StepCommand
 from jdisagg.model_api import Device
 from jdisagg.router.cluster_state import Description

@@ -39,7 +39,7 @@ def untied(directory: Path) -> Path:
 def poison(run: Running) -> None:
     """Makes the embedding of one token NaN on every mesh: sequences that hold it have no finite
     logits from there on."""
-    for instance in run.cluster.instances:
+    for instance in run.cluster.replicas:
         stem = instance.executor._weights.stem
         table = stem.leaves[0]
         assert table.shape[0] >= run.cluster.model.vocabulary, (

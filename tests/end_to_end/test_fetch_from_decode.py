@@ -46,7 +46,7 @@ class Returning(EmbeddedCluster):
         assert isinstance(self.worker, PrefillWorker)
         self.worker._fetched = self.worker._fetches_from({DECODE: decode})
         self.worker._fetched.prices._always = True
-        hinted = through(PrefillPort, self.worker, AllHinted(self.worker._context.ids))
+        hinted = through(PrefillPort, self.worker, AllHinted(self.local.new_id))
         return ClusterPorts({PREFILL: hinted}, ports.decode)
 
 

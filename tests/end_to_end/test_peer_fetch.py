@@ -12,17 +12,13 @@ from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
-from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
-from jdisagg.engine.instance import mesh_role
+from jdisagg.engine.embedded import PREFILL, EmbeddedCluster, devices_of
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import InsertBlock, PullBlock, StepCommand
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.worker.decode_worker import DecodeWorker
-from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.end_to_end.clusters import Running, assert_all_free, config, running
 from tests.end_to_end.test_prefix_reuse import Conversations, decode_forgets
 
@@ -54,13 +50,11 @@ class TwoPrefills(EmbeddedCluster):
 
     def _make_ports(self) -> ClusterPorts:
         ports, settings = super()._make_ports(), self.config.prefill
-        first, decode = self._workers
-        assert isinstance(first, PrefillWorker) and isinstance(decode, DecodeWorker)
-        layout, size, used = Layout(), settings.page_size, devices_of(self.config)
-        loaded = self._load(layout, self._devices[used : used + 1])  # type: ignore[operator]
-        prefix = self.config.prefix
-        role = mesh_role(WorkerRole.PREFILL, "none", True, 0, "", prefix.peer_tokens(size))
-        self.second = self._instance(SECOND, replace(settings, layout=layout), loaded, role)
+        used, peer_tokens = devices_of(self.config), self.config.prefix.peer_tokens
+        loaded = self._load(Layout(), self._devices[used : used + 1])  # type: ignore[operator]
+        settings, peers = replace(settings, layout=Layout()), peer_tokens(settings.page_size)
+        role = WorkerRole.PREFILL
+        self.second = self.build(SECOND, role, settings, loaded, peers)
         self.commands: list[StepCommand] = []
         run = self.second.executor.run
 
@@ -69,21 +63,14 @@ class TwoPrefills(EmbeddedCluster):
             return run(command)
 
         self.second.executor.run = recorded  # type: ignore[method-assign, assignment]
-        context = first._context
-        self.worker = PrefillWorker(
-            WorkerContext(
-                SECOND, self.clock, context.ids, names=context.names, tiers=TierRoom(always=True)
-            ),
-            self._mesh(SECOND, self.second),
-            settings,
-            self.config.limits,
-            {PREFILL: first},
+        self.worker = self.add(SECOND, role, self.second, tiers=TierRoom(always=True), fetches=True)
+        hinted = through(
+            PrefillPort,
+            self.worker,  # type: ignore[arg-type]
+            AllHinted(self.local.new_id),
         )
-        self._workers.append(self.worker)
-        decode._peers._peers[SECOND] = self.worker  # type: ignore[index]
-        hinted = through(PrefillPort, self.worker, AllHinted(context.ids))
         self.second_path = RequestPath(
-            ClusterPorts({SECOND: hinted}, {DECODE: decode}),
+            ClusterPorts({SECOND: hinted}, ports.decode),
             lambda request: TokenStream.of(self._detokenizer, request),  # type: ignore[arg-type]
             self.config.limits,
             self.clock,

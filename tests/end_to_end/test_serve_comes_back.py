@@ -112,6 +112,6 @@ async def test_a_stream_waits_for_no_program_that_it_does_not_need(
         assert await first_tokens(again) == expected
     assert len(loaded) <= before + 1, "loaded between the commands of a stream"  # one had begun
     monkeypatch.setattr(mesh_executor, "QUIET_SECONDS", 0.05)
-    while len(loaded) < len(steps_of(again.cluster.instances[0].executor)):
+    while len(loaded) < len(steps_of(again.cluster.replicas[0].executor)):
         await asyncio.sleep(0.05)
     await again.stop()

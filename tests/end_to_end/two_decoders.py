@@ -3,27 +3,23 @@
 import asyncio
 from dataclasses import replace
 
+from jdisagg.assembly import Crash, Crashable, Worker
 from jdisagg.config import EngineConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.token_stream import Detokenizer
-from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.engine.instance import LoadModel
-from jdisagg.executor.mesh_executor import MeshRole
+from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.replica import LoadModel
 from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.ports import DecodePort, PeerPort
-from jdisagg.messages.ports_middleware import through
-from jdisagg.simulator.crashable import Crash, Crashable
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.worker.decode_worker import DecodeWorker
-from jdisagg.worker.mesh_worker import WorkerContext
 
 SECOND = "second"
 
 
 class TwoDecoders(EmbeddedCluster):
-    """The second decode mesh is on the last device and has pages of its own size. Once it has
-    crashed nobody reaches it and it reaches nobody, whatever it still does."""
+    """The second decode mesh is on the last device and has pages of another size. After its crash
+    no call reaches it and none of its calls arrives, whatever it still does."""
 
     def __init__(
         self, config: EngineConfig, load: LoadModel, detokenizer: Detokenizer, devices: list
@@ -32,32 +28,22 @@ class TwoDecoders(EmbeddedCluster):
         self.crash = Crash()
         super().__init__(config, load, detokenizer, devices[:-1])
 
+    def _between(self, worker: Worker, caller: Worker | None) -> list[object]:
+        ends = {worker.name, caller.name} if caller else {worker.name}
+        return [Crashable(self.crash)] if SECOND in ends else []
+
     def _make_ports(self) -> ClusterPorts:
-        ports, (load, devices) = super()._make_ports(), self._load
+        super()._make_ports()
+        load, devices = self._load
         config = replace(self.config.decode, layout=Layout(), page_size=8, pages_per_rank=64)
-        role = MeshRole(prefill=False, decode=True)
-        instance = self._instance(SECOND, config, load(config.layout, devices), role)
-        self._second_mesh = instance.executor
+        replica = self.build(SECOND, WorkerRole.DECODE, config, load(config.layout, devices))
+        self._second_mesh = replica.executor
         assert self.prefill
-        instance.executor.expect(self.prefill.executor.card)
-        prefill, first = self._workers
-        assert isinstance(first, DecodeWorker)
-        self.first = first
-        mortal = Crashable(self.crash)
-        self.second = DecodeWorker(
-            WorkerContext(SECOND, self.clock, random_id),
-            self._mesh(SECOND, instance),
-            config,
-            self.config.limits,
-            {
-                PREFILL: through(PeerPort, prefill, mortal),  # type: ignore[arg-type]
-                DECODE: through(PeerPort, first, mortal),  # type: ignore[arg-type]
-            },
-            self.config.mode,
-        )
-        self._workers.append(self.second)
-        second = through(DecodePort, self.second, mortal)
-        return ClusterPorts(ports.prefill, {**ports.decode, SECOND: second})
+        replica.executor.expect(self.prefill.executor.card)
+        first, second = self._workers[1], self.add(SECOND, WorkerRole.DECODE, replica)
+        assert isinstance(first, DecodeWorker) and isinstance(second, DecodeWorker)
+        self.first, self.second = first, second
+        return self.local.cluster_ports()
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
         super().constrain(grammars)

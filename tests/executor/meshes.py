@@ -10,7 +10,7 @@ import numpy as np
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.instance import build_instance
+from jdisagg.engine.replica import build_replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
@@ -129,7 +129,7 @@ def executor(
     if few_tokens:
         config = replace(config, block_bytes=few_tokens * loaded.model.kv_spec.bytes_per_token)
     mode = Mode.DISAGGREGATED
-    return build_instance(name, config, mode, loaded, role, channel, 256, 2).executor
+    return build_replica(name, config, mode, loaded, role, channel, 256, 2).executor
 
 
 class Pair:

@@ -13,7 +13,7 @@ import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.instance import build_instance
+from jdisagg.engine.replica import build_replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import ChunkForm
 from jdisagg.layout.axes import Layout
@@ -49,7 +49,7 @@ def prefiller(directory: Path, layout: str, groups: int = 2) -> MeshExecutor:
         min_chunk_tokens=CHUNK,
     )
     role = MeshRole(True, False, emit=True)
-    return build_instance(
+    return build_replica(
         "p",
         config,
         Mode.DISAGGREGATED,

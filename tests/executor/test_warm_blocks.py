@@ -3,7 +3,7 @@ however its blocks travel."""
 
 import pytest
 
-from jdisagg.engine.instance import mesh_role
+from jdisagg.engine.replica import mesh_role
 from jdisagg.errors import ConfigError
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.executor.warm_up import warm_up_steps

@@ -1,15 +1,20 @@
-"""A whole cluster on fake meshes in virtual time: workers, path and oracle, for tests of the path
+"""Clusters on fake meshes in virtual time: workers, request path and oracle, for tests of the path
 and the workers.
 
-`Cluster.check_quiet` is rule 6 of the design: when nothing runs, every page is free, every offer
-released, every block gone."""
+`Fleet` has any number of workers, which may be killed and started again under their names.
+`Cluster` is the fleet of one prefill and one decode worker, or of one mixed worker. `check_quiet`
+is rule 6 of the design: when nothing runs, every page is free, every offer released, every block
+gone."""
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self, TypeVar
 
+import msgspec
+
+from jdisagg.assembly import LocalAffinity, LocalCluster, Worker
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.placer import PlacerSettings
@@ -17,8 +22,17 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
-from jdisagg.engine.kept_here import KeptHere
-from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.grammar.compiler import GrammarCompiler
+from jdisagg.messages.ports import (
+    DecodePort,
+    HandoffSource,
+    PeerPort,
+    PrefillCall,
+    PrefillPort,
+    PrefillReply,
+)
+from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
     FinishReason,
@@ -29,6 +43,7 @@ from jdisagg.request import (
     TokenLogprobs,
     Usage,
 )
+from jdisagg.router.affinity import Affinity
 from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
@@ -38,12 +53,16 @@ from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
 from tests.fakes.packed_ports import packed
+from tests.fakes.toy_grammars import GRAMMARS
 from tests.fakes.toy_model import expected_scores, expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
+P = TypeVar("P")
+Wrap = Callable[[P], P]
+
 
 class ToyText:
-    """Each token is one word `<id>`; a stop string is looked for in the newest token's word
+    """Each token is one word `<id>`. Stop strings are searched for in the newest token's word
     only."""
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -66,7 +85,8 @@ class ToyText:
 
 @dataclass
 class Collected:
-    """One request's stream, put together; asserts exactly once on the way."""
+    """One request's stream, put together. `add` asserts that each token arrives once and in
+    order."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -95,140 +115,329 @@ class Collected:
             assert event.usage.cached_by_tier.total == event.usage.cached_tokens
 
 
-class Cluster:
-    """One prefill worker and one decode worker, or one mixed worker, behind a path. Use inside
-    `run_virtually`."""
+def _as_it_is(port: P) -> P:
+    return port
+
+
+class _Ports(LocalCluster):
+    """Its ports pass the wire format where asked, and the test's wraps, by Protocol."""
 
     def __init__(
         self,
-        mode: Mode = Mode.DISAGGREGATED,
+        clock: VirtualClock,
+        limits: LimitsConfig,
+        new_id: Callable[[], int],
+        mortal: bool,
+        wire: bool,
+        wraps: Mapping[type, Wrap[Any]],
+    ) -> None:
+        super().__init__(clock, limits, new_id, mortal=mortal)
+        self._wire, self._wraps = wire, wraps
+        self._made: dict[tuple[Worker, Worker | None], Any] = {}
+
+    def called(self, protocol: type[P], port: P, worker: Worker, caller: Worker | None) -> P:
+        if (worker, caller) not in self._made:
+            inner = packed(protocol, port) if self._wire else port
+            made = super().called(protocol, inner, worker, caller)
+            self._made[worker, caller] = self._wraps[protocol](made)
+        return self._made[worker, caller]
+
+
+@dataclass
+class Process:
+    """One start of one worker."""
+
+    worker: Worker
+    mesh: FakeExecutor
+
+
+class Fleet:
+    """`prefills` and `decodes` workers behind a path. Use inside `run_virtually`.
+
+    Args:
+        faults: Faults of the mesh of the worker of this name.
+        wire: Whether every port call passes the wire format and back.
+        fingerprint: Model fingerprint of the worker of this name.
+        names: Names of cached blocks, or None without a prefix cache.
+        affinity: What the router knows of prefix caches.
+        tiers: Host and disk room of prefill workers.
+        spills: Host room of workers that decode.
+        hints: Whether each prompt comes with the name of the other worker that caches most of it.
+        hinted: Letters with which the names of such other workers begin.
+        grammars: Grammar compiler of all workers.
+        fetches: Whether prefill workers may fetch cached KV.
+        mortal: Whether workers can be killed.
+        addressed: Whether peers find a worker by address, or by name.
+        wrap_mesh: Wraps a worker's mesh.
+        wrap_prefill, wrap_decode, wrap_peer: Wrap ports, once each.
+    """
+
+    def __init__(
+        self,
+        prefills: int = 2,
+        decodes: int = 2,
         decode: MeshLimits | None = None,
         prefill: MeshLimits | None = None,
         growth_tokens: int = 8,
-        steps_per_dispatch: int = 1,
-        queue_limit: int = 1024,
         limits: LimitsConfig | None = None,
-        decode_faults: Faults | None = None,
-        prefill_faults: Faults | None = None,
+        faults: Callable[[str], Faults | None] = lambda name: Faults(),
         costs: Costs | None = None,
         seed: int = 0,
         wire: bool = False,
-        wrap_prefill: Callable[[PrefillPort], PrefillPort] = lambda port: port,
+        fingerprint: Callable[[str], str] = lambda name: "",
+        routing: RoutingConfig | None = None,
         events: RouterEvents = NO_ROUTER_EVENTS,
-        wrap_decode: Callable[[DecodePort], DecodePort] = lambda port: port,
-        wrap_peer: Callable[[PeerPort], PeerPort] = lambda port: port,
-        wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
         names: BlockNames | None = None,
+        affinity: Affinity | None = None,
         tiers: TierRoom | None = None,
         spills: TierRoom | None = None,
-        appends: tuple[Kind, Kind] | None = None,
+        hints: bool = False,
+        hinted: str = "p",
+        grammars: GrammarCompiler | None = GRAMMARS,
+        fetches: bool = True,
+        mortal: bool = True,
+        addressed: bool = True,
+        mode: Mode = Mode.DISAGGREGATED,
+        steps_per_dispatch: int = 1,
+        queue_limit: int = 1024,
+        wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
+        wrap_prefill: Wrap[PrefillPort] = _as_it_is,
+        wrap_decode: Wrap[DecodePort] = _as_it_is,
+        wrap_peer: Wrap[PeerPort] = _as_it_is,
     ) -> None:
-        """`wire`: every port call goes through the wire format and back. The wraps stand between
-        path and workers, between workers, and between a worker and its mesh. `names`: KV stays for
-        later requests, in other places too. `tiers`: of the prefill worker, `spills`: of the decode
-        worker. `appends`: the path knows what they keep, and takes them to be of these
-        kinds."""
-        config = InstanceConfig(
+        self.channel = FakeChannel()
+        self.clock = VirtualClock()
+        self.limits = limits or LimitsConfig()
+        self.mode = mode
+        self.processes: dict[str, Process] = {}
+        self.unseen: list[dict[str, object]] = []
+        self.hinted = hinted
+        wraps = {PrefillPort: wrap_prefill, DecodePort: wrap_decode, PeerPort: wrap_peer}
+        self.local = _Ports(self.clock, self.limits, self.new_id, mortal, wire, wraps)
+        self._config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
             queue_limit=queue_limit,
         )
-        self.mode = mode
-        self.limits = limits or LimitsConfig()
-        self.channel = FakeChannel()
-        self.clock = VirtualClock()
+        self._limits = {"p": prefill or toy_limits(), "d": decode or toy_limits()}
+        self._tiers = {"p": tiers or TierRoom(), "d": spills or TierRoom()}
+        self._faults, self._costs, self._fingerprint = faults, costs, fingerprint
         self._random = random.Random(seed)
-        self.decode_mesh = FakeExecutor(decode or toy_limits(), self.channel, decode_faults, costs)
-        self.prefill_mesh = FakeExecutor(
-            prefill or toy_limits(), self.channel, prefill_faults, costs
+        self._hints, self._wrap_mesh = hints, wrap_mesh
+        self._addressed = addressed
+        self._settings = PlacerSettings(
+            routing or RoutingConfig(), affinity=affinity, events=events
         )
-        self.prefill = PrefillWorker(
-            WorkerContext(
-                "prefill0", self.clock, self.new_id, names=names, tiers=tiers or TierRoom()
+        self._block_names, self._grammars, self._fetches = names, grammars, fetches
+        self._prefill_ports: dict[str, PrefillPort] = {}
+        self._decode_ports: dict[str, DecodePort] = {}
+        for count, kind in ((prefills, "prefill"), (decodes, "decode")):
+            for number in range(count):
+                self._build(f"{kind}{number}")
+        self.path = self.new_path()
+
+    def new_path(self, prefill: str = "", decode: str = "") -> RequestPath:
+        """The path of another router to the same workers, or to the named ones only."""
+        ports, decodes = self._prefill_ports, self._decode_ports
+        return RequestPath(
+            ClusterPorts(
+                {prefill: ports[prefill]} if prefill else ports,
+                {decode: decodes[decode]} if decode else decodes,
+                self._address,
             ),
-            wrap_mesh("prefill0", self.prefill_mesh),
-            config,
-            self.limits,
-        )
-        peer = wrap_peer(packed(PeerPort, self.prefill) if wire else self.prefill)
-        peers: dict[str, PeerPort] = {"prefill0": peer} if mode is Mode.DISAGGREGATED else {}
-        self.decode = DecodeWorker(
-            WorkerContext(
-                "decode0", self.clock, self.new_id, names=names, tiers=spills or TierRoom()
-            ),
-            wrap_mesh("decode0", self.decode_mesh),
-            config,
-            self.limits,
-            peers,
-            mode,
-        )
-        prefill_port: PrefillPort = packed(PrefillPort, self.prefill) if wire else self.prefill
-        decode_port: DecodePort = packed(DecodePort, self.decode) if wire else self.decode
-        prefills = {"prefill0": wrap_prefill(prefill_port)} if mode is Mode.DISAGGREGATED else {}
-        affinity, routing = None, RoutingConfig(hold_seconds=1e9, local_gain=0.0)
-        if appends is not None:
-            assert names is not None, "else nothing is kept"
-            affinity = KeptHere((self.prefill, self.decode), names.secret)
-        self.path = RequestPath(
-            ClusterPorts(prefills, {"decode0": wrap_decode(decode_port)}),
             lambda request: ToyText(request.sampling.stop),
             self.limits,
             self.clock,
-            PlacerSettings(routing, affinity=affinity, events=events),
+            self._settings,
             self.new_id,
         )
-        for worker, kind in zip((self.prefill, self.decode), appends or (), strict=False):
-            state = self.path.placer.accounts.state
-            state.describe(worker.name, Description("rack/host", kind))
 
     def new_id(self) -> int:
         return self._random.getrandbits(63)
 
+    def _address(self, name: str) -> str:
+        return f"{name}:1" if self._addressed else ""
+
+    def prefill_worker(self, name: str) -> PrefillWorker:
+        worker = self.processes[name].worker
+        assert isinstance(worker, PrefillWorker)
+        return worker
+
+    def decode_worker(self, name: str) -> DecodeWorker:
+        worker = self.processes[name].worker
+        assert isinstance(worker, DecodeWorker)
+        return worker
+
+    def counted(self, counter: str) -> int:
+        return sum(process.worker.counters[counter] for process in self.processes.values())
+
     async def __aenter__(self) -> Self:
-        await self.prefill.start()
-        await self.decode.start()
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: self.unseen.append(context)
+        )
+        await self.local.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.decode.stop()
-        await self.prefill.stop()
+        for worker in reversed(self.local.workers.values()):
+            if not self.local.is_dead(worker):
+                await worker.stop()
 
-    async def collect(self, request: Request) -> Collected:
-        collected = Collected()
-        async for event in self.path.stream(request):
+    async def start(self, name: str) -> None:
+        """Starts a killed worker again."""
+        self._build(name)
+        await self.processes[name].worker.start()
+
+    def _build(self, name: str) -> None:
+        kind = name[0]
+        mesh = FakeExecutor(self._limits[kind], self.channel, self._faults(name), self._costs)
+        context = WorkerContext(
+            name,
+            self.clock,
+            self.new_id,
+            self._fingerprint(name),
+            address=self._address(name),
+            names=self._block_names,
+            tiers=self._tiers[kind],
+        )
+        worker = self.local.add(
+            WorkerRole.PREFILL if kind == "p" else WorkerRole.DECODE,
+            context,
+            self._wrap_mesh(name, mesh),
+            self._config,
+            self.mode,
+            fetches=self._fetches,
+        )
+        worker.constrain(self._grammars)
+        self.processes[name] = Process(worker, mesh)
+        ports = self.local.ports(name)
+        if ports.decode:
+            self._decode_ports[name] = ports.decode
+        elif ports.prefill and self.mode is Mode.DISAGGREGATED:
+            port = ports.prefill
+            hinted = through(PrefillPort, port, _Hints(self, name)) if self._hints else port
+            self._prefill_ports[name] = hinted
+
+    async def kill(self, name: str) -> None:
+        """Kills a worker as `kill -9` would."""
+        await self.local.kill(name, lambda: self.channel.lose(self.processes[name].mesh))
+
+    async def collect(
+        self, request: Request, path: RequestPath | None = None, into: Collected | None = None
+    ) -> Collected:
+        collected = into or Collected()
+        async for event in (path or self.path).stream(request):
             collected.add(event)
         return collected
 
-    async def check_quiet(self, settle_seconds: float = 1.0) -> None:
-        """All pages free on all ranks, all offers and blocks gone, no hand-off left."""
-        await asyncio.sleep(settle_seconds)
-        for worker in (self.decode, self.prefill):
-            status = await worker.status()
-            assert status.free_pages == status.total_pages, f"{worker.name} holds pages: {status}"
-            assert status.free_states == status.total_states, f"{worker.name} holds states"
-            assert (status.running, status.waiting, status.handoffs) == (0, 0, 0), status
-            assert (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts)) == (
-                0,
-                0,
-                0,
-            ), status
-        assert not self.channel.offered
-        assert not self.decode_mesh.pulled
-
-    def check_against_oracle(self, request: Request, collected: Collected) -> None:
-        context_tokens = self.decode_mesh.limits.context_tokens
+    def check(self, request: Request, collected: Collected) -> None:
+        """Compares an answer with the oracle."""
         for child in range(request.sampling.n):
-            tokens, reason = expected_tokens(request, child, context_tokens)
-            assert tuple(collected.tokens[child]) == tokens
+            tokens, reason = expected_tokens(request, child, self._limits["d"].context_tokens)
+            assert tuple(collected.tokens[child]) == tokens, f"{request.request_id} child {child}"
             assert collected.finish[child].value == reason
         wanted = request.sampling.prompt_logprobs
         prompt = request.prompt_token_ids
         scores = None if wanted is None else expected_scores(prompt, wanted)
         assert collected.prompt_logprobs == scores
         assert collected.usage is not None
-        assert collected.usage.completion_tokens == sum(
-            len(tokens) for tokens in collected.tokens.values()
+        assert collected.usage.completion_tokens == sum(map(len, collected.tokens.values()))
+
+    async def collect_all(self, requests: list[Request]) -> None:
+        """Streams all at once and checks each against the oracle."""
+        answers = await asyncio.gather(*(self.collect(request) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            self.check(request, answer)
+
+    async def check_quiet(self, settle_seconds: float = 1.0) -> None:
+        """All pages are free on all ranks of live workers; no offer, block or hand-off is left."""
+        await asyncio.sleep(settle_seconds)
+        assert not self.unseen, f"failures that no test saw: {self.unseen}"
+        for name, process in self.processes.items():
+            if self.local.is_dead(process.worker):
+                continue
+            status = await process.worker.status()
+            assert status.free_pages == status.total_pages, f"{name} holds pages: {status}"
+            assert status.free_states == status.total_states, f"{name} holds states: {status}"
+            left = (status.running, status.waiting, status.handoffs)
+            queued = (status.queued_tokens, status.queued_pairs, sum(status.rank_contexts))
+            assert (*left, *queued) == (0,) * 6, status
+            assert not process.mesh.pulled
+        offers = [self.channel.owners[offer_id].log[:1] for offer_id in self.channel.offered]
+        assert not offers, f"offers of {offers}"
+
+
+class Cluster(Fleet):
+    """One prefill worker and one decode worker, or one mixed worker, without crashes. Its router
+    holds no request back.
+
+    Args:
+        appends: Kinds of the prefill and the decode mesh, for a router that knows their caches and
+            may leave a prompt to the decode mesh.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = Mode.DISAGGREGATED,
+        *,
+        decode_faults: Faults | None = None,
+        prefill_faults: Faults | None = None,
+        appends: tuple[Kind, Kind] | None = None,
+        names: BlockNames | None = None,
+        **options: Any,
+    ) -> None:
+        faults = {"prefill0": prefill_faults, "decode0": decode_faults}
+        super().__init__(
+            1,
+            1,
+            faults=faults.__getitem__,
+            routing=RoutingConfig(hold_seconds=1e9, local_gain=0.0),
+            grammars=None,
+            fetches=False,
+            mortal=False,
+            addressed=False,
+            mode=mode,
+            names=names,
+            **options,
         )
+        self.prefill, self.decode = self.prefill_worker("prefill0"), self.decode_worker("decode0")
+        self.prefill_mesh, self.decode_mesh = (one.mesh for one in self.processes.values())
+        if appends is not None:
+            assert names is not None, "a router can know caches only where there are some"
+            affinity = LocalAffinity((self.prefill, self.decode), names.secret)
+            self._settings = replace(self._settings, affinity=affinity)
+            self.path = self.new_path()
+            for worker, kind in zip((self.prefill, self.decode), appends, strict=True):
+                state = self.path.placer.accounts.state
+                state.describe(worker.name, Description("rack/host", kind))
+
+
+class _Hints:
+    """Middleware of prefill worker `name`: adds the name of the other worker that caches most of a
+    prompt, as if the router knew all caches at that moment."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+
+    async def prefill(
+        self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
+    ) -> PrefillReply:
+        known = call.request.prompt_token_ids + call.children[0].accepted
+        found: dict[str, int] = {}
+        for name, process in self._fleet.processes.items():
+            if name[0] in self._fleet.hinted and name != self._name:
+                worker, kept = process.worker, process.worker._kept
+                chain = kept.chain(call.request, known)
+                count = max(kept.match(rank, chain) for rank in range(len(kept.kept_pages)))
+                if isinstance(worker, PrefillWorker):
+                    count += worker._host.blocks.match(chain, count)
+                found[name] = count * kept.block_tokens
+        best = max(found, key=lambda name: found[name], default="")
+        if found.get(best):
+            source = HandoffSource(best, self._fleet.new_id(), self._fleet._address(best))
+            call = msgspec.structs.replace(call, peer=source, peer_tokens=found[best])
+        return await proceed(call)
 
 
 def toy_request(
@@ -238,7 +447,7 @@ def toy_request(
     deadline_seconds: float | None = None,
     **sampling: object,
 ) -> Request:
-    """A request with a prompt of its own; greedy unless told otherwise."""
+    """A request with a prompt of its own, greedy by default."""
     prompt = tuple((number * 37 + at * 11 + 1) % 89 for at in range(prompt_tokens))
     params = replace(SamplingParams(max_tokens=12, temperature=0.0), **sampling)  # type: ignore[arg-type]
     return Request(f"r{number}", prompt, params, stop_ids, deadline_seconds)

@@ -17,18 +17,25 @@ Pieces = tuple[tuple[range, tuple[Entry, ...]], ...]
 
 @dataclass
 class FakeDisk:
-    """`blocks`: by namespace and name, with the sums of their pieces. `fails`: every command of
-    these kinds, with this word. `ages`: of blocks when they are found."""
+    """A disk in memory.
+
+    Attributes:
+        blocks: Pieces and their checksums by namespace and block name.
+        fails: Error word with which every command of a kind fails.
+        ages: Ages that FindSaved reports, by block name.
+    """
 
     blocks: dict[tuple[bytes, bytes], tuple[Pieces, tuple[int, ...]]] = field(default_factory=dict)
     fails: dict[type, str] = field(default_factory=dict)
     ages: dict[bytes, float] = field(default_factory=dict)
     refused: int = 0
     namespace: bytes = b""
+    _rewritten: bool = False  # a block that could not be removed may be written again
 
     def run(self, command: DiskCommand, host: dict[int, tuple[range, list[Entry]]]) -> DiskResult:
         if word := self.fails.get(type(command)):
             self.refused += 1
+            self._rewritten |= isinstance(command, RemoveSaved)
             return DiskResult(command.step, word)
         match command:
             case FindSaved():
@@ -39,7 +46,7 @@ class FakeDisk:
             case SaveBlock():
                 pieces = tuple((host[one][0], tuple(host[one][1])) for one in command.offer_ids)
                 key = (self.namespace, command.name)
-                assert key not in self.blocks, "written twice"
+                assert key not in self.blocks or self._rewritten, "written twice"
                 self.blocks[key] = (pieces, command.checksums)
                 return DiskResult(command.step, bytes_moved=1)
             case LoadBlock():

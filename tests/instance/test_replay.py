@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.engine.instance import Instance, LoadModel
+from jdisagg.engine.replica import LoadModel, Replica
 from jdisagg.errors import ConfigError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
@@ -51,7 +51,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> list[Recording]:
     def load(layout: Layout, devices: Sequence[Device]) -> object:
         return load_model(LLAMA, layout, devices)
 
-    def recorded(name: str, instance: Instance) -> Executor:
+    def recorded(name: str, instance: Replica) -> Executor:
         layout = instance.config.layout
         return record(
             folder, name, instance.executor, instance.executor, layout, ModelConfig(str(LLAMA))

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 import jax
 
 from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig, WorkerConfig
-from jdisagg.engine.instance import Loaded
+from jdisagg.engine.replica import Loaded
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup

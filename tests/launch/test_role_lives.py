@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.engine.instance import Instance, Loaded
+from jdisagg.engine.replica import Loaded, Replica
 from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.layout.axes import Layout
@@ -102,7 +102,7 @@ async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
 ) -> None:
     executors: list[weakref.ref[MeshExecutor]] = []
 
-    async def fails_the_second_time(instance: Instance, *_: object) -> None:
+    async def fails_the_second_time(instance: Replica, *_: object) -> None:
         executors.append(weakref.ref(instance.executor))
         if len(executors) == 2:
             raise MemoryError("no room for it")

@@ -108,7 +108,7 @@ def test_the_next_turn_is_appended_and_neither_computed_elsewhere_nor_sent() -> 
             whole = (len(history) - 1) // 16 * 16
             second = asked(2, (*history, 7, 8, 9))
             collected = await made.collect(second)
-            made.check_against_oracle(second, collected)
+            made.check(second, collected)
             assert collected.usage is not None and collected.usage.cached_tokens == whole
             assert len(commands.chunks("prefill0")) == computed
             assert received["kv_bytes_received"] == sent
@@ -150,7 +150,7 @@ def test_what_is_not_kept_any_more_is_computed_by_the_prefill_worker() -> None:
             first = await made.collect(asked(1, prompt(100)))
             forgetful.forget = made.decode._kept.clear
             second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
-            made.check_against_oracle(second, await made.collect(second))
+            made.check(second, await made.collect(second))
             assert forgetful.times == 1, "it was to be appended"
             assert made.path.counters["appends_handed_over"] == 1
             assert not commands.chunks("decode0")
@@ -185,7 +185,7 @@ def test_an_attempt_to_append_that_fails_is_followed_by_another() -> None:
         async with cluster(wrap_decode=lambda port: through(DecodePort, port, fails)) as made:
             first = await made.collect(asked(1, prompt(100)))
             second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
-            made.check_against_oracle(second, await made.collect(second))
+            made.check(second, await made.collect(second))
             assert fails.failed == 1 and made.path.counters["attempts_failed"] == 1
             await made.check_quiet()
 
@@ -211,7 +211,7 @@ def test_streams_get_a_token_between_any_two_chunks_that_are_appended() -> None:
             for request, one in zip(
                 told, await asyncio.gather(*map(made.collect, told)), strict=True
             ):
-                made.check_against_oracle(request, one)
+                made.check(request, one)
             assert not running.done(), "it ran all the while"
             assert made.decode.counters["prompts_appended"] == 4
             kinds = [
@@ -221,6 +221,6 @@ def test_streams_get_a_token_between_any_two_chunks_that_are_appended() -> None:
             ]
             assert kinds.count(PrefillChunk) == 4
             assert (PrefillChunk, PrefillChunk) not in set(zip(kinds, kinds[1:], strict=False))
-            made.check_against_oracle(long, await running)
+            made.check(long, await running)
 
     run_virtually(main)

@@ -17,9 +17,8 @@ from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, StepComman
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker import given_kv
-from tests.fakes.cluster import Collected
+from tests.fakes.cluster import Collected, Fleet
 from tests.fakes.fake_executor import Costs, Faults
-from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import run_virtually
 from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, FAST, other
 from tests.worker.test_peer_fetch import ALWAYS, counted, failed, faults_of, storm
@@ -82,7 +81,7 @@ def counted_by(fleet: Fleet, name: str) -> Callable[[str], int]:
 async def settled(fleet: Fleet) -> None:
     await fleet.check_quiet(settle_seconds=30.0)
     for process in fleet.processes.values():
-        assert process.crash.dead.is_set() or not len(process.worker._given)
+        assert fleet.local.is_dead(process.worker) or not len(process.worker._given)
 
 
 def test_prompt_and_answer_of_a_turn_are_fetched_for_the_next_and_not_computed() -> None:

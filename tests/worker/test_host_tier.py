@@ -45,7 +45,7 @@ async def computed(cluster: Cluster, request: Request) -> int:
     cluster.decode._state.residency.clear()
     before = cluster.prefill.counters["prefix_hit_tokens"]
     collected = await cluster.collect(request)
-    cluster.check_against_oracle(request, collected)
+    cluster.check(request, collected)
     known = cluster.prefill.counters["prefix_hit_tokens"] - before
     return len(request.prompt_token_ids) - known
 

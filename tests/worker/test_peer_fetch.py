@@ -16,8 +16,8 @@ from jdisagg.messages.ports import FetchCall, FetchReply
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
+from tests.fakes.cluster import Fleet
 from tests.fakes.fake_executor import Costs, Faults
-from tests.fakes.fleet import Fleet
 from tests.fakes.virtual_time import run_virtually
 from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, FAST, other
 from tests.worker.test_prefix_reuse import NAMES, Talk, limits
@@ -160,7 +160,7 @@ async def settled(fleet: Fleet) -> None:
     """Once leases are over nothing is on its way, and every page is free."""
     await fleet.check_quiet(settle_seconds=30.0)
     for name in ("prefill0", "prefill1"):
-        if not fleet.processes[name].crash.dead.is_set():
+        if not fleet.local.is_dead(fleet.processes[name].worker):
             worker = fleet.prefill_worker(name)
             assert worker._fetched is not None and worker._fetched.quiet
             assert not len(worker._given)

@@ -86,7 +86,7 @@ async def storm(cluster: Cluster, talk: Talk, requests: int, at_once: int, cance
             collected = await waiting
         except asyncio.CancelledError:
             return
-        cluster.check_against_oracle(request, collected)
+        cluster.check(request, collected)
         talk.heard(request, collected)
 
     left = requests
@@ -192,7 +192,7 @@ def asked(number: int, token_ids: tuple[int, ...], **more: object) -> Request:
 
 async def cached_of(cluster: Cluster, request: Request) -> int:
     collected = await cluster.collect(request)
-    cluster.check_against_oracle(request, collected)
+    cluster.check(request, collected)
     assert collected.usage is not None
     return collected.usage.cached_tokens
 
@@ -217,7 +217,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole_and_kept(mode: 
                 sampling = replace(request.sampling, prompt_logprobs=wanted)
                 request = replace(request, sampling=sampling)
                 collected = await cluster.collect(request)
-                cluster.check_against_oracle(request, collected)
+                cluster.check(request, collected)
                 assert collected.usage is not None and collected.usage.cached_tokens == hit
 
     run_virtually(main)
@@ -230,7 +230,7 @@ def test_a_prompt_that_is_known_whole_is_sent_nothing_and_computes_one_token_at_
             await cluster.collect(first)
             again = replace(first, request_id="again")
             collected = await cluster.collect(again)
-            cluster.check_against_oracle(again, collected)
+            cluster.check(again, collected)
             assert collected.usage is not None and collected.timings is not None
             assert collected.usage.cached_tokens == 32  # of 48; the last block is computed
             assert collected.timings.kv_bytes_moved == 0
@@ -341,7 +341,7 @@ def test_a_reset_empties_all_and_what_runs_leaves_nothing_either(mode: Mode) -> 
             while not any(cluster.decode._state.running):
                 await asyncio.sleep(0.01)
             assert await cluster.path.reset_cache() > 0
-            cluster.check_against_oracle(long, await running)
+            cluster.check(long, await running)
             assert await cached_of(cluster, asked(3, prompt(60))) == 0
             assert await cached_of(cluster, asked(4, prompt(60))) == 48
             await cluster.check_quiet()

@@ -32,7 +32,7 @@ from dataclasses import replace
 
 import jax
 
-from jdisagg.engine.instance import LoadModel
+from jdisagg.engine.replica import LoadModel
 from jdisagg.engine.research.instance import ResearchInstance
 from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.engine.research.kv_file import read_kv, write_kv

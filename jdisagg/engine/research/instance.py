@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdisagg.engine.instance import Loaded
+from jdisagg.engine.replica import Loaded
 from jdisagg.engine.research.chunk_runs import Run, chunks, whole_token
 from jdisagg.engine.research.keeping_channel import KeepingChannel
 from jdisagg.engine.research.kv_blocks import KVBlock, KVPlace

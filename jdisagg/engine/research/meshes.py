@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.instance import LoadModel
 from jdisagg.engine.limits import mesh_limits
+from jdisagg.engine.replica import LoadModel
 from jdisagg.engine.research.instance import ResearchInstance
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout

@@ -14,7 +14,7 @@ import jax
 import msgspec
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.engine.instance import LoadModel
+from jdisagg.engine.replica import LoadModel
 from jdisagg.errors import ConfigError
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.grammar.compiler import GrammarCompiler

@@ -20,7 +20,7 @@ import jax
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig, WorkerConfig
 from jdisagg.engine.compilation import use_compilation_cache
-from jdisagg.engine.instance import KvPlane, build_worker_instance
+from jdisagg.engine.replica import KvPlane, build_worker_replica
 from jdisagg.ids import random_id
 from jdisagg.messages.ports import HandoffSource, PeerPort
 from jdisagg.messages.worker_status import WorkerRole
@@ -145,7 +145,7 @@ class _Served:
         )
         devices = jax.devices()[PREFILL_DEVICES if role is WorkerRole.PREFILL else DECODE_DEVICES]
         instance = await asyncio.to_thread(
-            build_worker_instance, role.value, role, config, load, devices, channel, plane
+            build_worker_replica, role.value, role, config, load, devices, channel, plane
         )
         watch, limits, peers = KvWatch(instance.executor), engine.limits, _Peers()
         service = ServiceConfig(HOST, free_ports(HOST, 1)[0], drain_seconds=0.0)

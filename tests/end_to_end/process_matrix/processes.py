@@ -19,7 +19,7 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.engine.embedded import EmbeddedCluster
-from jdisagg.engine.instance import Instance
+from jdisagg.engine.replica import Replica
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request, SamplingParams
 from jdisagg.service.internal.remote_ports import RemoteWorker
@@ -175,7 +175,7 @@ async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
     its receiver saw."""
     watches: list[KvWatch] = []
 
-    def watch(name: str, instance: Instance) -> KvWatch:
+    def watch(name: str, instance: Replica) -> KvWatch:
         watches.append(KvWatch(instance.executor))
         return watches[-1]
 

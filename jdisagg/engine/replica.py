@@ -11,7 +11,7 @@ from typing import Protocol
 
 import jax
 
-from jdisagg.config import InstanceConfig, Mode, ModelConfig, WorkerConfig
+from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.engine.limits import check_reuse, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass
-class Instance:
+class Replica:
     """One model replica on one mesh."""
 
     config: InstanceConfig
@@ -55,7 +55,7 @@ class KvPlane:
     transports: int
 
 
-def build_instance(
+def build_replica(
     name: str,
     config: InstanceConfig,
     mode: Mode,
@@ -66,7 +66,7 @@ def build_instance(
     layer_groups: int | None,
     windows_apart: bool = False,
     append_tokens: int = 0,
-) -> Instance:
+) -> Replica:
     """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike.
     `append_tokens`: of the configuration; for an instance that decodes alone."""
     platform = str(loaded.mesh.devices.flat[0].platform)
@@ -84,10 +84,10 @@ def build_instance(
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
     )
-    return Instance(config, executor, loaded)
+    return Replica(config, executor, loaded)
 
 
-def build_worker_instance(
+def build_worker_replica(
     name: str,
     role: WorkerRole,
     config: WorkerConfig,
@@ -95,7 +95,7 @@ def build_worker_instance(
     devices: Sequence[Device],
     channel: Channel,
     plane: KvPlane,
-) -> Instance:
+) -> Replica:
     """The instance of one worker on the first of `devices`; its card says how its KV is reached.
     Blocks while weights are loaded."""
     layout = config.instance.layout
@@ -107,20 +107,12 @@ def build_worker_instance(
     loaded = load(layout, devices[: layout.devices])
     check_reuse(loaded.model.kv_spec, config.prefix)
     mode = worker_mode(role, config.mode)
-    instance = build_instance(
+    instance = build_replica(
         name,
         config.instance,
         mode,
         loaded,
-        mesh_role(
-            role,
-            config.instance.codec,
-            config.prefix.reuse,
-            config.prefix.host_tokens(config.instance.page_size),
-            config.prefix.disk_dir,
-            config.prefix.peer_tokens(config.instance.page_size),
-            config.prefix.host_bytes > 0,
-        ),
+        mesh_role(role, config.instance, config.prefix),
         channel,
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
@@ -140,33 +132,25 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
     return asked
 
 
-def mesh_role(
-    role: WorkerRole,
-    codec: str,
-    reuse: bool = False,
-    host_tokens: int = 0,
-    disk: str = "",
-    peer_tokens: int = 0,
-    spills: bool = False,
-) -> MeshRole:
-    """`codec`: how KV comes to this instance. A worker that decodes may hand running sequences on
-    to another, and set them aside in host memory (`spills`); one that prefills sends from its pages
-    what it has kept (`reuse`), may keep it in host memory and on disk, and fetch it from others."""
-    match role:
-        case WorkerRole.PREFILL:
-            return MeshRole(
-                prefill=True,
-                decode=False,
-                emit=True,
-                extracts=reuse,
-                host_tokens=host_tokens,
-                disk=disk,
-                peer_tokens=peer_tokens,
-            )
-        case WorkerRole.DECODE:
-            return MeshRole(False, decode=True, codec=codec, extracts=True, spills=spills)
-        case WorkerRole.MIXED:
-            return MeshRole(True, decode=True, codec=codec, extracts=True, spills=spills)
+def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) -> MeshRole:
+    """What the executor of a worker of this role must be able to do."""
+    if role is WorkerRole.PREFILL:
+        return MeshRole(
+            prefill=True,
+            decode=False,
+            emit=True,
+            extracts=prefix.reuse,
+            host_tokens=prefix.host_tokens(config.page_size),
+            disk=prefix.disk_dir,
+            peer_tokens=prefix.peer_tokens(config.page_size),
+        )
+    return MeshRole(
+        prefill=role is WorkerRole.MIXED,
+        decode=True,
+        codec=config.codec,
+        extracts=True,
+        spills=prefix.host_bytes > 0,
+    )
 
 
 def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
@@ -174,7 +158,7 @@ def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
 
 
 async def warm_up(
-    instance: Instance,
+    instance: Replica,
     progress: Progress | None = None,
     turn: Callable[[], Awaitable[None]] | None = None,
 ) -> None:

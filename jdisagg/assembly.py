@@ -1,0 +1,280 @@
+"""Assembles workers and the calls between them, the same way for every kind of cluster.
+
+`build_worker` makes the worker of a role; processes, embedded clusters, the simulator and tests all
+use it. `LocalCluster` connects workers of one process: it resolves peers, wraps ports with
+middleware and can kill a worker as `kill -9` would. Executors, channels and the request path come
+from the caller. Imports neither JAX nor gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from jdisagg.clock import Clock
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.dispatch.membership import WorkerPorts
+from jdisagg.dispatch.request_context import ClusterPorts
+from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.messages.kept_blocks import KeptMark
+from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort, close_stream
+from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.request import Request
+from jdisagg.router.affinity import Known
+from jdisagg.router.known_blocks import KnownBlocks
+from jdisagg.scheduler.executor import Executor
+from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.mesh_worker import WorkerContext
+from jdisagg.worker.peers import PeerResolver
+from jdisagg.worker.prefill_worker import PrefillWorker
+
+Worker = PrefillWorker | DecodeWorker
+Between = Callable[[Worker, Worker | None], Sequence[object]]
+"""Middleware for calls to a worker, innermost first. The second argument is the calling worker, or
+None for the request path."""
+
+Port = TypeVar("Port")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def build_worker(
+    role: WorkerRole,
+    context: WorkerContext,
+    executor: Executor,
+    config: InstanceConfig,
+    limits: LimitsConfig,
+    peers: PeerResolver,
+    mode: Mode = Mode.DISAGGREGATED,
+    *,
+    fetches: bool = False,
+    decoder: type[DecodeWorker] = DecodeWorker,
+) -> Worker:
+    """Builds the worker of a role on its mesh.
+
+    Args:
+        peers: Resolver of the workers that KV comes from.
+        mode: How a mesh that decodes runs prefill, too; unused by prefill workers.
+        fetches: Whether a prefill worker may fetch cached KV from peers.
+        decoder: Class of workers that decode.
+    """
+    if role is WorkerRole.PREFILL:
+        return PrefillWorker(context, executor, config, limits, peers if fetches else None)
+    return decoder(context, executor, config, limits, peers, mode)
+
+
+class LocalCluster:
+    """Workers of one process by name, and the ports by which they are called.
+
+    Args:
+        new_id: Source of fresh random 64-bit numbers.
+        between: Middleware for each pair of worker and caller.
+        mortal: Whether workers can be killed; costs a little on every call.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: LimitsConfig,
+        new_id: Callable[[], int],
+        between: Between = lambda worker, caller: (),
+        mortal: bool = False,
+    ) -> None:
+        self.clock = clock
+        self.limits = limits
+        self.new_id = new_id
+        self.workers: dict[str, Worker] = {}  # the latest start under each name
+        self._between = between
+        self._mortal = mortal
+        self._crashes: dict[Worker, Crash] = {}
+
+    def add(
+        self,
+        role: WorkerRole,
+        context: WorkerContext,
+        executor: Executor,
+        config: InstanceConfig,
+        mode: Mode = Mode.DISAGGREGATED,
+        *,
+        fetches: bool = False,
+        decoder: type[DecodeWorker] = DecodeWorker,
+    ) -> Worker:
+        """Builds a worker whose peers are those of this cluster. It replaces an earlier worker of
+        the same name. Arguments as of `build_worker`."""
+
+        def peers(source: HandoffSource) -> PeerPort:
+            return self.peer(source, worker)
+
+        worker = build_worker(
+            role,
+            context,
+            executor,
+            config,
+            self.limits,
+            peers,
+            mode,
+            fetches=fetches,
+            decoder=decoder,
+        )
+        self.workers[context.name] = worker
+        if self._mortal:
+            self._crashes[worker] = Crash()
+        return worker
+
+    def peer(self, source: HandoffSource, caller: Worker | None) -> PeerPort:
+        """The port by which `caller` pulls from a source. Raises HandoffError for unknown
+        workers."""
+        worker = self.workers.get(source.worker)
+        if worker is None:
+            known = ", ".join(self.workers) or "none"
+            raise HandoffError(f"worker {source.worker!r} is not known here; known: {known}")
+        return self.called(PeerPort, worker, worker, caller)
+
+    def ports(self, name: str) -> WorkerPorts:
+        """A worker's ports as the request path calls them."""
+        worker = self.workers[name]
+        if isinstance(worker, PrefillWorker):
+            return WorkerPorts(prefill=self.called(PrefillPort, worker, worker, None))
+        return WorkerPorts(decode=self.called(DecodePort, worker, worker, None))
+
+    def cluster_ports(self) -> ClusterPorts:
+        """Ports of all workers added so far, for a request path without membership."""
+        prefill: dict[str, PrefillPort] = {}
+        decode: dict[str, DecodePort] = {}
+        for name in self.workers:
+            ports = self.ports(name)
+            if ports.prefill:
+                prefill[name] = ports.prefill
+            if ports.decode:
+                decode[name] = ports.decode
+        return ClusterPorts(prefill, decode, lambda name: self.workers[name].address)
+
+    async def start(self) -> None:
+        for worker in self.workers.values():
+            await worker.start()
+
+    async def drain(self) -> None:
+        """Returns when running requests have ended; new ones are refused."""
+        for worker in reversed(self.workers.values()):
+            await worker.drain()
+
+    async def stop(self) -> None:
+        """Ends what runs. Executors stay open."""
+        for worker in reversed(self.workers.values()):
+            await worker.stop()
+
+    async def kill(self, name: str, lost: Callable[[], None]) -> None:
+        """Kills a worker as `kill -9` would: calls to and from it fail from this moment on.
+
+        Args:
+            lost: Drops the worker's KV from the channel; called before any other task runs.
+        """
+        worker = self.workers[name]
+        self._crashes[worker].dead.set()
+        lost()
+        await asyncio.sleep(0)
+        await worker.stop()
+
+    def is_dead(self, worker: Worker) -> bool:
+        return worker in self._crashes and self._crashes[worker].dead.is_set()
+
+    def called(
+        self, protocol: type[Port], port: Port, worker: Worker, caller: Worker | None
+    ) -> Port:
+        """A worker's port as `caller` calls it; None is the request path."""
+        if self._mortal:
+            ends = (worker, caller) if caller else (worker,)
+            crashes = (self._crashes[end] for end in ends)
+            port = through(protocol, port, Crashable(*crashes))
+        for middleware in self._between(worker, caller):
+            port = through(protocol, port, middleware)
+        return port
+
+
+class LocalAffinity:
+    """What workers of this process hold in their prefix caches. Implements
+    `router.affinity.Affinity`.
+
+    It is the index that a router of processes feeds from heartbeats (`router/known_blocks.py`),
+    here fed before each placement, so that it is never behind.
+
+    Args:
+        secret: Key of the workers' block names.
+    """
+
+    def __init__(self, workers: Sequence[Worker], secret: bytes) -> None:
+        self._workers = workers
+        self._known = KnownBlocks(secret)
+        self._marks = {worker.name: KeptMark() for worker in workers}
+        for worker in workers:
+            self._known.joined(worker.name, worker.kept_scheme)
+
+    def known(self, request: Request) -> Known:
+        for worker in self._workers:
+            news = worker.kept_news(self._marks[worker.name])
+            if news is not None:
+                self._marks[worker.name] = self._known.told(news)
+        return self._known.known(request)
+
+
+class Crash:
+    """Whether one simulated process has died."""
+
+    def __init__(self) -> None:
+        self.dead = asyncio.Event()
+
+
+class Crashable:
+    """Port middleware that fails calls once a process they need has died. Calls under way fail,
+    new calls fail, and nothing that the dead process still sends arrives.
+
+    Args:
+        crashes: Crash flags of the called worker and, between two workers, of the caller.
+    """
+
+    def __init__(self, *crashes: Crash) -> None:
+        self._crashes = crashes
+
+    def _check(self) -> None:
+        for crash in self._crashes:
+            if crash.dead.is_set():
+                raise UnavailableError("connection refused")
+
+    async def unary(self, proceed: Callable[P, Awaitable[T]], *args: P.args, **kw: P.kwargs) -> T:
+        """Calls that are answered at once."""
+        self._check()
+        return await proceed(*args, **kw)
+
+    async def _long(self, proceed: Callable[P, Awaitable[T]], *args: P.args, **kw: P.kwargs) -> T:
+        self._check()
+        return await self._during(proceed(*args, **kw))
+
+    prefill = reserve = resume_source = fetch = _long
+
+    async def stream(
+        self, proceed: Callable[P, AsyncIterator[T]], *args: P.args, **kw: P.kwargs
+    ) -> AsyncIterator[T]:
+        self._check()
+        items = proceed(*args, **kw)
+        try:
+            while True:
+                try:
+                    yield await self._during(anext(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if not any(crash.dead.is_set() for crash in self._crashes):
+                await close_stream(items)
+
+    async def _during(self, call: Awaitable[T]) -> T:
+        """What `call` returns, unless one of the processes dies first."""
+        task = asyncio.ensure_future(call)
+        deaths = [asyncio.ensure_future(crash.dead.wait()) for crash in self._crashes]
+        try:
+            await asyncio.wait({task, *deaths}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or any(crash.dead.is_set() for crash in self._crashes):
+                raise UnavailableError("connection reset")
+            return task.result()
+        finally:
+            for one in (task, *deaths):
+                one.cancel()
+            await asyncio.gather(task, *deaths, return_exceptions=True)
