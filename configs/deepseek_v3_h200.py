@@ -1,7 +1,7 @@
 """DeepSeek-V3, R1 or V3.1 with matrices in fp8: prefill TP=8 + EP=8 on one host of eight H200,
 decode DP=16 + EP=16 on two.
 
-    python -m launch.worker --role=decode --config=configs/deepseek_v3_h200.py --model=DIR
+    jdisagg worker --role=decode --config=configs/deepseek_v3_h200.py --model=DIR
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic

@@ -1,6 +1,6 @@
 """Gemma 4 31B (text) in bfloat16 on one host with six H200: prefill TP=2, decode DP=2, TP=2.
 
-    python -m launch.serve --config=configs/gemma_4_31b_h200.py --model=DIR
+    jdisagg serve --config=configs/gemma_4_31b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py adds them up), not from a run. 61 GB of weights are half as much a

@@ -1,7 +1,7 @@
 """GLM-4.6 with matrices in fp8: prefill TP=4 + EP=4 on four H200, decode DP=4, TP=2 + EP=8 on
 eight.
 
-    python -m launch.worker --role=decode --config=configs/glm_4_6_h200.py --model=DIR
+    jdisagg worker --role=decode --config=configs/glm_4_6_h200.py --model=DIR
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic

@@ -1,7 +1,7 @@
 """gpt-oss-120b with matrices in fp8, on one host with four H200: prefill TP=2 + EP=2, decode DP=2 +
 EP=2.
 
-    python -m launch.serve --config=configs/gpt_oss_120b_h200.py --model=DIR
+    jdisagg serve --config=configs/gpt_oss_120b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py adds them up), not from a run. 117 GB of matrices, restored from

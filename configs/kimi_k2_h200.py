@@ -1,7 +1,7 @@
 """Kimi K2 or K2.5 (text) with matrices in fp8: prefill DP=2, TP=8 + EP=16 on two hosts of eight
 H200, decode DP=16 + EP=16 on two more.
 
-    python -m launch.worker --role=decode --config=configs/kimi_k2_h200.py --model=DIR
+    jdisagg worker --role=decode --config=configs/kimi_k2_h200.py --model=DIR
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic

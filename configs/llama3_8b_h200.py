@@ -1,6 +1,6 @@
 """Llama-3-8B in bfloat16 on one host with four H200: prefill TP=2, decode DP=2.
 
-    python -m launch.serve --config=configs/llama3_8b_h200.py --model=DIR
+    jdisagg serve --config=configs/llama3_8b_h200.py --model=DIR
 
 NOT TESTED on such hardware: the layouts and sizes follow from arithmetic, not from a run. Weights
 take 16 GB a replica, and each decode rank holds a whole one; KV takes 131,072 bytes a token (2 x 32

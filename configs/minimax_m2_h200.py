@@ -1,7 +1,7 @@
 """MiniMax M2 or M2.5 with matrices in fp8, on one host of eight H200: prefill TP=4 + EP=4, decode
 DP=4 + EP=4.
 
-    python -m launch.serve --config=configs/minimax_m2_h200.py --model=DIR
+    jdisagg serve --config=configs/minimax_m2_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py adds them up), not from a run. 229 GB of matrices are 58 GB a

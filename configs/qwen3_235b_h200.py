@@ -1,7 +1,7 @@
 """Qwen3-235B-A22B in bfloat16: prefill TP=4 + EP=4, decode DP=4, TP=4 + EP=16, on 20 H200 of one
 NVLink domain.
 
-    python -m launch.serve --config=configs/qwen3_235b_h200.py --model=DIR
+    jdisagg serve --config=configs/qwen3_235b_h200.py --model=DIR
 
 NOT TESTED on such hardware: it needs 20 devices in one process, which few hosts have; it states the
 layouts that the design is about. 470 GB of weights are 118 GB a device on 4 devices (they fill an

@@ -1,6 +1,6 @@
 """Qwen3.6-35B-A3B in bfloat16 on one host with four H200: prefill TP=2 + EP=2, decode DP=2 + EP=2.
 
-    python -m launch.serve --config=configs/qwen3_6_35b_h200.py --model=DIR
+    jdisagg serve --config=configs/qwen3_6_35b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py adds them up), not from a run. 69 GB of weights are half as much a

@@ -1,7 +1,7 @@
 """The shipped dense model on any CPU: prefill TP=2 on two virtual devices, decode DP=2 on two more.
 
-    python -m launch.serve --config=configs/tiny_cpu.py
-    python -m launch.ask --target=localhost:8700 --prompt="Once upon a time"
+    jdisagg serve --config=configs/tiny_cpu.py
+    jdisagg ask --target=localhost:8700 --prompt="Once upon a time"
 
 Hardware: a CPU, 2 GiB of memory. Virtual devices share the CPU's cores: this recipe shows
 correctness, not speed."""

@@ -1,8 +1,8 @@
 """The shipped mixture of experts on any CPU: prefill TP=4 + EP=4, decode DP=4 + EP=4, on eight
 virtual devices.
 
-    python -m launch.serve --config=configs/tiny_moe_cpu.py
-    python -m launch.ask --target=localhost:8700 --prompt="Once upon a time"
+    jdisagg serve --config=configs/tiny_moe_cpu.py
+    jdisagg ask --target=localhost:8700 --prompt="Once upon a time"
 
 The shape of the large deployments in small: attention tensor parallel where prompts are computed,
 data parallel where tokens are generated, whole experts spread over all devices on both sides.

@@ -10,7 +10,7 @@ from jdisagg.errors import ConfigError
 class PrefixConfig:
     """Prefix cache: KV in device memory, host memory and on disk for requests with a shared prefix.
 
-    docs/prefix_reuse.md describes the tiers and what each costs.
+    docs/prefix_cache.md describes the tiers and what each costs.
 
     Attributes:
         reuse: Whether KV is cached for later requests.

@@ -2,7 +2,7 @@
 nothing gathered.
 
 A directory holds config.json and either safetensors files in Hugging Face form or the Orbax form
-that `launch.convert` writes. Every tensor must be accounted for: missing, extra and wrongly shaped
+that `jdisagg convert` writes. Every tensor must be accounted for: missing, extra and wrongly shaped
 ones are listed. Each process reads only its own slices. A head that the files hold beside
 `tie_word_embeddings` is compared with the embedding, and kept where the two differ, as after
 training one of them: transformers does so, too."""
@@ -133,7 +133,7 @@ def load_model(
 
 def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors | None) -> KVScales:
     scales, origin = find_kv_scales(directory, config, files)
-    _log.info("%s: scales of KV: %s", directory, origin or "none (launch.calibrate_kv finds some)")
+    _log.info("%s: scales of KV: %s", directory, origin or "none (jdisagg calibrate_kv finds some)")
     return scales
 
 

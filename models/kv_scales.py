@@ -4,7 +4,7 @@ values; of latents, which have no heads, one a layer.
 
 They are the model's and never a request's, or tokens would depend on what came before and where.
 The first of these holds:
-1. `kv_scales.json` in the model's directory, which `launch.calibrate_kv` writes;
+1. `kv_scales.json` in the model's directory, which `jdisagg calibrate_kv` writes;
 2. the checkpoint's own tensors, of a matrix or of each kv head, as ModelOpt and llm-compressor
    write them (what is kept is value / scale), rounded up to powers of two;
 3. one, of all that neither has."""
@@ -120,7 +120,7 @@ def write_kv_scales(
 def _of_file(path: Path, config: DecoderConfig) -> KVScales:
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(
-            f"{path}: {what}; write it anew (python -m launch.calibrate_kv --model={path.parent}),"
+            f"{path}: {what}; write it anew (jdisagg calibrate_kv --model={path.parent}),"
             " or remove it"
         )
 
@@ -171,7 +171,7 @@ def _of_tensor(name: str, value: np.ndarray, part: KVComponent, directory: Path)
         some = f"1 or {heads}" if heads > 1 else "1"
         raise CheckpointError(
             f"{directory}: {name} must be {some} numbers from 2^-24 to 2^24, got {values.size}:"
-            f" {values[:4].tolist()}; with a {KV_SCALES_FILE} of launch.calibrate_kv it is not read"
+            f" {values[:4].tolist()}; a {KV_SCALES_FILE} of jdisagg calibrate_kv replaces it"
         )
     return np.broadcast_to(_power_of_two(values), (heads,)).astype(np.float32)
 

@@ -3,7 +3,7 @@ them that programs reach.
 
 Peaks are dense (no sparsity) bfloat16, one direction of a link, decimal units. An `Efficiency` is
 what was measured of programs on that accelerator, or taken from a relative where nobody measured
-(said where). `launch.measure_costs` writes one for the machine it runs on;
+(said where). `jdisagg measure_costs` writes one for the machine it runs on;
 `accelerator_from_fields` reads such a file. Pure data."""
 
 import dataclasses

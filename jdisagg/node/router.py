@@ -1,7 +1,7 @@
 """A router from its first worker to its last stream: the service, the registry, readiness, the
 elastic controller.
 
-`launch.router` reads the flags and runs it; here nothing knows them."""
+`jdisagg router` reads the flags and runs it; here nothing knows them."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -68,6 +68,6 @@ def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"--config_file={path} is no {kind.__name__} ({error}); give one that launch.cluster"
+            f"--config_file={path} is no {kind.__name__} ({error}); give one that `jdisagg cluster`"
             " wrote"
         ) from error

@@ -44,7 +44,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
             if bar.disable and time.monotonic() - logged_at >= LOG_SECONDS:
                 logged_at = time.monotonic()
-                # The table of `launch.cluster` shows it (cluster.py reads this line).
+                # The table of `jdisagg cluster` shows it (cluster.py reads this line).
                 _logger.info("compiled %d of %d programs", done, total)
 
         yield progress

@@ -70,7 +70,7 @@ class ResearchInstance(MeshExecutor):
         if limits.kv_spec.has_state:
             raise ConfigError(
                 "the research face holds KV alone, and this model keeps state beside it; serve it"
-                " by a cluster (launch.generate, launch.serve)"
+                " by a cluster (jdisagg generate, jdisagg serve)"
             )
         self.layout = layout
         self.vocabulary = loaded.model.vocabulary

@@ -134,7 +134,7 @@ def plan_recipe(
     context_tokens: int,
     path: str,
 ) -> str:
-    """The text of a recipe that launch.cluster and launch.serve take. `maker`: sized for it;
+    """The text of a recipe that jdisagg cluster and jdisagg serve take. `maker`: sized for it;
     `path`: what it will be called."""
     candidate, site = item.candidate, maker.site
     engine = maker.engine(candidate, model_directory, context_tokens)
@@ -157,16 +157,16 @@ def plan_recipe(
     if maker.fused and candidate.mode is Mode.CHUNKED:
         caution = (
             "\nThat is with a chunk and a decode step in one program. This engine takes turns and"
-            " carries less:\nlaunch.plan --nofused predicts it.\n"
+            " carries less:\njdisagg plan --nofused predicts it.\n"
         )
     else:
         caution = ""
     text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
 
-    python -m launch.cluster --config={path}{model}{hosts}
-    python -m launch.serve --config={path}{model}        (one instance of each role, in one process)
+    jdisagg cluster --config={path}{model}{hosts}
+    jdisagg serve --config={path}{model}        (one instance of each role, in one process)
 
-PREDICTED by launch.plan, not measured: {rate} requests/s an accelerator with {share} of them within
+PREDICTED by jdisagg plan, not measured: {rate} requests/s an accelerator, {share} of them within
 {limits}; bound by {item.binding}.
 {caution}"""
     return recipe_text(engine, shape, text)
