@@ -80,17 +80,25 @@ class CostModel:
             geometry.head_sizes / layers,
         )
         self._products = self._dense_products()
-        self._decode_layers: dict[int, Cost] = {}  # of a step of so many sequences, attention aside
+        self._layers_known: dict[int, Cost] = {}  # by number of sequences
         reached = accelerator.efficiency
         # Peaks are stated for bfloat16; float32 runs on the same units at half the rate at best.
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
         self._seconds_per_flop = 1 / (peak * reached.gemm_compute)
         self._op_seconds = reached.op_seconds
         self._seconds_per_byte = 1 / (accelerator.memory_bytes_per_second * reached.gemm_memory)
-        self.attention_per_flop = 1 / (peak * reached.attention_compute)
-        self.attention_per_byte = 1 / (
+        self._attention_per_flop = 1 / (peak * reached.attention_compute)
+        self._attention_per_byte = 1 / (
             accelerator.memory_bytes_per_second * reached.attention_memory
         )
+        # By number of sequences: a decode step's compute, memory, communication, exchange, starts
+        # of operations, and host seconds, without what attention takes.
+        self._step_terms: dict[int, tuple[float, float, float, float, float, float]] = {}
+        attention = geometry.attention
+        windowed = not isinstance(attention, LatentAttention) and attention.window is not None
+        self._linear = not (windowed or geometry.linear or kernels.whole_contexts)
+        self._step_launch_seconds = reached.launch_seconds * geometry.layers
+        self._token_flops, self._token_bytes, self._over_layers = self._attention_of_token()
 
     # ---- the three questions
 
@@ -130,19 +138,41 @@ class CostModel:
         tokens = self._kernels.waited_for(
             sequences, context_tokens, longest, self.geometry.attention.query_heads / self.layout.tp
         )
-        cost = self.decode_layers(sequences) + self._decode_attention(sequences, tokens)
+        cost = self._decode_layers(sequences) + self._decode_attention(sequences, tokens)
         return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
 
-    @property
-    def whole_contexts(self) -> bool:
-        """Whether a decode step depends on the longest of its contexts."""
-        return self._kernels.whole_contexts
+    def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
+        """Returns `decode_of(...).seconds`, to the bit, without building a `Cost` for each part.
 
-    def decode_layers(self, sequences: int) -> Cost:
-        """All of a step but attention and the host's part."""
-        layers = self._decode_layers.get(sequences)
+        A simulator calls it several times a request. Where attention is linear in the context, all
+        but two products are cached by `sequences`."""
+        if not self._linear or not sequences:
+            return self.decode_of(sequences, context_tokens, longest).seconds
+        known = self._step_terms.get(sequences)
+        if known is None:
+            cost, reached = self._decode_layers(sequences), self.accelerator.efficiency
+            starts = cost.overhead + self._over_layers * reached.attention_seconds
+            known = self._step_terms[sequences] = (
+                cost.compute, cost.memory, cost.communication, cost.exchange, starts,
+                self.host_seconds(sequences),
+            )  # fmt: skip
+        # The order of the sums is that of `decode_of`: results are equal to the bit.
+        compute, memory, communication, exchange, overhead, host = known
+        arithmetic = self._token_flops * context_tokens * self._attention_per_flop
+        traffic = context_tokens * self._token_bytes * self._attention_per_byte
+        if arithmetic > traffic:
+            compute += arithmetic * self._over_layers
+        else:
+            memory += traffic * self._over_layers
+        device = compute + memory + communication + exchange
+        waited = self._step_launch_seconds - (device + overhead)
+        return device + (overhead + ((waited if waited > 0.0 else 0.0) + host))
+
+    def _decode_layers(self, sequences: int) -> Cost:
+        """Prices a decode step without attention and the host's part."""
+        layers = self._layers_known.get(sequences)
         if layers is None:
-            layers = self._decode_layers[sequences] = self._layers(sequences, sequences)
+            layers = self._layers_known[sequences] = self._layers(sequences, sequences)
         return layers
 
     def host_seconds(self, sequences: int) -> float:
@@ -441,7 +471,7 @@ class CostModel:
 
     def _attended(self, sequences: float, context_tokens: float) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
-        flops, size_bytes, layers = self.attention_of_token()
+        flops, size_bytes, layers = self._attention_of_token()
         if isinstance(attention, LatentAttention) or attention.window is None:
             return self._attention(flops * context_tokens, context_tokens * size_bytes, layers)
         seen = min(context_tokens, attention.window * sequences)
@@ -455,7 +485,7 @@ class CostModel:
             flops * attention.head_dim * seen, seen * windowed, attention.windowed_layers
         )
 
-    def attention_of_token(self) -> tuple[float, float, int]:
+    def _attention_of_token(self) -> tuple[float, float, int]:
         """Of attending to one token of context in a decode step: FLOP and bytes, and in how many
         layers."""
         shape, attention = self.geometry, self.geometry.attention
@@ -476,8 +506,8 @@ class CostModel:
 
     def _attention(self, flops: float, size_bytes: float, layers: int) -> Cost:
         arithmetic, traffic = (
-            flops * self.attention_per_flop,
-            size_bytes * self.attention_per_byte,
+            flops * self._attention_per_flop,
+            size_bytes * self._attention_per_byte,
         )
         overhead = layers * self.accelerator.efficiency.attention_seconds
         if arithmetic > traffic:

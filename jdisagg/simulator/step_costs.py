@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.costs.decode_seconds import DecodeSeconds
 from jdisagg.plain import plain
 
 MOST_REMEMBERED = 1 << 16  # prefills whose seconds are known: lengths come again
@@ -107,7 +106,6 @@ class ModelCosts:
             self._insert_seconds_per_token = self._bytes_per_token / (
                 model.layout.tp * model.stages * insert_bytes_per_second
             )
-        self._decode_seconds = DecodeSeconds(model)
         self._prefills: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
@@ -123,7 +121,7 @@ class ModelCosts:
     def decode(
         self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
     ) -> Pace:
-        seconds = self._decode_seconds
+        seconds = self._model.decode_seconds
         first = seconds(sequences, context_tokens, longest)
         if steps == 1:
             return Pace(first)

@@ -3,8 +3,8 @@ JSONL, each plain or gzipped.
 
 `read_trace` goes by the names of the columns (`COLUMNS`), so that a trace needs no flag to say
 where it came from. Own files: columns at_seconds, prompt_tokens, output_tokens, and where wanted
-tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL); `write_trace`
-writes that. A row of JSONL may leave optional ones out. Times are rebased to 0 and rows ordered by
+tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL
+may leave optional ones out. Times are rebased to 0 and rows ordered by
 them. Files are UTF-8, with a byte order mark or without. Bad rows are errors that name file, row
 and column."""
 
@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -86,29 +86,10 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
     return [_moved(item, first) for item in found[:limit]]
 
 
-def write_trace(arrivals: Iterable[Arrival], path: str | Path) -> None:
-    """As CSV, or as JSONL where the name says so; read_trace gives back the same arrivals (times
-    rebased)."""
-    path = Path(path)
-    fields = (*COLUMNS, *OPTIONAL)
-    with _opened(path, "wt") as out:
-        if ".jsonl" in path.suffixes:
-            for item in arrivals:
-                out.write(json.dumps({name: getattr(item, name) for name in fields}) + "\n")
-            return
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(fields)
-        for item in arrivals:
-            values = {name: getattr(item, name) for name in fields}
-            values["block_hashes"] = " ".join(map(str, item.block_hashes))
-            writer.writerow(["" if values[name] is None else values[name] for name in fields])
-
-
-def _opened(path: Path, mode: str) -> TextIO:
-    # What others wrote may begin with a byte order mark; the machine's locale decides nothing.
-    encoding = "utf-8-sig" if mode == "rt" else "utf-8"
+def _opened(path: Path) -> TextIO:
+    # Other programs may write a byte order mark, and the machine's locale must not matter.
     opened = gzip.open if path.suffix == ".gz" else open
-    return cast(TextIO, opened(path, mode, newline="", encoding=encoding))
+    return cast(TextIO, opened(path, "rt", newline="", encoding="utf-8-sig"))
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -120,7 +101,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
             f"{path}: a trace must be a .csv or .jsonl file (.gz or not); rename or convert it"
         )
     try:
-        with _opened(path, "rt") as lines:
+        with _opened(path) as lines:
             if kinds[-1] == ".csv":
                 yield from enumerate(csv.DictReader(lines), 2)
             else:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jdisagg.costs.cost_model import CostModel
-from jdisagg.costs.decode_seconds import DecodeSeconds
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
 from jdisagg.costs.model_geometry import geometry
@@ -49,5 +48,5 @@ def test_only_kernels_that_read_whole_contexts_ask_for_the_longest() -> None:
     even, uneven = [500] * 20, [100] * 19 + [8100]
     assert cut.decode(even) == cut.decode(uneven)
     assert whole.decode(even).seconds < whole.decode(uneven).seconds
-    seconds = DecodeSeconds(whole)(20, 10_000, 8100)
+    seconds = whole.decode_seconds(20, 10_000, 8100)
     assert seconds == whole.decode(uneven).seconds

@@ -13,10 +13,10 @@ import pytest_asyncio
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.node.commands.trace_sender import PromptMaker, ReplayProgress, TraceSender
-from jdisagg.simulator.trace_files import write_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, served
+from tests.simulator.traces import write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 256

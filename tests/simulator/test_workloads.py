@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jdisagg.errors import WorkloadError
-from jdisagg.simulator.trace_files import read_trace, write_trace
+from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import (
     Arrival,
     Fixed,
@@ -26,6 +26,7 @@ from jdisagg.simulator.workloads import (
     spread_ticks,
     within_context,
 )  # fmt: skip
+from tests.simulator.traces import write_trace
 
 
 def written(path: Path, text: str) -> Path:

@@ -17,19 +17,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
+
 from jdisagg.config import Mode
+from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.alone import never
-from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.bounds import SAMPLE, Bounds, Demand, Estimator, Goal, alone_seconds
 from jdisagg.simulator.planning.candidates import (
+    WHOLE_CHUNK,
     Candidate,
     Fitting,
     NothingFits,
     Site,
     fitting_layouts,
     one_pool,
+    short,
     two_pools,
 )
 from jdisagg.simulator.planning.measure import Measurer, Task
@@ -138,7 +142,8 @@ class Planner:
         priced = self._priced(fitting, estimator)
         chosen, left_out = self._chosen(fitting, priced)
         self._told.answer(first_answer([item for mode in chosen for item in mode], self._site))
-        measurer, found = self._measurer(workload), _Found(self._site, self._told)
+        measurer = self._measurer(workload, estimator.demand)
+        found = _Found(self._site, self._told)
         # Round by round through the modes: their best are known first.
         ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
         rooms = estimator.rooms
@@ -171,7 +176,7 @@ class Planner:
             for candidate, limits in self._priced(fitting, estimator)
         ]
         found = _Found(self._site, self._told)
-        self._measure(self._measurer(workload), tasks, found)
+        self._measure(self._measurer(workload, estimator.demand), tasks, found)
         return found.ranked, len(tasks)
 
     def _measure(self, measurer: Measurer, tasks: Sequence[Task], found: "_Found") -> None:
@@ -224,12 +229,14 @@ class Planner:
             chosen.append(best[: self._search.finalists])
         return chosen, tuple(left_out)
 
-    def _measurer(self, workload: Sequence[Arrival], runner: Runner | None = None) -> Measurer:
+    def _measurer(
+        self, workload: Sequence[Arrival], demand: Demand, runner: Runner | None = None
+    ) -> Measurer:
         search = self._search
         return Measurer(
             self._goal,
             workload,
-            Demand.of(workload),
+            demand,
             self._site.accelerators,
             runner or self._runner,
             search.most_requests,
@@ -243,13 +250,13 @@ class Planner:
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
-        measurer = self._measurer(workload, runner)
+        measurer = self._measurer(workload, Demand.of(workload), runner)
         again = measurer.trial(finding.candidate, shown.rate)
         return again.lasting_attainment >= self._goal.attainment
 
     def trial(self, candidate: Candidate, workload: Sequence[Arrival], rate: float) -> Trial:
         """One rate, in requests a second, judged as `plan_trials` says."""
-        return self._measurer(workload).trial(candidate, rate)
+        return self._measurer(workload, Demand.of(workload)).trial(candidate, rate)
 
 
 class _Found:
@@ -333,3 +340,62 @@ def beside(one: Candidate, other: Candidate) -> bool:
             one.chunk_tokens, other.chunk_tokens
         )
     return abs(one.prefill_instances - other.prefill_instances) == 1
+
+
+# ---- goals that no load is low enough for
+
+
+def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
+    """Why the goal is not attained by a single request on any layout, with the seconds that it
+    takes at least; empty where it may be. `cached`: prompts may be known already."""
+    wanted = goal.attainment - 1 / SAMPLE  # the sample stands for the workload no closer
+    prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
+    reasons = []
+    if not cached and (found := _missed(fitting, prompts, _first, goal.ttft_seconds, wanted)):
+        seconds, layout, tokens = found
+        reasons.append(
+            f"a prompt of {tokens:,} tokens takes {1e3 * seconds:.3g} ms to its first token on"
+            f" {layout}, the fastest layout"
+        )
+    decoding = prompts[steps > 0]
+    part = len(decoding) / len(prompts)
+    # Those that never decode keep a limit on decoding.
+    needed = 1 - (1 - wanted) / part if part else 0.0
+    if part and (found := _missed(fitting, decoding, _step, goal.tpot_seconds, needed)):
+        seconds, layout, tokens = found
+        reasons.append(
+            f"a decode step of one sequence of {tokens:,} tokens takes {1e3 * seconds:.3g} ms on"
+            f" {layout}, the fastest layout"
+        )
+    if not reasons:
+        return ""
+    return (
+        f"nothing fits, because no candidate keeps {goal.attainment:.0%} of requests within TTFT"
+        f" {goal.ttft_seconds:g} s and TPOT {goal.tpot_seconds:g} s at any rate: alone on idle"
+        f" accelerators {', and '.join(reasons)}; relax that limit, or give faster accelerators"
+    )
+
+
+def _missed(
+    fitting: Sequence[Fitting],
+    prompts: np.ndarray,
+    seconds_of: Callable[[CostModel, int], float],
+    limit: float,
+    wanted: float,
+) -> tuple[float, str, int] | None:
+    """(seconds, layout, tokens) of the prompt that should keep the limit and does not on the
+    fastest layout; None where enough of them keep it on some layout."""
+    at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
+    tokens = int(np.sort(prompts)[at])
+    # Seconds grow with the length: enough prompts keep the limit if this one does.
+    best = min(fitting, key=lambda item: seconds_of(item.model, tokens))
+    seconds = seconds_of(best.model, tokens)
+    return (seconds, short(best.layout), tokens) if seconds > limit else None
+
+
+def _first(model: CostModel, tokens: int) -> float:
+    return alone_seconds(model, tokens, WHOLE_CHUNK)
+
+
+def _step(model: CostModel, tokens: int) -> float:
+    return model.decode_of(1, tokens).seconds

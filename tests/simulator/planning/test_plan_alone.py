@@ -9,11 +9,10 @@ from jdisagg.config import Mode
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.alone import never
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate, NothingFits, Site, fitting_layouts
 from jdisagg.simulator.planning.fleet import FleetMaker
-from jdisagg.simulator.planning.planner import Planner
+from jdisagg.simulator.planning.planner import Planner, never
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
