@@ -1,16 +1,14 @@
-"""Seconds of what an instance does: a prefill, a decode step, a move of bytes; in terms that a
-decision can state as its reason.
+"""Seconds that an instance takes for a prefill, a decode step or a transfer, split by cause so that
+a placement decision can state its reason.
 
-Every class of operation is a roofline of its own: max(FLOP / reached peak, bytes / reached
-bandwidth) plus its start, for the share of one device (the fullest rank). What tensor parallelism
-adds is a term of its own: two all-reduces a layer, each latency + bytes / bandwidth; so is the
-exchange of tokens among experts, and the hand-on between pipeline stages. Layers are alike, so one
-of a kind is priced and multiplied. A mixture of experts reads only the experts that its batch
-touches: E (1 - (1 - active / E)^tokens).
+Every class of operation is a roofline: max(FLOP / reached peak, bytes / reached bandwidth) plus its
+start, for one device of the fullest rank. Tensor parallelism adds two all-reduces a layer, each
+latency + bytes / bandwidth. The exchange of tokens among experts and the sends between pipeline
+stages are further terms. One layer of each kind is priced and multiplied. A mixture of experts
+reads only the experts that its batch touches: E (1 - (1 - active / E)^tokens).
 
-Knows a model's sizes (`model_geometry`), a layout and an accelerator (`hardware`); must not know
-requests, queues or time. Pure; a decode step is priced from two sums (sequences and their contexts)
-in a few microseconds, so that simulators can ask at every event."""
+Must not know requests, queues or time. Pure. A decode step is priced from two sums (sequences and
+their contexts) in a few microseconds, so that simulators can call it at every event."""
 
 import math
 from collections.abc import Iterable
@@ -30,15 +28,15 @@ from jdisagg.costs.model_geometry import (
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 
-# bits of a value; transfer/codec.py
+# Bits of a value (transfer/codec.py); None keeps the model's own type.
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
-SCALE_BYTES = 4  # a float32 for each head and token of a component
+SCALE_BYTES = 4  # one float32 scale for each head and token of a component
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A weight matrix (or several that run as one) of one layer: per token FLOP and bytes of
-    activations, bytes of weights, and how many columns its result has on one device."""
+    """One weight matrix of a layer, or several that run as one: FLOP and activation bytes a token,
+    weight bytes, and columns of its result on one device."""
 
     flops: float
     weight_bytes: float
@@ -48,11 +46,20 @@ class _Product:
 
 
 class CostModel:
-    """One instance: `geometry` laid out by `layout` (and `stages` pipeline stages of layout.devices
-    each) on `accelerator`s.
+    """Prices the work of one instance.
 
-    A batch is that of the fullest dp rank; the other ranks are taken to be as full where experts
-    lie over all of them."""
+    A batch is that of the fullest dp rank. Where experts lie over all ranks, the other ranks are
+    assumed to be as full.
+
+    Args:
+      geometry: Sizes of the model.
+      accelerator: The device that every rank runs on.
+      layout: Layout of one pipeline stage.
+      stages: Pipeline stages, each of `layout.devices` devices.
+      dtype: Type of weights and activations.
+      kv_dtype: Type of KV; empty takes the model's, else `dtype`.
+      kernels: Properties of the kernels that run.
+    """
 
     def __init__(
         self,
@@ -73,24 +80,21 @@ class CostModel:
         self._matrix_bytes = geometry.matrix_bits / 8 or self.value_bytes
         self._expert_bytes = kernels.expert_bits / 8 or self._matrix_bytes
         check_layout(geometry, self.layout, stages)
-        # of a layer with attention, the mean where they differ
+        # The mean of all layers with attention, where they differ.
         layers = max(1, geometry.attention_layers)
-        self._mean_values, self._mean_head = (
-            geometry.kv_values / layers,
-            geometry.head_sizes / layers,
-        )
+        self._mean_values = geometry.kv_values / layers
+        self._mean_head = geometry.head_sizes / layers
         self._products = self._dense_products()
         self._layers_known: dict[int, Cost] = {}  # by number of sequences
         reached = accelerator.efficiency
-        # Peaks are stated for bfloat16; float32 runs on the same units at half the rate at best.
+        # Peaks hold for bfloat16; float32 runs on the same units at half the rate at best.
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
         self._seconds_per_flop = 1 / (peak * reached.gemm_compute)
         self._op_seconds = reached.op_seconds
         self._seconds_per_byte = 1 / (accelerator.memory_bytes_per_second * reached.gemm_memory)
         self._attention_per_flop = 1 / (peak * reached.attention_compute)
-        self._attention_per_byte = 1 / (
-            accelerator.memory_bytes_per_second * reached.attention_memory
-        )
+        bandwidth = accelerator.memory_bytes_per_second
+        self._attention_per_byte = 1 / (bandwidth * reached.attention_memory)
         # By number of sequences: a decode step's compute, memory, communication, exchange, starts
         # of operations, and host seconds, without what attention takes.
         self._step_terms: dict[int, tuple[float, float, float, float, float, float]] = {}
@@ -100,11 +104,11 @@ class CostModel:
         self._step_launch_seconds = reached.launch_seconds * geometry.layers
         self._token_flops, self._token_bytes, self._over_layers = self._attention_of_token()
 
-    # ---- the three questions
+    # ---- steps and transfers
 
     def prefill(self, rows: Iterable[tuple[int, int]]) -> Cost:
-        """One packed prefill of rows (uncached tokens, cached tokens before them), from its start
-        to its tokens."""
+        """Prices one packed prefill of rows (uncached tokens, cached tokens before them), from its
+        start to its sampled tokens."""
         tokens = count = 0
         pairs = context = 0.0
         for new, cached in rows:
@@ -114,8 +118,8 @@ class CostModel:
         return self.prefill_of(tokens, pairs, context, count)
 
     def prefill_of(self, tokens: int, pairs: float, context_tokens: float, rows: int) -> Cost:
-        """The same from sums: `pairs` of positions that attend to each other, `context_tokens`
-        read, `rows` tokens sampled."""
+        """Prices a prefill from sums: `pairs` of positions that attend to each other,
+        `context_tokens` read, `rows` tokens sampled."""
         reached = self.accelerator.efficiency
         cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
         return self._issued(
@@ -125,13 +129,15 @@ class CostModel:
         )
 
     def decode(self, contexts: Iterable[int]) -> Cost:
-        """One step of sequences that have so many tokens each (the fullest rank's)."""
+        """Prices one step of the fullest rank's sequences, given the context length of each."""
         counted = list(contexts)
         return self.decode_of(len(counted), float(sum(counted)), max(counted, default=0))
 
     def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
-        """The same from sums. With a sliding window the mean context stands for all. `longest` of
-        the contexts: what it matters to is in `Kernels.whole_contexts`; 0: all are as long."""
+        """Prices a decode step from sums.
+
+        With a sliding window the mean context stands for all. `longest`, the longest context,
+        matters only with `Kernels.whole_contexts`; 0 means that all are equally long."""
         if not sequences:
             return Cost()
         reached = self.accelerator.efficiency
@@ -176,7 +182,7 @@ class CostModel:
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """The part of a decode step that no device works in."""
+        """Returns the part of a decode step in which no device works on it."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 
@@ -190,9 +196,9 @@ class CostModel:
         decode_context_tokens: float,
         elsewhere: int | None = None,
     ) -> Cost:
-        """One step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as
-        `decode_of`) through the layers at once. `elsewhere`: tokens of all other dp ranks (None:
-        each is as full)."""
+        """Prices one step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as
+        `decode_of`) through the layers together. `elsewhere`: tokens of all other dp ranks; None
+        means that each is as full."""
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
@@ -206,14 +212,14 @@ class CostModel:
         return self._issued(cost, launch, host)
 
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
-        """The KV of `tokens` tokens over `links` parallel links: packing, the wire, unpacking."""
+        """Prices the transfer of `tokens` tokens' KV over `links` parallel links, packing and
+        unpacking included."""
         values = self.geometry.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
-        state = self.state_bytes  # which no codec packs
+        state = self.state_bytes  # no codec packs recurrent state
         memory = 0.0
         if codec != "none":
-            # Each side reads one form and writes the other; every device of the instance does its
-            # share.
+            # Each side reads one form and writes the other; all devices of the instance share that.
             memory = (
                 2
                 * (values * self.kv_value_bytes + wire)
@@ -227,17 +233,20 @@ class CostModel:
         )
 
     def interval_seconds(self, cost: Cost) -> float:
-        """When the next batch may enter: with pipeline stages a batch leaves the first stage after
-        its share of the time."""
+        """Returns the seconds until the next batch may enter: a batch leaves the first pipeline
+        stage after its share of the time."""
         return cost.seconds / self.stages
 
     # ---- memory
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Experts lie over ep (or are cut by tp), the embedding and what else tp divides over tp,
-        all over the stages. Every device has a latent's own projections, the router and at least
-        one kv head whole; every dp rank has its own copy of all but the experts."""
+        """Bytes of weights on one device.
+
+        Experts are spread over ep, or cut by tp. The embedding and everything that tp divides are
+        spread over tp, and all of it over the stages. Every device holds a latent's own
+        projections, the router and at least one kv head whole. Every dp rank has its own copy of
+        all but the experts."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
@@ -249,37 +258,37 @@ class CostModel:
         ) / self.stages
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
-        """Tokens of KV that one dp rank holds beside the weights, `reserve` of memory left to
-        activations; 0: weights do not fit."""
+        """Returns how many tokens' KV fits one dp rank beside the weights, with the fraction
+        `reserve` of memory left for activations; 0 if the weights do not fit."""
         free = self.accelerator.memory_bytes * (1 - reserve) - self.weight_bytes_per_device
         return max(0, int(free / self.kv_bytes_per_device))
 
     @property
     def kv_bytes_per_device(self) -> float:
-        """KV of one token of a sequence on one device of its rank."""
+        """Bytes of one token's KV on one device of its rank."""
         return self.geometry.attention_layers * self._kv_bytes() / self.stages
 
     @property
     def state_bytes(self) -> int:
-        """What a sequence keeps however long it is."""
+        """Bytes of recurrent state of one sequence, whatever its length."""
         linear = self.geometry.linear
         return linear.layers * linear.state_bytes(self.kv_value_bytes) if linear else 0
 
     @property
     def state_bytes_per_device(self) -> float:
-        """Of it on one device of the rank: cut as far as kv heads are."""
+        """`state_bytes` on one device of the rank, sharded as far as kv heads are."""
         return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
 
     def _dense_products(self) -> tuple[_Product, ...]:
-        """The matrices that every token meets, as one device sees them: attention's, the dense
-        ffn's, the shared expert's, the router."""
+        """Returns the matrices that every token goes through, as one device holds them: attention,
+        dense ffn, shared expert, router."""
         shape, tp = self.geometry, self.layout.tp
         attention = shape.attention
         dense = shape.dense_layers
-        # (parameters, layers, over how many devices, columns of the result on one of them, of the
-        # parameters those that are never quantized)
+        # (parameters, layers, devices that share them, columns of the result on one device,
+        # parameters that are never quantized)
         if isinstance(attention, LatentAttention):
             down = shape.width * (attention.query_rank + attention.kv_values)
             up = attention.parameters(shape.width) - down
@@ -324,9 +333,10 @@ class CostModel:
         return tuple(products)
 
     def _projections(self) -> list[tuple[float, int, int, float, float]]:
-        """Of attention to keys and values, by kind of layer, as `_dense_products` has its parts. A
-        device that has more kv heads than all layers could be cut by makes the queries of all of
-        them (`models/blocks.py`)."""
+        """Returns the projections of attention by kind of layer, in the form of `_dense_products`.
+
+        A device that holds more kv heads than tp could shard in all layers computes the queries of
+        all of them (`models/blocks.py`)."""
         shape, tp, shards, parts = self.geometry, self.layout.tp, self._kv_shards(), []
         for kind, layers in shape.attention_kinds:
             assert not isinstance(kind, LatentAttention)
@@ -342,8 +352,8 @@ class CostModel:
         return parts
 
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
-        """All but attention itself: products, what moves between them, experts, all-reduces, the
-        head, stages."""
+        """Prices everything but attention itself: products, activations between them, experts,
+        all-reduces, the head, and sends between stages."""
         shape = self.geometry
         compute = memory = 0.0
         operations = 0
@@ -359,12 +369,13 @@ class CostModel:
                 memory += traffic * product.layers
         head = self.geometry.vocabulary * shape.width / self.layout.tp
         arithmetic, traffic = 2 * head * sampled * per_flop, head * self.value_bytes * per_byte
-        compute, memory = (
-            (compute + arithmetic, memory) if arithmetic > traffic else (compute, memory + traffic)
-        )
-        blocks = shape.blocks / (2 * shape.layers)  # of a layer, as a part of two
-        # Norms, residuals, rope and the gate read and write activations: about eight passes over
-        # the width, three over the ffn.
+        if arithmetic > traffic:
+            compute += arithmetic
+        else:
+            memory += traffic
+        blocks = shape.blocks / (2 * shape.layers)  # blocks a layer, as a fraction of two
+        # Norms, residuals, rope and the gate read and write activations in about eight passes over
+        # the width and three over the ffn.
         memory += (
             shape.layers
             * tokens
@@ -372,8 +383,7 @@ class CostModel:
             * (8 * blocks * shape.width + 3 * self._ffn_of_token() / self.layout.tp)
             * per_byte
         )
-        # Two norms, two residuals, the activation, and where the ffn is gated (so are the families
-        # with rope) rope with the gate.
+        # Two norms, two residuals and the activation; families with a gated ffn also have rope.
         operations += (3 if kernels.fused else 6 if shape.gated else 5) * shape.blocks / 2 + 2
         communication = shape.blocks * self._all_reduce(
             tokens * shape.width * self.value_bytes, self.layout.tp
@@ -383,36 +393,32 @@ class CostModel:
         return base + self._experts(tokens, elsewhere) if shape.experts else base
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
-        """With the host's part: it issues layers ahead of the device, so only what exceeds the
-        device's time is seen."""
+        """Adds the host's part. The host issues layers ahead of the device, so only what exceeds
+        the device's time counts."""
         waited = max(0.0, launch_seconds * self.geometry.blocks / 2 - device.seconds)
         return device + Cost(overhead=waited + host_seconds)
 
     def _prefill_launch(self, tokens: int) -> float:
-        """To issue a layer of a step of so many tokens that carries prompts."""
+        """Returns the seconds to issue one layer of a step that carries prompts."""
         reached = self.accelerator.efficiency
         if tokens <= self._kernels.captured_tokens:
             return reached.launch_seconds
         return reached.prefill_launch_seconds
 
     def _ffn_of_token(self) -> float:
-        shape = self.geometry
-        routed = (
-            shape.experts.active * shape.experts.ffn + shape.experts.shared_ffn
-            if shape.experts
-            else 0
-        )
+        shape, experts = self.geometry, self.geometry.experts
+        routed = experts.active * experts.ffn + experts.shared_ffn if experts else 0
         return (shape.dense_layers * shape.ffn + shape.expert_layers * routed) / shape.layers
 
     def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
-        """Routed products of one device, and the exchange where experts lie beyond the
-        tensor-parallel group."""
+        """Prices the routed products of one device, and the exchange of tokens where experts lie
+        beyond the tensor-parallel group."""
         shape, layout, experts = self.geometry, self.layout, self.geometry.experts
         assert experts is not None
         across = layout.ep > layout.tp
         others = tokens * (layout.dp - 1) if elsewhere is None else elsewhere
         everyone = tokens + (others if across else 0)
-        # experts whole over ep, or each cut by tp
+        # Experts are whole over ep, or each is cut by tp.
         spread = layout.ep if layout.ep > 1 else layout.tp
         each = shape.matrices * experts.routed_width(shape.width) * experts.ffn
         kernels, per_flop = self._kernels, self._seconds_per_flop
@@ -424,8 +430,8 @@ class CostModel:
         layers = shape.expert_layers
         cost = Cost(overhead=kernels.expert_operations * layers * self._op_seconds)
         if kernels.gathers:
-            # Rows of tokens are copied to their experts (read, write), go through the activation,
-            # and are read again to be summed.
+            # Token rows are copied to their experts (read, write), go through the activation, and
+            # are read again to be summed.
             rows = everyone * experts.active / (layout.ep if layout.ep > 1 else 1)
             inner = experts.ffn / (1 if layout.ep > 1 else layout.tp)
             copied = rows * 3 * (experts.routed_width(shape.width) + inner) * self.value_bytes
@@ -439,7 +445,7 @@ class CostModel:
         if across:
             row = shape.width * self.value_bytes
             if self._kernels.exchange == "gather":
-                # in a ring, each device's way out
+                # What each device sends in a ring.
                 sent = (layout.dp - 1) / layout.dp * everyone * row
             else:
                 sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
@@ -486,8 +492,8 @@ class CostModel:
         )
 
     def _attention_of_token(self) -> tuple[float, float, int]:
-        """Of attending to one token of context in a decode step: FLOP and bytes, and in how many
-        layers."""
+        """Returns FLOP and bytes of attending to one context token in a decode step, and the number
+        of layers that do."""
         shape, attention = self.geometry, self.geometry.attention
         heads = attention.query_heads / self.layout.tp
         if isinstance(attention, LatentAttention):
@@ -496,7 +502,7 @@ class CostModel:
         return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
-        """Of layers that keep state: it is read and written `passes` times."""
+        """Prices recurrent layers, whose state is read and written `passes` times."""
         linear = self.geometry.linear
         assert linear is not None
         each = linear.chunk_flops() if chunked else linear.step_flops()
@@ -505,18 +511,16 @@ class CostModel:
         return self._attention(tokens * each / shards, moved / shards, linear.layers)
 
     def _attention(self, flops: float, size_bytes: float, layers: int) -> Cost:
-        arithmetic, traffic = (
-            flops * self._attention_per_flop,
-            size_bytes * self._attention_per_byte,
-        )
+        arithmetic = flops * self._attention_per_flop
+        traffic = size_bytes * self._attention_per_byte
         overhead = layers * self.accelerator.efficiency.attention_seconds
         if arithmetic > traffic:
             return Cost(compute=arithmetic * layers, overhead=overhead)
         return Cost(memory=traffic * layers, overhead=overhead)
 
     def _kv_bytes(self, kind: GroupedAttention | None = None) -> float:
-        """Of one token and layer (of this kind; a mean where None), as one device reads them: kv
-        heads are cut by tp as far as they go, a latent is not."""
+        """Returns the KV bytes of one token that one device reads in a layer of `kind`, or of the
+        mean layer. Kv heads are sharded by tp as far as they go; a latent is not."""
         values = kind.kv_values if kind else self._mean_values
         return values * self.kv_value_bytes / self._kv_shards()
 
@@ -528,17 +532,16 @@ class CostModel:
         return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
 
     def pairs(self, new: int, cached: int = 0) -> float:
-        """Pairs of positions that attend to each other when `new` tokens follow `cached` ones
-        (averaged over layers where some have a window): what `prefill_of` wants, summed over its
-        rows."""
+        """Returns the pairs of positions that attend to each other when `new` tokens follow
+        `cached` ones, averaged over layers with and without a window."""
         whole = new * cached + new * (new + 1) / 2
         attention = self.geometry.attention
         if isinstance(attention, LatentAttention) or attention.window is None:
             return whole
         window = attention.window
-        growing = max(0, min(new, window - cached))  # tokens that still see all before them
+        growing = max(0, min(new, window - cached))  # tokens that attend to all before them
         seen = growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
-        # by what each layer computes of a pair
+        # Weighted by the work of each kind of layer for one pair.
         part = attention.windowed_layers * attention.head_dim / self._mean_head
         part /= self.geometry.attention_layers
         return whole * (1 - part) + seen * part
@@ -551,25 +554,21 @@ class CostModel:
     def _collective(
         self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0
     ) -> float:
-        """Of `devices` that are spread `among` so many: all go at the pace of those whose way
-        leaves the domain."""
+        """Returns the seconds of a collective of `devices` devices spread among `among`. All run at
+        the pace of those whose path leaves the scale-up domain."""
         if devices <= 1:
             return 0.0
         accelerator, reached = self.accelerator, self.accelerator.efficiency
-        path = (
-            accelerator.scale_up if among <= accelerator.domain_devices else accelerator.scale_out
-        )
-        part = (
-            reached.large_bandwidth
-            if message_bytes >= reached.large_bytes
-            else reached.collective_bandwidth
-        )
+        within = among <= accelerator.domain_devices
+        path = accelerator.scale_up if within else accelerator.scale_out
+        large = message_bytes >= reached.large_bytes
+        part = reached.large_bandwidth if large else reached.collective_bandwidth
         hops = 1 if self._kernels.direct and path is accelerator.scale_up else math.log2(devices)
         return reached.collective_seconds * hops + sent_bytes / (path.bytes_per_second * part)
 
     def _hand_ons(self, size_bytes: float) -> float:
-        """From each stage to the next: within a domain as far as it holds whole stages, then to
-        another."""
+        """Returns the seconds of sends between stages: over scale-up within a domain that holds
+        whole stages, over scale-out to the next domain."""
         accelerator = self.accelerator
         out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
         return (self.stages - 1 - out) * accelerator.scale_up.seconds(
@@ -577,20 +576,15 @@ class CostModel:
         ) + out * accelerator.scale_out.seconds(size_bytes)
 
     def _expert_parameters(self) -> int:
-        shape = self.geometry
-        return (
-            shape.expert_layers
-            * shape.matrices
-            * shape.experts.routed_width(shape.width)
-            * shape.experts.count
-            * shape.experts.ffn
-            if shape.experts
-            else 0
-        )
+        shape, experts = self.geometry, self.geometry.experts
+        if experts is None:
+            return 0
+        each = shape.matrices * experts.routed_width(shape.width) * experts.ffn
+        return shape.expert_layers * each * experts.count
 
 
 def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:
-    """Bytes that the KV of one token takes on a link: packed values and a scale for each head of
+    """Returns the bytes of one token's KV on a link: packed values, and a scale for each head of
     each component."""
     if codec not in CODEC_BITS:
         raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")

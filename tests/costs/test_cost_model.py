@@ -3,7 +3,6 @@ people's measurements."""
 
 import dataclasses
 import json
-import random
 
 import pytest
 from hypothesis import given, settings
@@ -584,26 +583,3 @@ def test_a_fit_of_nothing_is_refused() -> None:
         fit(IDEAL, [])
     with pytest.raises(ConfigError, match="seconds must be positive"):
         Observation(DENSE, Layout(), "decode", ((1, 10),), 0.0)
-
-
-LAYOUTS = (Layout(), Layout(tp=4), Layout(tp=8), Layout(dp=8, ep=8), Layout(dp=2, tp=4, ep=8))
-
-
-@pytest.mark.parametrize("name", sorted(CATALOG))
-def test_seconds_in_one_go_are_those_of_all_parts_together_to_the_bit(name: str) -> None:
-    draw, asked = random.Random(name), 0
-    for hardware in ("h100", "gb200", "l40s"):
-        for layout in LAYOUTS:
-            try:
-                model = CostModel(geometry(name), accelerator(hardware), layout)
-            except (ConfigError, LayoutError):
-                continue
-            for _ in range(20):
-                sequences = draw.randrange(0, 300)
-                context = sequences * draw.uniform(1, 40_000)
-                assert (
-                    model.decode_seconds(sequences, context)
-                    == model.decode_of(sequences, context).seconds
-                )
-                asked += 1
-    assert asked

@@ -1,7 +1,9 @@
-"""Decode attention whose blocks of threads read whole contexts (`Kernels.whole_contexts`), against
-multiprocessors that take one head after the other."""
+"""A decode step's seconds: the cached form against the sum of all parts, and attention whose blocks
+of threads read whole contexts (`Kernels.whole_contexts`) against multiprocessors that take one head
+after the other."""
 
 import heapq
+import random
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
-from jdisagg.costs.model_geometry import geometry
+from jdisagg.costs.model_geometry import CATALOG, geometry
+from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.layout.axes import Layout
 
 
 def waves_by_hand(contexts: list[int], heads: int, multiprocessors: int) -> int:
@@ -50,3 +54,26 @@ def test_only_kernels_that_read_whole_contexts_ask_for_the_longest() -> None:
     assert whole.decode(even).seconds < whole.decode(uneven).seconds
     seconds = whole.decode_seconds(20, 10_000, 8100)
     assert seconds == whole.decode(uneven).seconds
+
+
+LAYOUTS = (Layout(), Layout(tp=4), Layout(tp=8), Layout(dp=8, ep=8), Layout(dp=2, tp=4, ep=8))
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG))
+def test_seconds_in_one_go_are_those_of_all_parts_together_to_the_bit(name: str) -> None:
+    draw, asked = random.Random(name), 0
+    for hardware in ("h100", "gb200", "l40s"):
+        for layout in LAYOUTS:
+            try:
+                model = CostModel(geometry(name), accelerator(hardware), layout)
+            except (ConfigError, LayoutError):
+                continue
+            for _ in range(20):
+                sequences = draw.randrange(0, 300)
+                context = sequences * draw.uniform(1, 40_000)
+                assert (
+                    model.decode_seconds(sequences, context)
+                    == model.decode_of(sequences, context).seconds
+                )
+                asked += 1
+    assert asked
