@@ -6,9 +6,10 @@ other, so the environment is immutable and sandboxed. A template that does not c
 checkpoint's fault, messages that it refuses are the client's."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from typing import NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -35,12 +36,25 @@ class _Refused(Exception):
 
 
 class ChatTemplate:
-    """Renders messages to text. `special_tokens` are visible to the template by name (bos_token,
-    eos_token, ...)."""
+    """A model's chat template, or several by name.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+    Args:
+        sources: Template text by name. "default" renders conversations; "tool_use", where present,
+            renders those with tools (transformers chooses in the same way).
+        special_tokens: Values that templates read by name: bos_token, eos_token, and
+            additional_special_tokens, a list.
+
+    Raises:
+        CheckpointError: From `render`, if a template does not compile or none is named default.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str | list[str]]
+    ) -> None:
+        self._sources = dict(sources)
         self._special = dict(special_tokens)
+        self._compiled: dict[str, jinja2.Template] = {}
+        self._forms: dict[tuple[str, object, bool], _Forms] = {}
 
     def render(
         self,
@@ -51,66 +65,155 @@ class ChatTemplate:
         arguments: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """`tools`: as OpenAI's API writes them. Raises `InvalidRequestError` for messages or
-        arguments the template does not take, `CheckpointError` if it is no template."""
-        given = [dict(message) for message in messages]
+        """Returns the prompt's text.
+
+        Args:
+            messages: A message's content is text, a list of text parts, or None. A template that
+                displays only one of the two forms gets that form.
+            continue_final_message: Ends the prompt inside the last message, after its content.
+            arguments: Further variables of the template, `documents` among them.
+            tools: Tools in the form of OpenAI's API.
+
+        Raises:
+            InvalidRequestError: If the template refuses the messages or an argument.
+            CheckpointError: If the template does not compile.
+        """
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        given = [self._in_form(name, message) for message in messages]
+        mark = _continued(given) if continue_final_message else ""
         known: dict[str, object] = {
             "messages": given,
             "tools": [dict(tool) for tool in tools] or None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self._special,
         }
         if taken := sorted(known.keys() & (arguments or {}).keys()):
             raise InvalidRequestError(
-                f"chat_template_kwargs names {taken[0]!r}, which the server gives the template"
-                " itself; leave it out"
+                f"chat_template_kwargs must not set {taken[0]!r}, which the server passes to the"
+                " template; remove it"
             )
         try:
-            text = self._template.render({**(arguments or {}), **known})
-        except (
-            _Refused,
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+            text = self._template(name).render({"documents": None, **(arguments or {}), **known})
+        except _REFUSALS as error:
             raise InvalidRequestError(
                 f"messages are refused by the model's chat template: {error}; send messages with"
                 " the roles and order it expects"
             ) from error
-        return _within_the_last(text, given) if continue_final_message else text
+        return _before_the_mark(text, mark) if mark else text
 
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _now
+    def _in_form(self, name: str, message: Mapping[str, object]) -> dict[str, object]:
+        """The message with its content as text or as parts, whichever the template displays."""
+        content = message.get("content")
+        forms = self._forms_of(name, message.get("role"), bool(message.get("tool_calls")))
+        if isinstance(content, Sequence) and not isinstance(content, str) and not forms.several:
+            content = "\n".join(str(part["text"]) for part in content)
+        if isinstance(content, str) and content and forms.one and not forms.text:
+            content = [{"type": "text", "text": content}]
+        return dict(message) if "content" not in message else {**message, "content": content}
+
+    def _forms_of(self, name: str, role: object, calling: bool) -> "_Forms":
+        """Finds the forms of content that the template displays for a role, with tool calls or
+        without, by rendering a probe in each form. The result is kept: it depends on the template
+        alone."""
+        if (name, role, calling) not in self._forms:
+            text = self._probe(name, role, calling, _PROBE)
+            both = [{"type": "text", "text": text} for text in (_PROBE, _SECOND_PROBE)]
+            parts = self._probe(name, role, calling, both)
+            # A template that expects text writes a list as Python or JSON would.
+            one = _PROBE in parts and not re.search(r"[\"']type[\"']\s*:", parts)
+            self._forms[name, role, calling] = _Forms(
+                text=_PROBE in text, one=one, several=one and _SECOND_PROBE in parts
+            )
+        return self._forms[name, role, calling]
+
+    def _probe(self, name: str, role: object, calling: bool, content: object) -> str:
+        def other(text: str) -> object:
+            return text if isinstance(content, str) else [{"type": "text", "text": text}]
+
+        user: dict[str, object] = {"role": "user", "content": other("a")}
+        probe: dict[str, object] = {"role": role, "content": content}
+        call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
+        calls = {"role": "assistant", "content": other(""), "tool_calls": [call]}
+        result = {"role": "tool", "content": other("b"), "name": "f", "tool_call_id": "call00001"}
+        around: dict[object, list[dict[str, object]]] = {
+            "user": [probe],
+            "assistant": [user, {**calls, **probe}, result] if calling else [user, probe, user],
+            "tool": [user, calls, {**result, **probe}],
+        }
+        values = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special}
         try:
-            return environment.from_string(self._source)
-        except jinja2.TemplateError as error:
+            return self._template(name).render(
+                {**values, "messages": around.get(role, [probe, user])}
+            )
+        except _REFUSALS:
+            return ""
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._sources:
             raise CheckpointError(
-                f"the model's chat template does not compile ({error}); correct it, or send text"
-                " instead"
-            ) from error
+                f"the model has chat templates named {', '.join(sorted(self._sources))}, none named"
+                " default; name one so, or send text instead of messages"
+            )
+        if name not in self._compiled:
+            environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+                trim_blocks=True,
+                lstrip_blocks=True,
+                extensions=[_Generation, jinja2.ext.loopcontrols],
+            )
+            environment.filters["tojson"] = _to_json
+            environment.globals["raise_exception"] = _raise
+            environment.globals["strftime_now"] = _now
+            try:
+                self._compiled[name] = environment.from_string(self._sources[name])
+            except jinja2.TemplateError as error:
+                raise CheckpointError(
+                    f"the model's chat template does not compile ({error}); correct it, or send"
+                    " text instead"
+                ) from error
+        return self._compiled[name]
 
 
-def _within_the_last(text: str, messages: Sequence[Mapping[str, object]]) -> str:
-    """The text up to the end of the last message's words, which templates may strip."""
-    words = str(messages[-1].get("content", "")).lstrip() if messages else ""
-    for shown in (words, words.rstrip()):
-        if shown and (at := text.rfind(shown)) >= 0:
-            return text[: at + len(shown)]
-    raise InvalidRequestError(
-        "continue_final_message cannot be done: the last message has no words, or the model's chat"
-        " template does not show them as they are; send a prompt instead"
-    )
+class _Forms(NamedTuple):
+    """Forms of a message's content that a template displays: text, the first of several text parts,
+    and all of them."""
+
+    text: bool
+    one: bool
+    several: bool
+
+
+_PROBE, _SECOND_PROBE = "jdisagg-probe", "jdisagg-second"
+_REFUSALS = (
+    _Refused, jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError,
+    ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+def _continued(messages: list[dict[str, object]]) -> str:
+    """Appends a mark to the last message's content, in place, and returns it: the prompt ends where
+    the rendered mark begins. The content itself may occur elsewhere in the prompt. The space at the
+    end of the mark shows whether the template strips content."""
+    content = messages[-1].get("content") if messages else None
+    number = 0
+    while f"<<continue-{number}>>" in str(messages):
+        number += 1
+    mark = f"<<continue-{number}>> "
+    if isinstance(content, list) and content:
+        last = {**content[-1], "text": str(content[-1]["text"]) + mark}
+        messages[-1] = {**messages[-1], "content": [*content[:-1], last]}
+    elif messages:
+        messages[-1] = {**messages[-1], "content": f"{content or ''}{mark}"}
+    return mark
+
+
+def _before_the_mark(text: str, mark: str) -> str:
+    at = text.rfind(mark.rstrip())
+    if at < 0:
+        raise InvalidRequestError(
+            "continue_final_message is not possible: the model's chat template does not display the"
+            " content of the last message; send a prompt instead of messages"
+        )
+    return text[:at] if text[at:].startswith(mark) else text[:at].rstrip()
 
 
 def _raise(message: str) -> None:

@@ -40,24 +40,22 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         eos_ids: Sequence[int],
-        special_tokens: Mapping[str, str],
-        chat_template: str | None,
+        special_tokens: Mapping[str, str | list[str]],
+        chat_templates: Mapping[str, str],
         sampling_defaults: SamplingDefaults = NO_WISHES,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._chat = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
-        self.chat_template = chat_template
+        self._chat = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
+        # The one that renders tools: parsers of tool calls are chosen by it.
+        self.chat_template = chat_templates.get("tool_use", chat_templates.get("default"))
         self.eos_ids = tuple(eos_ids)
         self.sampling_defaults = sampling_defaults
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.bos_id = (
-            None
-            if "bos_token" not in special_tokens
-            else backend.token_to_id(special_tokens["bos_token"])
-        )
+        bos = special_tokens.get("bos_token")
+        self.bos_id = backend.token_to_id(bos) if isinstance(bos, str) else None
         self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -84,7 +82,7 @@ class Tokenizer:
             backend,
             eos_ids=_eos_ids(directory, backend, special),
             special_tokens=special,
-            chat_template=_find_template(directory, settings),
+            chat_templates=_find_templates(directory, settings),
             sampling_defaults=read_sampling_defaults(directory),
         )
 
@@ -161,19 +159,25 @@ class Tokenizer:
         )
 
 
-def _special_tokens(fields: Mapping[str, object]) -> dict[str, str]:
-    """Special tokens are given as strings, or as objects with their `content`."""
-    found = {}
+def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
+    """Special tokens by name. A file states one as a string, or as an object with `content`."""
+
+    def content(value: object) -> object:
+        return value.get("content") if isinstance(value, dict) else value
+
+    found: dict[str, str | list[str]] = {}
     for name in _SPECIAL_NAMES:
-        value = fields.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            found[name] = content
+        if isinstance(text := content(fields.get(name)), str):
+            found[name] = text
+    more = fields.get("additional_special_tokens", fields.get("extra_special_tokens"))
+    if isinstance(more, list):
+        texts = [text for each in more if isinstance(text := content(each), str)]
+        found["additional_special_tokens"] = texts
     return found
 
 
 def _eos_ids(
-    directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]
+    directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str | list[str]]
 ) -> tuple[int, ...]:
     """All that generation_config.json, config.json (each an id or a list) and the tokenizer's EOS
     token name, in this order; perhaps none. One of them alone is often behind: a chat's end is told
@@ -181,8 +185,9 @@ def _eos_ids(
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found += stated_eos_ids(directory / name)
-    if "eos_token" in special and (eos := backend.token_to_id(special["eos_token"])) is not None:
-        found.append(eos)
+    eos = special.get("eos_token")
+    if isinstance(eos, str) and (eos_id := backend.token_to_id(eos)) is not None:
+        found.append(eos_id)
     ids = tuple(dict.fromkeys(found))
     if len(ids) > MAX_EOS_IDS:
         raise CheckpointError(
@@ -192,21 +197,38 @@ def _eos_ids(
     return ids
 
 
-def _find_template(directory: Path, settings: Mapping[str, object]) -> str | None:
-    """chat_template.jinja where there is one; else tokenizer_config.json's, a string or a list of
-    named ones ('default' counts)."""
+def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str, str]:
+    """Returns a checkpoint's chat templates by name, as transformers finds them:
+    chat_template.jinja and additional_chat_templates/NAME.jinja; else tokenizer_config.json's, a
+    string, a list of named ones or an object; else chat_template.json's."""
+    found = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    }
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    given = settings.get("chat_template")
-    if isinstance(given, list):
-        named = {
-            entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)
-        }
-        given = named.get("default")
-    if given is not None and not isinstance(given, str):
-        raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be text, got"
-            f" {type(given).__name__}; correct it"
-        )
-    return given
+        found["default"] = path.read_text(encoding="utf-8")
+    if found:
+        return found
+    for file, fields in (
+        ("tokenizer_config.json", settings),
+        ("chat_template.json", read_object(directory / "chat_template.json")),
+    ):
+        given = fields.get("chat_template")
+        if isinstance(given, str):
+            return {"default": given}
+        if isinstance(given, list):
+            given = {
+                each.get("name"): each.get("template") for each in given if isinstance(each, dict)
+            }
+        if given is None:
+            continue
+        if not isinstance(given, dict) or not all(
+            isinstance(name, str) and isinstance(text, str) for name, text in given.items()
+        ):
+            raise CheckpointError(
+                f"{directory / file}: chat_template must be text, or texts by name, got"
+                f" {type(fields['chat_template']).__name__}; correct it"
+            )
+        return given
+    return {}

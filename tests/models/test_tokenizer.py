@@ -122,8 +122,61 @@ def test_a_conversation_may_end_within_its_last_message(directory: Path) -> None
     assert text("a time", " once a ") == (
         "<|im_start|>user\na time<|im_end|>\n<|im_start|>user\n once a "
     )
-    with pytest.raises(InvalidRequestError, match="the last message has no words"):
-        text("a time", " ")
+    for words in ("e", "user", "", "a time"):  # also where the prompt has them elsewhere
+        assert text("a time", words) == (
+            f"<|im_start|>user\na time<|im_end|>\n<|im_start|>user\n{words}"
+        )
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '[' + m.content | trim + ']' }}{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_directory(directory)
+    assert text(" a ", " once ") == "[a][once"
+    (directory / "chat_template.jinja").write_text("{{ messages | length }}")
+    tokenizer = Tokenizer.from_directory(directory)
+    with pytest.raises(InvalidRequestError, match="does not display the content"):
+        text("a time", "e")
+
+
+PARTS = [{"type": "text", "text": "once"}, {"type": "text", "text": "upon"}]
+FORMS = {
+    "{{ m.content }}": ("once", "once\nupon"),
+    "{{ m.content | tojson }}": ('"once"', '"once\\nupon"'),
+    "{% for p in m.content %}{{ p.text }};{% endfor %}": ("once;", "once;upon;"),
+    "{% for p in m.content | selectattr('type', 'eq', 'text') %}{{ p['text'] }};{% endfor %}": (
+        "once;",
+        "once;upon;",
+    ),
+    # a template that reads the first part alone gets all of them as one
+    "{{ m.content[0]['text'] }}": ("once", "once\nupon"),
+    "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | map(attribute='text')"
+    " | join('+') }}{% endif %}": ("once", "once+upon"),
+    # text parts are understood only where the assistant calls no tool
+    "{% if m.tool_calls or m.content is string %}{{ m.content }}{% else %}"
+    "{{ m.content | map(attribute='text') | join }}{% endif %}": ("once", "onceupon"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
+def test_content_reaches_a_template_in_the_form_that_it_displays(
+    directory: Path, form: str, role: str
+) -> None:
+    source = "{% for m in messages %}" + form + "{% endfor %}"
+    (directory / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.from_directory(directory)
+    text, parts = FORMS[form]
+    rendered = [
+        tokenizer.apply_chat_template([{"role": role, "content": content}])
+        for content in ("once", PARTS)
+    ]
+    assert rendered == [text, parts]
+    if "tool_calls" in form and role == "assistant":
+        calling = {"role": role, "content": PARTS, "tool_calls": [{"function": {}}]}
+        assert tokenizer.apply_chat_template([calling]) == "once\nupon"
+    ends = tokenizer.apply_chat_template(
+        [{"role": role, "content": PARTS}], continue_final_message=True
+    )
+    assert parts.rstrip(';"').startswith(ends) and ends
 
 
 def test_a_template_sees_what_it_is_given_but_not_in_place_of_the_servers_words(
@@ -133,7 +186,7 @@ def test_a_template_sees_what_it_is_given_but_not_in_place_of_the_servers_words(
     tokenizer = Tokenizer.from_directory(directory)
     assert tokenizer.apply_chat_template([], arguments={"thinks": "no", "other": 1}) == "no0"
     for name in ("messages", "tools", "bos_token"):
-        with pytest.raises(InvalidRequestError, match=f"names '{name}'"):
+        with pytest.raises(InvalidRequestError, match=f"must not set '{name}'"):
             tokenizer.apply_chat_template([], arguments={name: []})
 
 
@@ -151,6 +204,51 @@ def test_a_template_file_wins_and_named_templates_have_a_default(directory: Path
         Tokenizer.from_directory(directory).apply_chat_template([{"content": "<ż>"}])
         == '<s>[{"content": "<ż>"}]g'
     )
+
+
+def test_templates_are_found_and_chosen_as_transformers_does(directory: Path) -> None:
+    """By name, in every place where a checkpoint may keep them; tools choose `tool_use`."""
+    named = {"default": "d", "tool_use": "t{{ tools | length }}", "rag": "r"}
+
+    def rendered() -> tuple[str, str]:
+        tokenizer = Tokenizer.from_directory(directory)
+        return (
+            tokenizer.apply_chat_template([]),
+            tokenizer.apply_chat_template([], tools=[{"type": "function"}]),
+        )
+
+    config = directory / "tokenizer_config.json"
+    _write(config)
+    _write(directory / "chat_template.json", chat_template="p")
+    assert rendered() == ("p", "p")
+    for given in ([{"name": k, "template": v} for k, v in named.items()], named):
+        _write(config, chat_template=given)
+        assert rendered() == ("d", "t1")
+    more = directory / "additional_chat_templates"
+    more.mkdir()
+    (directory / "chat_template.jinja").write_text("j")
+    assert rendered() == ("j", "j")
+    (more / "tool_use.jinja").write_text("more {{ tools[0].type }}")
+    assert rendered() == ("j", "more function")
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match="templates named tool_use, none named default"):
+        rendered()
+    (more / "tool_use.jinja").unlink()
+    _write(config, chat_template={"default": 7})
+    with pytest.raises(CheckpointError, match="must be text, or texts by name, got dict"):
+        rendered()
+
+
+def test_a_template_sees_documents_and_all_special_tokens(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(
+        "{{ additional_special_tokens | join(',') }} {{ documents[0].title if documents }}"
+    )
+    more = ["<a>", {"content": "<b>"}]
+    _write(directory / "special_tokens_map.json", additional_special_tokens=more)
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.apply_chat_template([]) == "<a>,<b> "
+    documents = {"documents": [{"title": "x"}]}
+    assert tokenizer.apply_chat_template([], arguments=documents) == "<a>,<b> x"
 
 
 @pytest.mark.parametrize(

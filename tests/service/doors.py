@@ -68,7 +68,8 @@ PATIENT = LimitsConfig(timeouts=Timeouts(request=RequestTimeouts(grammar_seconds
 def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes
     is known without it."""
-    return Tokenizer(_backend(), eos_ids=(EOS,), special_tokens={}, chat_template=template)
+    templates = {} if template is None else {"default": template}
+    return Tokenizer(_backend(), eos_ids=(EOS,), special_tokens={}, chat_templates=templates)
 
 
 def byte_grammars() -> GrammarCompiler:
