@@ -120,7 +120,7 @@ class ChatTemplate:
             both = [{"type": "text", "text": text} for text in (_PROBE, _SECOND_PROBE)]
             parts = self._probe(name, role, calling, both)
             # A template that expects text writes a list as Python or JSON would.
-            one = _PROBE in parts and not re.search(r"[\"']type[\"']\s*:", parts)
+            one = _PROBE in parts and not _AS_DATA.search(parts)
             self._forms[name, role, calling] = _Forms(
                 text=_PROBE in text, one=one, several=one and _SECOND_PROBE in parts
             )
@@ -183,6 +183,7 @@ class _Forms(NamedTuple):
 
 
 _PROBE, _SECOND_PROBE = "jdisagg-probe", "jdisagg-second"
+_AS_DATA = re.compile(rf"""text["']\s*:\s*["']{_PROBE}""")
 _REFUSALS = (
     _Refused, jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError,
     ArithmeticError, RecursionError,

@@ -218,9 +218,7 @@ def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str
         if isinstance(given, str):
             return {"default": given}
         if isinstance(given, list):
-            given = {
-                each.get("name"): each.get("template") for each in given if isinstance(each, dict)
-            }
+            given = {e.get("name"): e.get("template") for e in given if isinstance(e, dict)}
         if given is None:
             continue
         if not isinstance(given, dict) or not all(
@@ -230,5 +228,5 @@ def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str
                 f"{directory / file}: chat_template must be text, or texts by name, got"
                 f" {type(fields['chat_template']).__name__}; correct it"
             )
-        return given
+        return {str(name): str(text) for name, text in given.items()}
     return {}
