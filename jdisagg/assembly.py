@@ -19,7 +19,7 @@ from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillP
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
-from jdisagg.router.affinity import Known
+from jdisagg.router.decision import Known
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -192,7 +192,7 @@ class LocalCluster:
 
 class LocalAffinity:
     """What workers of this process hold in their prefix caches. Implements
-    `router.affinity.Affinity`.
+    `router.decision.Affinity`.
 
     It is the index that a router of processes feeds from heartbeats (`router/known_blocks.py`),
     here fed before each placement, so that it is never behind.

@@ -20,9 +20,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 import msgspec
 
 from jdisagg.clock import to_the_end
-from jdisagg.dispatch.migration import Migration, reserve
+from jdisagg.dispatch.migration import Migration
 from jdisagg.dispatch.placer import PlacementHandle
-from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, quietly
+from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, quietly, reserve
 from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import (
     HandoffError,

@@ -31,8 +31,7 @@ from jdisagg.chat.messages import (
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.answers import ChatAnswers
-from jdisagg.dispatch.key_limits import KeyUse
-from jdisagg.dispatch.long_texts import LongTexts
+from jdisagg.dispatch.client_limits import KeyUse, LongTexts
 from jdisagg.dispatch.options import (
     MAX_ALLOWED_TOKENS,
     SamplingOptions,
@@ -42,6 +41,7 @@ from jdisagg.dispatch.options import (
     restricted,
     sampling_params,
     utf8_bytes,
+    within_room,
 )
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
@@ -200,17 +200,16 @@ class Frontend:
             raise InvalidRequestError(
                 f"deadline_seconds must be positive and finite, got {deadline_seconds}"
             )
-        self._check_options(options)
+        self._check_option_ids(options)
+        size_bytes = self._check_prompt(prompt)
         chat = chat_of(prompt)
-        if chat is not None:
-            check_chat(chat)
-            self._check_tools(chat)
         options, origin = restricted(chat, options, self._codec.eos_ids)
-        if (grammar := options.get("grammar")) is not None:
-            await self._check_grammar(grammar, origin)
-        token_ids = await self._tokens(prompt, within_context=True)
+        sampling = sampling_params(options, self.model.sampling, self.model.context_tokens)
+        if sampling.grammar is not None:
+            await self._check_grammar(sampling.grammar, origin)
+        token_ids = await self._tokens(prompt, size_bytes, within_context=True)
         room_tokens = self._room(len(token_ids), options.get("max_tokens"))
-        sampling = sampling_params(options, self.model.sampling, room_tokens)
+        sampling = within_room(sampling, options, room_tokens)
         check_prompt_numbers(prompt_numbers(len(token_ids), sampling))
         if chat is not None and self._answers.takes_apart(chat.callable_tools):
             if origin == "bad_words":
@@ -236,8 +235,7 @@ class Frontend:
             cache_scope=who.cache_scope(tenant, cache_salt),
         )
 
-    def _check_options(self, options: SamplingOptions) -> None:
-        """Before the work of tokenizing; the default of max_tokens is known only after it."""
+    def _check_option_ids(self, options: SamplingOptions) -> None:
         biased = bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]
         for name, ids in (
             ("stop_token_ids", (options.get("stop_token_ids") or ())[: MAX_STOP_TOKEN_IDS + 1]),
@@ -248,12 +246,11 @@ class Frontend:
             ("logit_bias", [token for token, _ in biased]),
         ):
             self._check_ids(name, ids)
-        sampling_params(options, self.model.sampling, self.model.context_tokens)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt, as `build_request` would use them, but as many as they are.
         Raises InvalidRequestError."""
-        return await self._tokens(prompt, within_context=False)
+        return await self._tokens(prompt, self._check_prompt(prompt), within_context=False)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Every token costs a byte at least on the wire, so the same limit bounds the work.
@@ -360,27 +357,33 @@ class Frontend:
             )
         return await self._path.reset_cache()
 
-    async def _tokens(self, prompt: Prompt, within_context: bool) -> tuple[int, ...]:
+    def _check_prompt(self, prompt: Prompt) -> int:
+        """Checks what needs no tokenizer. Returns about how many bytes will be tokenized."""
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
                 raise InvalidRequestError(
                     "prompt token_ids is empty: at least one token is needed; send some"
                 )
+            return 0
+        if isinstance(prompt, ChatPrompt):
+            return self._check_chat(prompt)
+        size_bytes = self._check_text("prompt", prompt)
+        if size_bytes == 0:
+            raise InvalidRequestError(
+                "prompt is empty: at least one token is needed to predict the next; send some text"
+            )
+        return size_bytes
+
+    async def _tokens(
+        self, prompt: Prompt, size_bytes: int, within_context: bool
+    ) -> tuple[int, ...]:
+        """Tokenizes a prompt that `_check_prompt` accepted."""
+        if isinstance(prompt, TokenPrompt):
             if within_context:
-                # Length first: checking each id of a list that cannot fit would be work for
-                # nothing.
+                # Length first: checking every id of a list that cannot fit would be wasted work.
                 self._room(len(prompt.token_ids), None)
             self._check_ids("prompt token_ids", prompt.token_ids)
             return tuple(prompt.token_ids)
-        if isinstance(prompt, ChatPrompt):
-            size_bytes = self._check_chat(prompt)
-        else:
-            size_bytes = self._check_text("prompt", prompt)
-            if size_bytes == 0:
-                raise InvalidRequestError(
-                    "prompt is empty: at least one token is needed to predict the next; send some"
-                    " text"
-                )
         if size_bytes > THREAD_ABOVE_BYTES:
             token_ids = await self._long_texts.run(size_bytes, self._encode, prompt, within_context)
         else:

@@ -7,34 +7,10 @@ worker goes on, and the client sees nothing of it."""
 import asyncio
 from collections.abc import AsyncIterator
 
-from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, quietly
+from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, quietly, reserve
 from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import HandoffError
-from jdisagg.messages.ports import (
-    Child,
-    GenerateCall,
-    HandoffSource,
-    ReserveCall,
-    Span,
-    close_stream,
-)
-
-
-async def reserve(
-    context: RequestContext,
-    run: RequestRun,
-    worker: str,
-    children: tuple[Child, ...],
-    attempt: int,
-    whole: bool = False,
-    computes: bool = False,
-) -> ReservationHandle:
-    """Pages for `children` at a decode worker. `whole`: all of their KV will come. `computes`: it
-    computes by itself what it does not know."""
-    port = context.cluster.decode_port(worker)
-    remaining, age = run.remaining_seconds(), run.age_seconds()
-    call = ReserveCall(run.request, attempt, children, remaining, age, whole, computes)
-    return ReservationHandle(worker, port, await port.reserve(call), attempt)
+from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, Span, close_stream
 
 
 class Migration:

@@ -138,15 +138,26 @@ def sampling_params(
     for name in ("logit_bias", "stop_token_ids", "stop"):
         if name in given:
             given[name] = tuple_of(name, given[name])
-    min_tokens = options.get("min_tokens") or 0
-    if options.get("max_tokens") is None and min_tokens > room_tokens:
+    most_tokens = max(defaults.max_tokens or DEFAULT_MAX_TOKENS, options.get("min_tokens") or 0)
+    known = defaults.given() | {"seed": secrets.randbelow(MAX_SEED), "max_tokens": most_tokens}
+    return within_room(SamplingParams(**(known | given)), options, room_tokens)
+
+
+def within_room(
+    sampling: SamplingParams, options: SamplingOptions, room_tokens: int
+) -> SamplingParams:
+    """Bounds the default of max_tokens by the context that the prompt leaves.
+
+    A max_tokens that the client set is not changed: the frontend refuses one that does not fit.
+    """
+    if options.get("max_tokens") is not None or sampling.max_tokens <= room_tokens:
+        return sampling
+    if sampling.min_tokens > room_tokens:
         raise InvalidRequestError(
-            f"min_tokens={min_tokens} exceeds the {room_tokens} tokens of context left after the"
-            " prompt; ask for fewer"
+            f"min_tokens={sampling.min_tokens} exceeds the {room_tokens} tokens of context left"
+            " after the prompt; ask for fewer"
         )
-    most_tokens = defaults.max_tokens or DEFAULT_MAX_TOKENS
-    known = defaults.given() | {"max_tokens": min(max(most_tokens, min_tokens), room_tokens)}
-    return dataclasses.replace(SamplingParams(seed=secrets.randbelow(MAX_SEED)), **(known | given))
+    return dataclasses.replace(sampling, max_tokens=room_tokens)
 
 
 def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:

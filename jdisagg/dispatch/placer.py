@@ -18,33 +18,33 @@ from jdisagg.clock import Clock
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.hardware import link
 from jdisagg.dispatch.admission_queue import AdmissionQueue
-from jdisagg.dispatch.recent_decisions import KEPT, RecentDecision, status_of
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
-from jdisagg.dispatch.routing_status import RoutingStatus
+from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
 from jdisagg.errors import OverloadedError
 from jdisagg.messages.ports import Child
 from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
-from jdisagg.router.affinity import Affinity, Known
 from jdisagg.router.breaker import Breaker
-from jdisagg.router.cost_terms import most_computed
+from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
+    Affinity,
     Decision,
     Deferred,
+    Known,
     PlacementOutcome,
     PlacementPolicy,
     PlacementQuery,
     Refusal,
 )
-from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import another_decode, another_prefill, decide
 from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 OUTPUT_COST = 2.0  # of a token of the answer, in tokens of a prompt (VTC)
+KEPT_DECISIONS = 256
 
 
 def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> PlacementPolicy:
@@ -105,12 +105,48 @@ def _nobody_knows() -> Mapping[str, int]:
     return {}
 
 
+@dataclass(slots=True, eq=False)
+class _RecentDecision:
+    """One answer, to be completed by what comes of it."""
+
+    at: float
+    waited_seconds: float
+    prompt_tokens: int
+    answer: Decision | Refusal
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+
+    @property
+    def predicted_ttft_seconds(self) -> float | None:
+        predicted = self.answer.ttft_seconds if isinstance(self.answer, Decision) else None
+        return None if predicted is None else self.waited_seconds + predicted
+
+    def past(self, now: float) -> PastDecision:
+        answer, age = self.answer, now - self.at
+        if isinstance(answer, Refusal):
+            return PastDecision(
+                age, f"refused: {answer.kind}", answer.reason, "", "", self.prompt_tokens
+            )
+        return PastDecision(
+            age,
+            answer.kind,
+            answer.reason,
+            answer.prefill or "",
+            answer.decode,
+            self.prompt_tokens,
+            self.predicted_ttft_seconds,
+            answer.tpot_seconds,
+            self.ttft_seconds,
+            self.tpot_seconds,
+        )
+
+
 class PlacementHandle:
     """A decision, and how it fares: the attempt reports what happened. Each method may be called
     twice."""
 
     def __init__(
-        self, decision: Decision, placed: Charges, placer: "Placer", entry: RecentDecision
+        self, decision: Decision, placed: Charges, placer: "Placer", entry: _RecentDecision
     ) -> None:
         self.decision = decision
         self._prefilled = self._credited = False
@@ -201,7 +237,7 @@ class Placer:
             config.weights(), clock, timeouts.request, self._place_head, self._renew
         )
         self._lateness = Lateness()
-        self._entries: deque[RecentDecision] = deque(maxlen=KEPT)
+        self._entries: deque[_RecentDecision] = deque(maxlen=KEPT_DECISIONS)
         accounts.subscribe(self.changed)
 
     def now(self) -> float:
@@ -214,7 +250,9 @@ class Placer:
 
     def status(self) -> RoutingStatus:
         """The last decisions, and what was sent to each worker."""
-        return status_of(self._entries, self.accounts, self.waiting, self.now())
+        now = self.now()
+        past = tuple(entry.past(now) for entry in reversed(self._entries))
+        return RoutingStatus(self.waiting, past, tuple(_accounts(self.accounts, now)))
 
     async def place(self, asked: PlacementRequest) -> PlacementHandle:
         """Waits until there are workers for it. Raises OverloadedError where it is refused,
@@ -222,7 +260,9 @@ class Placer:
         await self._renew()
         request, now = asked.request, self.now()
         whole = request.sampling.prompt_logprobs is not None  # it is computed, whoever knows it
-        known = self._affinity.known(request) if self._affinity and not whole else _nobody_knows
+        # An empty index is falsy, but may know the prompt by the time that the request is placed.
+        affinity = None if whole else self._affinity
+        known = _nobody_knows if affinity is None else affinity.known(request)
         sized = _Sized(asked, self._work(asked), known)
         if asked.under_way:
             handle = self._try(sized, now)
@@ -368,8 +408,8 @@ class Placer:
 
     def _remember(
         self, query: PlacementQuery, answer: Decision | Refusal, now: float
-    ) -> RecentDecision:
-        entry = RecentDecision(now, query.age_seconds, query.work.tokens, answer)
+    ) -> _RecentDecision:
+        entry = _RecentDecision(now, query.age_seconds, query.work.tokens, answer)
         self._entries.append(entry)
         return entry
 
@@ -383,3 +423,14 @@ class Placer:
     async def _renew(self) -> None:
         if self._refresh is not None:
             await self._refresh()
+
+
+def _accounts(accounts: Accounts, now: float) -> Iterable[WorkerAccount]:
+    table = accounts.state.table
+    for row, name in enumerate(accounts.state):
+        barred = max(0.0, float(table["barred_until"][row]) - now)
+        attempts, tokens, pages, committed = (
+            int(table[column][row])
+            for column in ("open", "own_tokens", "own_pages", "committed_pages")
+        )
+        yield WorkerAccount(name, attempts, tokens, pages, committed, barred)

@@ -10,8 +10,9 @@ from typing import TypeVar
 from jdisagg.clock import Clock, limit
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.placer import Placer
+from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.messages.ports import DecodePort, PrefillPort, Reservation
+from jdisagg.messages.ports import Child, DecodePort, PrefillPort, Reservation, ReserveCall
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Accounts
@@ -74,6 +75,30 @@ class ReservationHandle:
     @property
     def key(self) -> int:
         return self.reservation.reservation_id
+
+
+async def reserve(
+    context: RequestContext,
+    run: RequestRun,
+    worker: str,
+    children: tuple[Child, ...],
+    attempt: int,
+    whole: bool = False,
+    computes: bool = False,
+) -> ReservationHandle:
+    """Reserves pages for `children` at a decode worker.
+
+    Args:
+        whole: All of their KV will be transferred, including what the worker has cached.
+        computes: The worker itself computes what it has not cached.
+
+    Raises:
+        JdisaggError: The worker refused, or did not answer.
+    """
+    port = context.cluster.decode_port(worker)
+    remaining, age = run.remaining_seconds(), run.age_seconds()
+    call = ReserveCall(run.request, attempt, children, remaining, age, whole, computes)
+    return ReservationHandle(worker, port, await port.reserve(call), attempt)
 
 
 async def quietly(call: Awaitable[None], seconds: float) -> None:

@@ -2,7 +2,7 @@
 its own account of the workers.
 
 Plain data for `GetStatus`, which clients read too: it knows nothing of the router that made it
-(`recent_decisions` does). The workers' own words are their statuses."""
+(`dispatch.placer` does). The workers' own words are their statuses."""
 
 from dataclasses import dataclass
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
-from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
+from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo, ServingPath
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_path import RequestPath
@@ -22,6 +22,7 @@ from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.serving import page_sources, where
@@ -120,8 +121,9 @@ class Router:
             observer.metrics.watch_cluster(path.status)
             observer.metrics.model = self._name
         info = _model_info(membership, self._name, self._tokenizer)
+        outcomes = OutcomeTap(self._clock, controller.outcome)
         frontend = Frontend(
-            OutcomeTap(wrap.path(path, observer), self._clock, controller.outcome),
+            through(ServingPath, wrap.path(path, observer), outcomes),
             self._tokenizer,
             info,
             limits,

@@ -1,26 +1,25 @@
-"""The request path as its clients see it, measured: TTFT, gaps between tokens, and each finished
-request's `Timings`; the root of each request's trace."""
+"""Measures the request path as its clients see it: TTFT, gaps between tokens, and the `Timings` of
+each finished request. Starts the root span of each request's trace."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from opentelemetry.trace import SpanKind
 
-from jdisagg.dispatch.frontend import ServingPath
-from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.observe.observer import RESUMED, Observer
 from jdisagg.observe.tracing import request_key
 from jdisagg.request import Request, StreamEvent
 
 
 class ObservedPath:
-    """Stands where a `RequestPath` stands. Closing an iterator of `stream` closes the path's."""
+    """Middleware of a `ServingPath` (see `messages.ports_middleware.through`)."""
 
-    def __init__(self, path: ServingPath, observer: Observer) -> None:
-        self._path = path
+    def __init__(self, observer: Observer) -> None:
         self._observer = observer
 
-    async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
+    async def stream(
+        self, proceed: Callable[[Request], AsyncGenerator[StreamEvent, None]], request: Request
+    ) -> AsyncGenerator[StreamEvent, None]:
         observer, metrics, started = (
             self._observer,
             self._observer.metrics.requests,
@@ -36,7 +35,7 @@ class ObservedPath:
         if request.resumption is not None:
             metrics.resumptions.inc()
             observer.causes.put(request.tenant, request.request_id, RESUMED)
-        events = self._path.stream(request)
+        events = proceed(request)
         try:
             async for event in events:
                 if event.token_ids:
@@ -65,18 +64,6 @@ class ObservedPath:
             metrics.seconds.labels(result).observe(now - started)
             prompt_tokens = len(request.prompt_token_ids)
             tracing.end(span, now, result=result, prompt_tokens=prompt_tokens, **cached)
-
-    async def status(self) -> tuple[WorkerStatus, ...]:
-        return await self._path.status()
-
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        await self._path.suspend(tenant, request_id, keep_seconds)
-
-    async def reset_cache(self) -> int:
-        return await self._path.reset_cache()
-
-    async def drain(self) -> None:
-        await self._path.drain()
 
     def _finished(self, request: Request, event: StreamEvent) -> None:
         metrics, timings, usage = self._observer.metrics.requests, event.timings, event.usage

@@ -27,7 +27,7 @@ def mesh(worker: str, executor: Executor, observer: Observer | None) -> Executor
 
 
 def path(whole: ServingPath, observer: Observer | None) -> ServingPath:
-    return ObservedPath(whole, observer) if observer else whole
+    return through(ServingPath, whole, ObservedPath(observer)) if observer else whole
 
 
 def prefill(worker: str, port: PrefillPort, observer: Observer | None) -> PrefillPort:

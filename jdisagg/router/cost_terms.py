@@ -20,7 +20,7 @@ from jdisagg.costs.speeds import Array, Speed
 from jdisagg.plain import plain
 from jdisagg.router.accounts import GROWTH_TOKENS, Work
 from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
-from jdisagg.router.decision import PlacementPolicy, PlacementQuery
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 from jdisagg.router.prefix_index import ByWorker
 
@@ -30,6 +30,10 @@ from jdisagg.router.prefix_index import ByWorker
 # own. Where nothing runs there is its own alone.
 STEPS_TO_JOIN = 3.5
 STEPS_ALONE = 1.0
+# Share of the time left by the bound that prefills may use: some streams meet more prefills than
+# others.
+PACED_SHARE = 0.9
+LEAST_PACED_SHARE = 0.05  # of all time, where a step alone takes nearly the whole bound
 _NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bool)
 
 
@@ -290,6 +294,36 @@ def local_prefills(
     costs = replace(alone, queue=queue, prefill=alone.prefill + turns, chunks=chunks)
     longest = alone.prefill / chunks + decodes.step
     return LocalCosts(costs, alone.prefill, lacking, longest, paced)
+
+
+def paced_until(
+    state: ClusterState,
+    query: PlacementQuery,
+    decision: Decision,
+    policy: PlacementPolicy,
+    now: float,
+) -> float | None:
+    """Returns from when on a mixed worker may get its next prompt, or None if nothing bounds it.
+
+    No running stream of a mesh gets a token while the mesh computes a prompt. Steps alone keep the
+    bound (see `decodes_of`). Steps and prefills together keep it while prefills take at most the
+    share of time `1 - step / tpot_slo_seconds`. Each prompt therefore moves `paced_until` forward
+    by its own seconds divided by that share, and the next prompt waits at the router until then,
+    where it can still be ordered or refused. All dp ranks wait for the rank that computes.
+    """
+    row, bound = state.row(decision.decode), policy.tpot_slo_seconds
+    if decision.prefill is not None or decision.terms is None or bound == math.inf or row is None:
+        return None
+    chunk_tokens, before = (
+        int(state.table["chunk_tokens"][row]),
+        float(state.table["paced_until"][row]),
+    )
+    speed = state.speeds[int(state.table["speed"][row])]
+    seconds = speed.prefill_seconds(
+        query.work.tokens - decision.cached_tokens, decision.cached_tokens, chunk_tokens
+    )
+    part = max(LEAST_PACED_SHARE, PACED_SHARE * (1.0 - decision.terms.step / bound))
+    return max(before, now) + seconds / part
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:

@@ -2,13 +2,26 @@
 recording and in the simulator."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jdisagg.costs.hardware import LINKS, Link
 from jdisagg.plain import plain
+from jdisagg.request import Request
 from jdisagg.router.accounts import Work
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
+
+# Positions of a prompt that each worker has cached now; workers without any are absent.
+Known = Callable[[], Mapping[str, int]]
+
+
+class Affinity(Protocol):
+    """Reports which workers have how much of a prompt cached."""
+
+    def known(self, request: Request) -> Known:
+        """Hashes the prompt once. The result reads the index again at each call."""
+        ...
 
 
 @plain

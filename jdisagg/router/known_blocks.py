@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme
 from jdisagg.request import Request
-from jdisagg.router.affinity import Known, matched_tokens
+from jdisagg.router.decision import Known
 from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
 from jdisagg.scheduler.prefix_tree import PrefixEvent
 from jdisagg.scheduler.residency import BlockNames
@@ -106,9 +106,7 @@ class KnownBlocks:
                 if named not in chains:
                     chains[named] = self._chain(request, *named)
                 every = scheme.block_tokens // scheme.grain_tokens
-                these = matched_tokens(
-                    index, chains[named][every - 1 :: every], scheme.block_tokens
-                )
+                these = index.matches(chains[named][every - 1 :: every]) * scheme.block_tokens
                 # a worker is in one index, and all number them alike
                 found = found + these if found else these
             return found if found is not None else {}

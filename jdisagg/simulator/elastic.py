@@ -9,9 +9,11 @@ drains, and is away for `switch_seconds`, in which a real one lays its weights o
 
 from collections.abc import Awaitable, Callable
 
+from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.dispatch.roles.elastic_pools import ElasticPools
 from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.roles import SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch
@@ -60,7 +62,7 @@ def elastic(
     async def hook(cluster: SimulatedCluster) -> None:
         cluster.fleet.check_roles_change()
         controller, clock = Controller(config), cluster.clock
-        cluster.front = OutcomeTap(cluster.path, clock, controller.outcome)
+        cluster.front = through(ServingPath, cluster.path, OutcomeTap(clock, controller.outcome))
         switcher = SimulatedSwitcher(cluster, switch_seconds)
         say_when, held = (
             (lambda text: say(clock.now(), text)),

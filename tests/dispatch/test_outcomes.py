@@ -1,5 +1,5 @@
-"""What the elastic controller hears of requests: how they fared, and nothing of those that say
-nothing of the pools."""
+"""The elastic controller receives the outcome of each request that says something about the
+pools."""
 
 import asyncio
 import math
@@ -10,7 +10,6 @@ import pytest
 
 from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, JdisaggError, OverloadedError
-from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent, Timings, Usage
 from jdisagg.router.admission import Quotas
 from jdisagg.router.elastic_signals import EndedRequest
@@ -37,12 +36,6 @@ class ToyPath:
         finally:
             self.closed = True
 
-    async def status(self) -> tuple[WorkerStatus, ...]:
-        return ()
-
-    async def drain(self) -> None:
-        return None
-
 
 TOKEN = StreamEvent(child=0, first_index=0, token_ids=(5,))
 LAST = StreamEvent(
@@ -58,9 +51,8 @@ LAST = StreamEvent(
 def told_of(path: ToyPath, request: Request = REQUEST) -> list[EndedRequest]:
     async def main() -> list[EndedRequest]:
         told: list[EndedRequest] = []
-        tap = OutcomeTap(path, VirtualClock(), told.append)
         try:
-            async for _ in tap.stream(request):
+            async for _ in OutcomeTap(VirtualClock(), told.append).stream(path.stream, request):
                 pass
         except JdisaggError:
             pass

@@ -2,7 +2,9 @@
 leave, and breakers that heal."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,13 +12,14 @@ from jdisagg.config import RoutingConfig
 from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, NoRouterEvents, RouterEvents
 from jdisagg.errors import OverloadedError, UnavailableError
+from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.accounts import Accounts
-from jdisagg.router.affinity import PrefixAffinity
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import OWN, ClusterState, Description
-from jdisagg.scheduler.prefix_tree import page_hashes
+from jdisagg.router.known_blocks import KnownBlocks
+from jdisagg.scheduler.residency import BlockNames
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 from tests.fakes.virtual_time import VirtualClock, run_virtually
@@ -34,7 +37,7 @@ class Desk:
         routing: RoutingConfig | None = None,
         decodes: int = 1,
         events: RouterEvents = NO_ROUTER_EVENTS,
-        affinity: PrefixAffinity | None = None,
+        affinity: KnownBlocks | None = None,
     ) -> None:
         self.clock, self.counters = VirtualClock(), Counters()
         self.accounts = Accounts(ClusterState())
@@ -274,18 +277,23 @@ def test_a_prompt_is_hashed_once_however_often_it_is_looked_at() -> None:
     async def main() -> None:
         hashed = list[str]()
 
-        def hashes(request: Request) -> list[int]:
-            hashed.append(request.request_id)
-            return page_hashes(request.prompt_token_ids, 16)
+        class CountingNames(BlockNames):
+            def chain(self, request: Request, *others: Any) -> Sequence[bytes]:
+                hashed.append(request.request_id)
+                return super().chain(request, *others)
 
-        affinity = PrefixAffinity(hashes, 16)
-        desk = Desk(affinity=affinity)
+        known = KnownBlocks(b"secret", names=CountingNames)
+        known.joined("p0", KeptScheme("model", 16, 16))
+        desk = Desk(affinity=known)
         desk.fill()
         beating = asyncio.create_task(desk.keep_alive())
         waiting = asyncio.create_task(desk.place())
         await asyncio.sleep(20 * LOOK_SECONDS)
-        # what is known is asked for each time
-        affinity.replace("p0", (0, frozenset(page_hashes(tuple(range(100)), 16))))
+        # the index is read again each time
+        prompt = desk.seek().request
+        chain = BlockNames(b"secret", "model", 16).chain(prompt, prompt.prompt_token_ids, 16)
+        told = b"".join(name[:TOLD_BYTES] for name in chain)
+        known.told(KeptNews("p0", 1, 0, told, whole=True))
         desk.free()
         assert (await waiting).decision.cached_tokens == 96 and hashed == ["r0"]
         beating.cancel()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from jdisagg.client import Completion, GenerateOptions
-from jdisagg.dispatch.recent_decisions import KEPT
+from jdisagg.dispatch.placer import KEPT_DECISIONS
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, our_objects, served
@@ -176,7 +176,7 @@ async def test_memory_is_flat_however_requests_end(requests: int):
     )
     assert tally.given_up + tally.too_late + tally.refused > 0.1 * requests and preemptions > 0
     assert all(answers == [reference[kind]] * len(answers) for kind, answers in tally.whole.items())
-    assert all(after.objects.get(name, 0) <= KEPT + LATEST for name in REMEMBERED)
+    assert all(after.objects.get(name, 0) <= KEPT_DECISIONS + LATEST for name in REMEMBERED)
     assert after.grown(before) == {}
     assert (after.arrays, after.tasks, after.threads) == (
         before.arrays,

@@ -43,8 +43,8 @@ from jdisagg.request import (
     TokenLogprobs,
     Usage,
 )
-from jdisagg.router.affinity import Affinity
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.decision import Affinity
 from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames

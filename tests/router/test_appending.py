@@ -12,10 +12,9 @@ from jdisagg.errors import UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.cost_terms import STEPS_TO_JOIN
+from jdisagg.router.cost_terms import STEPS_TO_JOIN, paced_until
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import answer_of, record_of, replay
-from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import decide
 from tests.router.fleets import H100, accounts_of, decode_status, prefill_status, state_of
 from tests.router.test_decide import decision

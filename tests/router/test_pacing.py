@@ -7,8 +7,8 @@ import pytest
 from jdisagg.costs.speeds import Speed
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.cost_terms import paced_until
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery
-from jdisagg.router.pacing import paced_until
 from jdisagg.router.placement import decide
 from tests.router.fleets import H100, M, accounts_of, decode_status, prefill_status
 

@@ -19,7 +19,7 @@ SHARED_ROOMS = (
 # decides on a request.
 LIVE_ALONE = {
     "jdisagg.dispatch.frontend",
-    "jdisagg.dispatch.long_texts",
+    "jdisagg.dispatch.client_limits",
     "jdisagg.dispatch.token_stream",
     "jdisagg.dispatch.roles",
     "jdisagg.dispatch.roles.elastic_pools",

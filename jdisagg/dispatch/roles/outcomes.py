@@ -1,40 +1,40 @@
-"""How requests fare, told to the elastic controller: a tap that stands where the request path
-stands.
+"""Reports the outcome of each request to the elastic controller.
 
-A request that was refused, or whose time was over before its first token, is one whose first token
-never came. What the client itself ended, asked wrongly or resumed, or asked beyond its tenant's
-quota, says nothing of the pools, and is not told."""
+A request that was refused, or whose deadline passed before its first token, counts as one without
+a first token. Requests that the client cancelled, resumed or sent with wrong fields, or that
+exceeded a tenant's quota, say nothing about the pools and are not reported."""
 
 import math
 from collections.abc import AsyncGenerator, Callable
 
 from jdisagg.clock import Clock
-from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.errors import (
     DeadlineExceededError,
     OverloadedError,
     QuotaExceededError,
     UnavailableError,
 )
-from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.elastic_signals import EndedRequest
 
 
 class OutcomeTap:
-    """`tell` gets each outcome as it is known. Closing an iterator of `stream` closes the
-    path's."""
+    """Middleware of a `ServingPath` (see `messages.ports_middleware.through`).
 
-    def __init__(
-        self, path: ServingPath, clock: Clock, tell: Callable[[EndedRequest], None]
-    ) -> None:
-        self._path = path
+    Args:
+        clock: Clock of the request path.
+        tell: Receives each outcome as soon as it is known.
+    """
+
+    def __init__(self, clock: Clock, tell: Callable[[EndedRequest], None]) -> None:
         self._clock = clock
         self._tell = tell
 
-    async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
+    async def stream(
+        self, proceed: Callable[[Request], AsyncGenerator[StreamEvent, None]], request: Request
+    ) -> AsyncGenerator[StreamEvent, None]:
         began, first = self._clock.now(), math.inf
-        events = self._path.stream(request)
+        events = proceed(request)
         try:
             async for event in events:
                 if event.token_ids and first == math.inf:
@@ -58,15 +58,3 @@ class OutcomeTap:
             raise
         finally:
             await events.aclose()
-
-    async def status(self) -> tuple[WorkerStatus, ...]:
-        return await self._path.status()
-
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        await self._path.suspend(tenant, request_id, keep_seconds)
-
-    async def reset_cache(self) -> int:
-        return await self._path.reset_cache()
-
-    async def drain(self) -> None:
-        await self._path.drain()

@@ -1,17 +1,27 @@
-"""What may be used with one token of the token file (`KeyLimits`): streams at a time, requests and
-tokens a second. Each router counts for itself. Knows no clock; on one event loop."""
+"""Bounds on what clients may use at one router: per token of the token file, and of tokenizer work.
 
+`KeyUse` counts streams, requests and tokens per second of each token (`KeyLimits`). Each router
+counts separately. `LongTexts` tokenizes long texts in threads, so that they delay no stream, and
+bounds them: a text is accepted while it is at most half of the room that the texts in work leave.
+Smaller texts therefore always find room beside the largest ones. A text without room is refused
+and may be sent again; nothing is queued. Both are used on one event loop and read no clock."""
+
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from jdisagg.caller import Caller
-from jdisagg.errors import QuotaExceededError
+from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.token_bucket import Bucket
 
 BURST_SECONDS = 10.0  # of a rate that may be used at once
 STREAM_RETRY_SECONDS = 1.0
+TEXT_RETRY_SECONDS = 1.0
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Used = Callable[[int], None]
 
 
@@ -86,3 +96,38 @@ def _check(
             f" file); there is more in {wait_seconds:.1f} s: try again then",
             retry_after_seconds=wait_seconds,
         )
+
+
+class LongTexts:
+    """At most `room_bytes` at work. Use it on one event loop."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes = room_bytes
+        self._at_work_bytes = 0
+
+    async def run(
+        self,
+        size_bytes: int,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """`work`'s result. Raises OverloadedError where there is no room."""
+        left_bytes = self._room_bytes - self._at_work_bytes
+        if size_bytes > left_bytes / 2:
+            raise OverloadedError(
+                f"texts of {self._at_work_bytes} bytes are being tokenized, and {size_bytes} more"
+                f" exceed half of what is left of {self._room_bytes}; try again later, or send"
+                " token ids",
+                retry_after_seconds=TEXT_RETRY_SECONDS,
+            )
+        self._at_work_bytes += size_bytes
+        task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+
+        def ended(task: asyncio.Task[Result]) -> None:
+            self._at_work_bytes -= size_bytes
+            if not task.cancelled():
+                task.exception()  # its caller may have gone, and nobody else would look
+
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)

@@ -1,13 +1,16 @@
-"""What a token may use: streams at a time, requests and tokens a second, against plain counting."""
+"""Bounds on what clients use: streams and rates of a token against plain counting, and long texts
+in work whatever their callers do."""
 
+import asyncio
 import contextlib
 import random
+import threading
 
 import pytest
 
 from jdisagg.caller import Caller, KeyLimits
-from jdisagg.dispatch.key_limits import BURST_SECONDS, KeyUse
-from jdisagg.errors import QuotaExceededError
+from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse, LongTexts
+from jdisagg.errors import OverloadedError, QuotaExceededError
 
 
 def who(key: str = "k", **limits: float) -> Caller:
@@ -96,3 +99,44 @@ def test_a_limit_that_is_taken_back_no_longer_holds() -> None:
         used(10**6)
     with use.stream(who(tokens_per_second=1.0), 1, 0.0):
         pass
+
+
+async def test_the_largest_texts_leave_room_for_smaller_ones_and_are_refused_beyond_it() -> None:
+    texts, go = LongTexts(room_bytes=1600), threading.Event()
+    running = [asyncio.create_task(texts.run(400, go.wait, 30)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(
+        OverloadedError, match="texts of 1200 bytes are being tokenized, and 400 more exceed half"
+    ) as caught:
+        await texts.run(400, go.wait, 30)
+    assert caught.value.retry_after_seconds
+    assert await texts.run(100, len, "abc") == 3
+    go.set()
+    assert await asyncio.gather(*running) == [True] * 3
+    assert await texts.run(800, len, "abc") == 3
+
+
+async def test_work_whose_caller_has_gone_counts_until_it_ends() -> None:
+    texts, go = LongTexts(room_bytes=1000), threading.Event()
+    running = asyncio.create_task(texts.run(500, go.wait, 30))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(OverloadedError):
+        await texts.run(500, len, "abc")
+    go.set()
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                assert await texts.run(500, len, "abc") == 3
+                return
+            except OverloadedError:
+                await asyncio.sleep(0.01)
+
+
+async def test_an_error_of_the_work_is_its_callers() -> None:
+    texts = LongTexts(room_bytes=1000)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await texts.run(500, divmod, 1, 0)
