@@ -6,7 +6,7 @@ that are not) becomes a grammar here, so that workers know of one thing alone.""
 import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from jdisagg.chat.forced_calls import forced_calls
 from jdisagg.chat.messages import ChatPrompt
@@ -128,7 +128,7 @@ def sampling_params(
     options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
 ) -> SamplingParams:
     """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
-    given = {
+    given: dict[str, Any] = {
         name: value
         for name, value in options.items()
         if value is not None and name not in _RESTRICTIONS
@@ -139,8 +139,8 @@ def sampling_params(
         if name in given:
             given[name] = tuple_of(name, given[name])
     most_tokens = max(defaults.max_tokens or DEFAULT_MAX_TOKENS, options.get("min_tokens") or 0)
-    known = defaults.given() | {"seed": secrets.randbelow(MAX_SEED), "max_tokens": most_tokens}
-    return within_room(SamplingParams(**(known | given)), options, room_tokens)
+    default: dict[str, Any] = {"seed": secrets.randbelow(MAX_SEED), "max_tokens": most_tokens}
+    return within_room(SamplingParams(**(defaults.given() | default | given)), options, room_tokens)
 
 
 def within_room(
