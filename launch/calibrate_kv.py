@@ -23,6 +23,7 @@ from jdisagg.ops.quantized_weights import checked_weights
 from launch.console import run
 from launch.flags import define
 from models.checkpoint import load_model
+from models.hub import local_model
 from models.kv_calibration import largest_kept
 from models.kv_scales import KVScales, chosen_scales, write_kv_scales
 from models.model_folder import stored_dtype
@@ -64,7 +65,7 @@ def sequences(tokenizer: Tokenizer, text: str, tokens: int) -> list[list[int]]:
 
 def main() -> int:
     layout = Layout.parse(flags.layout)
-    directory = Path(flags.model).expanduser()
+    directory = local_model(flags.model)
     tokenizer = Tokenizer.from_directory(directory)
     inputs = sequences(tokenizer, _text(), flags.tokens)
     output = Path(flags.output).expanduser() if flags.output else directory / KV_SCALES_FILE

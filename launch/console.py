@@ -67,7 +67,7 @@ def run(
             print(f"jdisagg {__version__}")
             sys.exit(0)
         try:
-            refuse_words(_parsed(given, sys.argv), given)
+            refuse_words(parsed(given, sys.argv), given)
         except (absl.Error, ConfigError) as error:
             print(f"error: {_usage_error(error, given)}; see {page} --help", file=sys.stderr)
             sys.exit(usage)
@@ -88,14 +88,17 @@ def refuse_words(arguments: Sequence[str], given: Given) -> None:
     shown = f"{' '.join(map(repr, words[:8]))}{' ...' if len(words) > 8 else ''}"
     remedy = "write --flag=value, with quotes around a value that has spaces"
     if len(words) == 1 and "model" in given.names:
-        remedy = f"to choose a model write --model={words[0]}"
+        remedy = "a model comes first, or as --model="
     raise ConfigError(f"unexpected argument{'s' * (len(words) > 1)} {shown}; {remedy}")
 
 
-def _parsed(given: Given, arguments: Sequence[str]) -> list[str]:
-    """Parses flags; `--http-port` is read as `--http_port`, as other servers spell it."""
-    texts = [arguments[0]]
-    for text in arguments[1:]:
+def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
+    """Parses flags. The first argument may be the model, and `--http-port` is read as
+    `--http_port`, as other servers have it."""
+    texts, rest = [arguments[0]], list(arguments[1:])
+    if rest and not rest[0].startswith("-") and "model" in given.names:
+        rest[0] = f"--model={rest[0]}"
+    for text in rest:
         name, equals, value = text.partition("=")
         plain = name.lstrip("-").replace("-", "_")
         known = plain in given.names or plain.removeprefix("no") in given.names

@@ -8,6 +8,7 @@ from jdisagg.costs.model_geometry import CATALOG, CostGeometry, from_hf_fields, 
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from models.catalog import FAMILIES, read_config
 from models.hf_config import HfConfig
+from models.hub import local_model
 
 
 def find_geometry(
@@ -26,7 +27,7 @@ def find_geometry(
 
 
 def _geometry(model: str) -> CostGeometry:
-    directory = Path(model)
+    directory = local_model(model, weights=False) if "/" in model else Path(model)
     if model in CATALOG or not directory.is_dir():
         return geometry(model)
     hf = HfConfig.from_directory(directory, sizes_only=True)

@@ -40,7 +40,7 @@ SERVICE = (
 )  # fmt: skip
 HTTP = ("http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
 ENGINE = (
-    "config", "model", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
+    "config", "model", "revision", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
     "memory_fraction", "codec", "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
     "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens", "compilation_cache",
@@ -83,7 +83,12 @@ def _one_of(values: Sequence[str], default: str | None, text: str) -> Spec:
 GROUPS: dict[str, dict[str, Spec]] = {
     "Model": {
         "config": _text(DEFAULT_RECIPE, "Recipe: a Python file with get_config()."),
-        "model": _text(None, "Checkpoint directory in Hugging Face or Orbax form."),
+        "model": _text(
+            None,
+            "Checkpoint directory in Hugging Face or Orbax form, or a Hugging Face name (org/name),"
+            " which is downloaded into the Hugging Face cache.",
+        ),
+        "revision": _text(None, "Branch, tag or commit of a Hugging Face name."),
         "mode": _one_of(
             MODES,
             None,

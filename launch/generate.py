@@ -4,9 +4,8 @@ stderr.
     jdisagg generate --prompt="Once upon a time"
     jdisagg generate --model=DIR --prompts_file=prompts.txt --prefill=tp=2 --decode=dp=2
 
-Without --model it runs the shipped dense model. Several prompts run at the same time and are
-printed in order. Sampling is greedy unless --temperature is given. A short run of the longest
-prompt compiles the programs before the clock starts (not with --record)."""
+Without --model it runs the shipped dense model. Prompts run at the same time and are printed in
+order. Sampling is greedy by default. Programs are compiled before the clock starts."""
 
 import asyncio
 import sys
@@ -27,6 +26,7 @@ from launch.console import run
 from launch.flags import ENGINE, SAMPLING, define
 from launch.model import deployment as deployment_of
 from launch.settings import engine_config
+from models.hub import served_name
 
 REHEARSAL_TOKENS = 4
 flags = define(
@@ -69,7 +69,7 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
     prefill = f"prefill {config.prefill.layout} -> " if two else ""
     meshes = f"{prefill}decode {config.decode.layout}"
     began = time.monotonic()
-    _say(f"loading {Path(config.model.directory).name} ({meshes})")
+    _say(f"loading {served_name(config.model.directory)} ({meshes})")
     deployment = deployment_of(config, record_to=flags.record, tell=_say)
     names = ("temperature", "top_k", "top_p", "seed", "ignore_eos")
     options = cast(SamplingOptions, {name: getattr(flags, name) for name in names})

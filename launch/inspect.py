@@ -16,10 +16,12 @@ from jdisagg.ops.quantized_weights import checked_weights
 from launch.console import run
 from launch.flags import define
 from models.checkpoint import load_kv_scales
+from models.hub import local_model
 from models.inspection import Inspection, bytes_per_device, inspect, kv_by_kind, layers_by_kind
 
 flags = define(
     "model",
+    "revision",
     "layout",
     "dtype",
     "weights",
@@ -34,6 +36,9 @@ flags = define(
 def main() -> int:
     layout = Layout.parse(flags.layout)
     path = Path(flags.model).expanduser()
+    if not path.exists():
+        path = local_model(flags.model, flags.revision, weights=False)
+        path = path / "config.json" if path.exists() else path
     found = inspect(path)
     lines = _lines(found)
     if found.config is not None:

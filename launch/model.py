@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from jdisagg.config import EngineConfig, ModelConfig
 from jdisagg.costs.model_geometry import CostGeometry
@@ -19,6 +18,7 @@ from launch.cost_inputs import find_geometry
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
+from models.hub import served_name
 from models.relayout import relayout
 from models.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ def model_source(model: ModelConfig) -> ModelSource:
     """Returns how a process obtains the model. Raises what `load_config` raises."""
     directory = model.directory
     family = load_config(directory).family
-    name = Path(directory).resolve().name
+    name = served_name(directory)
     geometry = as_kept(find_geometry(directory), model)
     load = loader(directory, model.dtype, model.weights, model.kv_dtype)
     grammars = grammar_compiler(directory)

@@ -17,7 +17,6 @@ its advice (metrics, GetAdvice)."""
 import asyncio
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 
 from jdisagg.errors import ConfigError
 from jdisagg.node.router import Router, RouterConfig
@@ -33,12 +32,13 @@ from launch.flags import HTTP, OBSERVE, SERVICE, define
 from launch.grammars import grammar_compiler
 from launch.settings import elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
+from models.hub import served_name
 from models.tokenizer import Tokenizer
 
 REFUSED = EXIT_CONFIG
 PARTS = ("elastic", "limits", "routing", "service")
 flags = define(
-    *("config", "model"),
+    *("config", "model", "revision"),
     *SERVICE,
     *HTTP,
     *("canary_seconds", "elastic", "decision_log", "set", "config_file"),
@@ -66,7 +66,7 @@ def _of_flags() -> RouterProcessConfig:
                 f"--set={text}: a router has {', '.join(f'{part}.' for part in PARTS)} alone; name"
                 " one of their fields, such as limits.max_attempts=4"
             )
-    engine = engine_config(flags)
+    engine = engine_config(flags, weights=False)
     router = RouterConfig(
         engine.limits,
         engine.routing,
@@ -85,7 +85,7 @@ async def _run(
     config: RouterProcessConfig, tokenizer: Tokenizer, decisions: DecisionLog | None
 ) -> None:
     async with observing("router", config.observe) as observer:
-        name = Path(config.model).resolve().name
+        name = served_name(config.model)
         grammars = grammar_compiler(config.model)
         await Router(config.router, tokenizer, name, observer, decisions, grammars).run()
 

@@ -11,6 +11,7 @@ from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.internal.connection import Credentials
 from launch.flags import HTTP, SERVICE, Given
 from launch.shipped import DEFAULT_RECIPE, SHIPPED_MODEL
+from models.hub import local_model
 from models.model_folder import stored_dtype
 
 _BOTH = (
@@ -40,11 +41,15 @@ _FIELDS = {
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
 
 
-def engine_config(given: Given) -> EngineConfig:
+def engine_config(given: Given, weights: bool = True) -> EngineConfig:
     """Returns the recipe of --config, changed by --set and by the flags that were given.
 
     `elastic.` of --set is left to `elastic_config`. With --model, or with --dtype=auto, the dtype
     is the one of the checkpoint's config.json, unless --dtype or --set name another.
+
+    Args:
+        given: Flags of a command.
+        weights: Whether a --model that is downloaded needs its weights.
 
     Raises:
         ConfigError, LayoutError, CheckpointError: A value is impossible; the message names it.
@@ -52,6 +57,8 @@ def engine_config(given: Given) -> EngineConfig:
     recipe = load_recipe(given.config)
     changes: list[str] = []
     said = given.given()
+    if "model" in said:
+        said["model"] = str(local_model(str(said["model"]), given.revision, weights))
     if said.get("peer_fetch") is not None:
         changes.append(f"routing.peer_fetch={said['peer_fetch']}")
     asked = "dtype" in given.names and ("model" in said or "dtype" in said)

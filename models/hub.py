@@ -75,6 +75,16 @@ def local_model(name: str, revision: str | None = None, weights: bool = True) ->
         ) from error
 
 
+def served_name(directory: str) -> str:
+    """Returns the name of a model in the APIs: its folder's, or org/name in the Hugging Face
+    cache (models--ORG--NAME/snapshots/COMMIT)."""
+    path = Path(directory).expanduser().resolve()
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
 def _reason(error: BaseException) -> str:
     """The first line of the innermost cause: the hub's own texts span paragraphs."""
     while error.__cause__ is not None:

@@ -9,6 +9,7 @@ import pytest
 from absl import flags as absl
 
 from launch.__main__ import COMMANDS
+from launch.console import parsed
 from tests.docs.test_pages import PAGES, ROOT
 
 Command = tuple[str, ...]
@@ -71,7 +72,7 @@ def test_flags_of_a_shown_command_parse(command: Command) -> None:
     assert command[1] in COMMANDS, command
     flags = importlib.import_module(f"launch.{command[1]}").flags
     try:
-        rest = flags.values(list(command[1:]))
+        rest = parsed(flags, command[1:])
         missing = [name for name in flags.required if not flags.present(name)]
     except absl.Error as error:
         raise AssertionError(f"{' '.join(command)}: {error}") from error

@@ -23,8 +23,14 @@ def test_flags_alone_are_taken_and_words_are_named() -> None:
         refuse_words(["generate", "upon", "a", "time"], given)
     with pytest.raises(ConfigError, match=r"'7' \.\.\.; write"):
         refuse_words(["generate", *map(str, range(1000))], given)
-    with pytest.raises(ConfigError, match="'org/name'; to choose a model write --model=org/name"):
+    with pytest.raises(ConfigError, match="'org/name'; a model comes first"):
         refuse_words(["serve", "org/name"], given)
+
+
+def test_the_model_may_be_the_first_argument(tmp_path: Path) -> None:
+    folder, gone = ends("inspect", (str(tmp_path),), ("--layout=tp=2", str(tmp_path)))
+    assert str(tmp_path) in folder.out + folder.err and folder.status == 1
+    assert gone.status == 2 and "a model comes first" in gone.err
 
 
 def test_other_servers_spellings_are_read_or_translated() -> None:
@@ -36,7 +42,8 @@ def test_other_servers_spellings_are_read_or_translated() -> None:
 
 def test_a_script_that_is_given_words_ends_with_one_line() -> None:
     for module, status in (("router", EXIT_CONFIG), ("replay_decisions", 2)):
-        (end,) = ends(module, ("--log=x", "stray") if module == "replay_decisions" else ("stray",))
+        first = "--log=x" if module == "replay_decisions" else "--port=0"
+        (end,) = ends(module, (first, "stray"))
         assert (end.status, end.out) == (status, "")
         assert (
             end.err.startswith("error: unexpected argument 'stray'; ") and end.err.count("\n") == 1

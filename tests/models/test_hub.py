@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from models.hub import served_name
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -153,3 +155,9 @@ def test_a_folder_wins_over_a_name_and_takes_no_revision(hub: str, tmp_path: Pat
     assert resolved("no-such-folder", tmp_path, hub) == {"path": "no-such-folder"}
     assert "org/name" in resolved(str(tmp_path), tmp_path, hub, revision="v1")["error"]
     assert not Hub.asked
+
+
+def test_a_model_in_the_cache_is_served_under_its_own_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--small" / "snapshots" / COMMIT
+    assert served_name(str(snapshot)) == "org/small"
+    assert served_name(str(tmp_path / "qwen3")) == "qwen3"
