@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 120
+MOST_LINES = 220  # about five screens
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -40,6 +41,15 @@ def test_relative_links_lead_to_files_and_headings(page: Path):
         if not file.exists() or (heading and heading not in _anchors(file)):
             broken.append(target)
     assert not broken
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=_name)
+def test_a_page_opens_with_its_purpose_and_ends_with_its_limitations(page: Path):
+    text = page.read_text()
+    title, _, rest = text.partition("\n\n")
+    assert re.fullmatch(r"# .+", title) and re.match(r"[A-Z`]", rest), title
+    assert re.findall(r"(?m)^## (.*)$", text)[-1] == "Limitations"
+    assert page.parent.name == "reference" or len(text.splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
