@@ -24,6 +24,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.transfer.in_process import InProcessChannel
 from models.catalog import read_config
@@ -229,10 +230,10 @@ def _prefill(executor: MeshExecutor, case: Case) -> None:
 def _blocks(executor: MeshExecutor, case: Case) -> None:
     bands = executor.limits.bands(case.block)
     executor.warm_insert(bands[0], case.block)
-    executor.warm_extract(bands[0], case.block)
+    executor.blocks.warm_extract(bands[0], case.block)
     for band, tokens in executor.limits.window_shapes()[-1:]:
-        executor.warm_insert(band, tokens, window=True)
-        executor.warm_extract(band, tokens, window=True)
+        executor.warm_insert(band, tokens, KvKind.WINDOW)
+        executor.blocks.warm_extract(band, tokens, KvKind.WINDOW)
 
 
 _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {

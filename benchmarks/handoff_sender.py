@@ -31,10 +31,10 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.model_api import Device
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
+from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import BlockStamp, block_sharding
 from jdisagg.transfer.device_memory import LentMemory
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
@@ -209,7 +209,7 @@ class LinkThread:
         memories = _memories(self._channel)
         self.end = memories.end(f"127.0.0.1:{port}", secrets.randbits(64))
         link = GrpcKvLink(self.end)
-        self.channel = JaxTransferChannel(
+        self.channel = NegotiatedChannel(
             MonotonicClock(), self.end, link, transports=TRANSPORTS, memories=memories
         )
         link.deliver_to(self.channel)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.kv_plane import OnDevice
+from jdisagg.messages.kv_plane import OnDevice, Posted
 from jdisagg.transfer.cuda_driver import CudaDriver, Driver
-from jdisagg.transfer.device_memory import DeviceLeaf, DeviceSender, LentMemory
+from jdisagg.transfer.device_memory import DeviceInlet, DeviceLeaf, LentMemory
 
 ROUNDS = 8
 SECONDS = 60.0
@@ -66,12 +66,12 @@ def settled(leaf: DeviceLeaf) -> DeviceLeaf:
 
 def read(lies: OnDevice, count: int, child: subprocess.Popen[bytes]) -> dict[str, object]:
     memory = LentMemory(driver())
-    sender = DeviceSender(memory)
+    inlet = DeviceInlet(memory)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     aval = jax.ShapeDtypeStruct((count,), jnp.float32, sharding=place)
 
     def begun() -> DeviceLeaf:
-        return sender.leaves(lies, [aval], lambda: True)[0]
+        return inlet.pull(Posted(1, 1, "", 1, (), lies), [aval], lambda: True, lambda: None)[0]
 
     wanted = values(count)
     began = time.perf_counter()
@@ -92,7 +92,7 @@ def read(lies: OnDevice, count: int, child: subprocess.Popen[bytes]) -> dict[str
     child.wait()
     killed = settled(under_way).error
     after = settled(begun()).error
-    sender.close()
+    inlet.close(in_flight=True)
     memory.close()
     return {
         "equal": equal,

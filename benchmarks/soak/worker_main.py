@@ -16,7 +16,7 @@ from benchmarks.soak.moments import watch_workers
 from benchmarks.soak.orders import OrderTaker
 from jdisagg.clock import MonotonicClock
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
-from jdisagg.transfer import jax_transfer
+from jdisagg.transfer import negotiated_channel
 from jdisagg.transfer.channel import Channel
 
 COUNT_SECONDS = 1.0
@@ -48,14 +48,14 @@ def main(arguments: list[str]) -> None:
 
 def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
     """Before launch.worker imports the channel's class."""
-    inner = jax_transfer.JaxTransferChannel
+    inner = negotiated_channel.NegotiatedChannel
 
     def watched(*arguments: object, **named: object) -> Channel:
         return FaultyChannel(
             inner(*arguments, **named), plan, MonotonicClock(), taker.moments.watch_pull
         )  # type: ignore[arg-type]
 
-    jax_transfer.JaxTransferChannel = watched  # type: ignore[misc,assignment]
+    negotiated_channel.NegotiatedChannel = watched  # type: ignore[misc,assignment]
     threading.Thread(
         target=_tell_counts, args=(taker, plan), name="fault-counts", daemon=True
     ).start()

@@ -1,36 +1,62 @@
-"""Programs that move blocks of KV in and out of a mesh's arrays: cut what is offered, insert what
-was pulled, extract, copy pages.
+"""Blocks of KV in a mesh's pages: the programs that read and write them, where pulled blocks go,
+and the pulls under way.
 
-All are one program on the whole mesh (`shard_map`, equal explicit shardings, pages donated), so
-that no per-device executable is built and no shard is donated on its own. Token ranges are cut to
-power-of-two lengths, so that shapes, and programs, are few. Ranks that take no part get coordinates
-"nowhere" and write nothing."""
+`BlockPrograms` extracts, inserts and copies blocks of one pool. Each operation is one program for
+the whole mesh (`shard_map`, equal explicit shardings, pages donated), so that no per-device
+executable is built and no shard is donated on its own. Token ranges are cut to power-of-two
+lengths, so that shapes and programs are few. Ranks that take no part get coordinates "nowhere" and
+write nothing. `PullTargets` makes the destination of a pull. `MeshBlocks` holds both for each
+`KvKind` and runs the step commands that concern blocks. All of it belongs to the dispatch thread.
 
-from collections.abc import Sequence
+Words: a *block* is the KV of some tokens of consecutive layer groups of one sequence. A *piece* is
+the part of it, `granule` heads, that one device sends to another. A *row* is the smallest part of a
+component that blocks are made of (layout/kv_spec.py)."""
+
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jdisagg.errors import HandoffError
 from jdisagg.executor.block_sums import STAMP_WORDS, found_in, found_spec, local_sum, rank_stamps
 from jdisagg.executor.insert_program import BlockForm, Places, write_and_read, write_whole
-from jdisagg.executor.page_pool import LayerPages, PagePool, PageView
+from jdisagg.executor.page_pool import LayerPages, PagePool, PageView, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
-from jdisagg.layout.kv_spec import KVLayer
-from jdisagg.messages.step_commands import ExtractBlock, InsertBlock
+from jdisagg.executor.results import BlockReading, PullReading, start_reading
+from jdisagg.layout.kv_spec import KvKind, KVLayer, KVSpec
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.messages.step_commands import (
+    HOST,
+    CopyPages,
+    DropBlocks,
+    ExtractBlock,
+    InsertBlock,
+    PullBlock,
+)
 from jdisagg.ops.kv_pages import copy_pages, gather_tokens
 from jdisagg.ops.kv_rows import block_of
-from jdisagg.transfer.channel import BlockStamp
+from jdisagg.scheduler.blocks import layer_groups
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.transfer.boxes import head_granule
+from jdisagg.transfer.channel import BlockStamp, Channel, Pull, PullTarget
 from jdisagg.transfer.codec import Codec, codec
+from jdisagg.transfer.host_store import HostStore
+from jdisagg.transfer.pieces import NO_CODEC, warm_blanks, warm_pieces
 
 COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """Of one pool: of pages, of states, or of the pages of layers with a window. Used by the
-    dispatch thread alone."""
+    """The programs of one pool: of pages, of recurrent states, or of the pages of windowed layers.
+
+    Args:
+      programs: Compiles and caches the mesh's programs.
+      pool: The pool.
+      groups: Layers of each layer group.
+      name: Name of the pool in the keys of its programs.
+    """
 
     def __init__(
         self,
@@ -39,38 +65,19 @@ class BlockPrograms:
         groups: tuple[range, ...],
         name: str = "kv",
     ) -> None:
-        """`name`: of the pool, whose programs are its own."""
         self._programs, self._pool, self._groups = programs, pool, groups
         self._name = name
         self._ranks = programs.mesh.shape["dp"]
 
-    def cut(self, blocks: Sequence[jax.Array], rank: int, offset: int, tokens: int) -> jax.Array:
-        """Tokens [offset, offset + tokens) of rank `rank` out of a chunk's blocks [ranks, C, K, T,
-        H] of consecutive layer groups, as one block with all their components; the other ranks'
-        part is unspecified.
-
-        A block that is wanted whole is returned as it is."""
-        if len(blocks) == 1 and blocks[0].shape[3] == tokens:
-            return blocks[0]
-
-        def body(blocks: Sequence[jax.Array], offset: jax.Array) -> jax.Array:
-            return jnp.concatenate(
-                [lax.dynamic_slice_in_dim(block, offset[0], tokens, axis=3) for block in blocks],
-                axis=1,
-            )
-
-        offsets = np.zeros((self._ranks,), np.int32)
-        offsets[rank] = offset
-        on_mesh, shapes = self._programs.put(offsets), tuple(block.shape for block in blocks)
-        inputs = (list(blocks), on_mesh)
-        build = lambda: self._programs.compile(  # noqa: E731
-            body, inputs, ([BLOCK_SPEC] * len(blocks), RANK), BLOCK_SPEC
-        )
-        return self._programs.get(("cut", shapes, str(blocks[0].dtype), tokens), build)(*inputs)
-
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """Writes a pulled block (`Pull.arrays()`: the block's heads in parts, each as its codec's
-        leaves) into its pages and sums what then lies there. Returns what `block_sums.Found` reads.
+        """Writes a pulled block into its pages and sums what the pages then hold.
+
+        Args:
+          command: The block and its pages.
+          arrays: `Pull.arrays()`: the block's heads in parts, each as its codec's leaves.
+
+        Returns:
+          The sum, to be read by `block_sums.Found`.
         """
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
         kinds = self._kinds(layers)
@@ -94,7 +101,7 @@ class BlockPrograms:
         return found
 
     def layers(self, group: int, groups: int) -> range:
-        """The layers of so many layer groups from `group` on."""
+        """Returns the layers of the layer groups [group, group + groups)."""
         return range(self._groups[group].start, self._groups[group + groups - 1].stop)
 
     def _kinds(self, layers: range) -> tuple[KVLayer, ...]:
@@ -103,7 +110,7 @@ class BlockPrograms:
     def _build_insert(self, how: Codec, inputs: tuple[Any, ...], layers: range) -> Any:
         programs, arrays, spec = self._programs, inputs[1], self._pool.spec
         kinds = self._kinds(layers)
-        # what is gathered over kv is gathered once, not in a loop
+        # Gathering over kv is done once, outside of the loop over tokens.
         gathers = any(spec.is_cut(part) for layer in kinds for part in layer.components)
         write = write_whole if programs.platform == "gpu" or gathers else write_and_read
 
@@ -121,8 +128,9 @@ class BlockPrograms:
         )
 
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
-        """A block [ranks, C, K, T, H] out of pages, zero where no token is valid (other sequences'
-        KV stays here); its sum, as `insert` gives it; and its stamp."""
+        """Reads a block [ranks, C, K, T, H] out of pages. Tokens that are not valid are zero, so
+        that no other sequence's KV leaves the mesh. Returns the block, its sum (as `insert` does),
+        and its stamp."""
         layers = self.layers(command.group, command.groups)
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         held = self._pool.layers[layers.start : layers.stop]
@@ -164,14 +172,14 @@ class BlockPrograms:
     def _place(
         self, command: InsertBlock | ExtractBlock, stamp: BlockStamp
     ) -> jax.Array | np.ndarray:
-        """Where a block's tokens lie, as `_places` reads it: uint32 [ranks, words]. No token is
-        valid on the ranks that take no part."""
+        """Encodes where a block's tokens lie as uint32 [ranks, words], which `_places` decodes. No
+        token is valid on the ranks that take no part."""
         first, last = (
             at // self._pool.page_size
             for at in (command.start, command.start + command.valid_tokens - 1)
         )
         pages = command.pages[first : last + 1] if command.valid_tokens else ()
-        # Else page 0, which is somebody's, would be written, read back and found right.
+        # Otherwise page 0, which belongs to a sequence, would be written, and the sum would match.
         assert command.valid_tokens <= command.block_tokens and len(pages) == (
             last - first + 1 if command.valid_tokens else 0
         ), command
@@ -184,16 +192,20 @@ class BlockPrograms:
         )
         words[:, :STAMP_WORDS] = rank_stamps(self._ranks, command.rank, stamp)
         words[command.rank, STAMP_WORDS : STAMP_WORDS + len(pages)] = pages
-        # The program takes them from the host itself: to put them there first would take half as
-        # long again as calling it.
+        # The program takes the words from the host: a separate transfer takes half as long again
+        # as the call.
         return self._programs.put(words) if self._programs.spans_processes else words
 
     def _places(self, words: jax.Array) -> Places:
-        """Inside a program."""
+        """Decodes `_place` inside a program."""
         return Places.of(words[0], self._pool.page_size, self._pool.rank_rows)
 
     def copy(self, copies: tuple[tuple[int, int, int], ...]) -> None:
-        """Copies pages (rank, source, destination) in all layers, a fixed number a call."""
+        """Copies pages in all layers, COPIES_PER_CALL at a time.
+
+        Args:
+          copies: (rank, source page, destination page) of each copy.
+        """
         for first in range(0, len(copies), COPIES_PER_CALL):
             pairs = np.full((self._ranks, 2, COPIES_PER_CALL), self._pool.rank_rows, np.int32)
             pairs[:, 0] = 0
@@ -218,3 +230,296 @@ class BlockPrograms:
         return self._programs.compile(
             body, (self._pool.layers, pairs), (specs, RANK), specs, donate=(0,)
         )
+
+
+class PullTargets:
+    """Destinations of pulls into one mesh: how many heads each peer sends in a piece, and the zeros
+    that stand in for ranks that receive nothing (made once for each shape).
+
+    Args:
+      programs: Compiles and caches the mesh's programs.
+      spec: Layout of the blocks.
+    """
+
+    def __init__(self, programs: Programs, spec: KVSpec) -> None:
+        self._programs, self._mesh = programs, programs.mesh
+        self.spec = spec
+        self._granules: dict[str, int] = {}
+        self._zeros: dict[tuple[int, int, int], jax.Array] = {}
+        self._leaves: dict[tuple[int, int, int, str], tuple[jax.Array, ...]] = {}
+
+    @property
+    def local_heads(self) -> int:
+        """Heads of one shard."""
+        return self.spec.row_heads // self._mesh.shape["kv"]
+
+    def connect(self, peer: str, card: MeshCard) -> None:
+        """Notes a sending mesh. The peer "" is the mesh that warm-up prepares for; a pull that
+        names no peer comes from it."""
+        self._granules[peer] = head_granule(
+            self.spec.row_heads, card.head_shards, self._mesh.shape["kv"]
+        )
+
+    def disconnect(self, peer: str) -> None:
+        self._granules.pop(peer, None)
+
+    def granules(self) -> set[int]:
+        """Returns the heads of a piece for all connected peers, or for all possible peers if none
+        is connected."""
+        heads = self.spec.row_heads
+        shards = (count for count in range(1, heads + 1) if heads % count == 0)
+        return set(self._granules.values()) or {
+            head_granule(heads, count, self._mesh.shape["kv"]) for count in shards
+        }
+
+    def target(self, block: PullBlock, layers: range, granule: int = 0) -> PullTarget:
+        """Returns the destination of a pull.
+
+        Args:
+          block: The pull.
+          layers: Layers of the block.
+          granule: Heads of a piece; 0: as the block's peer sends them.
+
+        Raises:
+          HandoffError: The peer is not connected.
+        """
+        spec, how = self.spec, codec(block.codec)
+        granule = granule or self._granule(block.peer)
+        rows, width = spec.rows(layers), spec.row_width
+        key = (rows, block.block_tokens, granule)
+        if key not in self._zeros:
+            self._zeros[key] = self._resident(
+                rows, granule, block.block_tokens, width, jnp.dtype(spec.row_dtype)
+            )
+        zeros, leaves = self._zeros[key], ()
+        if how.lossy:
+            if (*key, block.codec) not in self._leaves:
+                shape = (1, rows, granule, block.block_tokens, width)
+                self._leaves[*key, block.codec] = tuple(
+                    self._resident(c, g, t, x, leaf.dtype)
+                    for leaf in how.leaves(jax.ShapeDtypeStruct(shape, zeros.dtype))
+                    for _, c, g, t, x in [leaf.shape]
+                )
+            leaves = self._leaves[*key, block.codec]
+        return PullTarget(
+            zeros,
+            block.rank,
+            block.peer,
+            codec=block.codec if how.lossy else "none",
+            leaves=leaves,
+            heads=spec.row_heads,
+            source_rank=block.source_rank,
+        )
+
+    def _resident(
+        self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
+    ) -> jax.Array:
+        """As `transfer.channel.resident_zeros`, by a cached program."""
+        ranks, shards = self._mesh.shape["dp"], self._mesh.shape["kv"]
+        shape = ranks, components, granule * shards, tokens, width
+        return self._programs.zeros(shape, dtype, BLOCK_SPEC)
+
+    def _granule(self, peer: str) -> int:
+        known = set(self._granules.values())
+        if not peer and len(known) == 1:
+            return known.pop()
+        if peer not in self._granules:
+            raise HandoffError(
+                f"nothing can be pulled from {peer!r}: it is not connected; hello first"
+            )
+        return self._granules[peer]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Blocks of one `KvKind`. `sent`: whether such blocks are sent to other meshes."""
+
+    programs: BlockPrograms
+    targets: PullTargets
+    sent: bool
+
+
+class MeshBlocks:
+    """All blocks of one mesh: runs the step commands that extract, pull, insert and copy them.
+
+    Args:
+      programs: Compiles and caches the mesh's programs.
+      pools: Pages, states and rings.
+      limits: Limits of the mesh.
+      groups: Layers of each layer group.
+      channel: Moves blocks between meshes.
+      host: Blocks in host memory.
+
+    Attributes:
+      granule: Heads of a piece that every pull uses; 0: as each peer's layout needs.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        pools: Pools,
+        limits: MeshLimits,
+        groups: tuple[range, ...],
+        channel: Channel,
+        host: HostStore,
+    ) -> None:
+        self._programs, self._pools, self._limits = programs, pools, limits
+        self._channel, self._host = channel, host
+        self.granule = 0
+        self._pulls: dict[int, Pull] = {}
+        spec, layers = limits.kv_spec, len(limits.kv_spec.layers)
+        apart = limits.windows_apart
+        windowed = spec.windowed if apart else limits.nothing
+        rings = pools.rings if limits.ring_pages else pools.pages.view(windowed)
+        bands = layer_groups(windowed.positioned, layers, limits.window_groups) if apart else ()
+        self._kinds = {
+            KvKind.POSITIONS: _Kind(
+                BlockPrograms(programs, pools.pages.view(limits.sent), groups),
+                PullTargets(programs, limits.sent),
+                True,
+            ),
+            # The states of all layers form one group.
+            KvKind.STATE: _Kind(
+                BlockPrograms(programs, pools.states, (range(layers),), "state"),
+                PullTargets(programs, spec.state),
+                spec.has_state,
+            ),
+            KvKind.WINDOW: _Kind(
+                BlockPrograms(programs, rings, bands, "window"),
+                PullTargets(programs, windowed),
+                apart,
+            ),
+        }
+
+    def connect(self, peer: str, card: MeshCard) -> None:
+        """Notes a mesh that blocks will come from (`PullTargets.connect`)."""
+        for kind in self._kinds.values():
+            if kind.sent:
+                kind.targets.connect(peer, card)
+
+    def disconnect(self, peer: str) -> None:
+        for kind in self._kinds.values():
+            kind.targets.disconnect(peer)
+
+    def target(self, command: PullBlock) -> PullTarget:
+        """Returns the destination of a pull from another mesh, or from this mesh's host memory,
+        where a block lies in one piece for each device."""
+        kind = self._kinds[command.kind]
+        layers = kind.programs.layers(command.group, command.groups)
+        granule = kind.targets.local_heads if command.peer == HOST else self.granule
+        return kind.targets.target(command, layers, granule)
+
+    def pull(self, command: PullBlock) -> PullReading:
+        """Starts to pull a block."""
+        source = self._host if command.peer == HOST else self._channel
+        pull = source.pull(command.offer_id, self.target(command), command.deadline_seconds)
+        self._pulls[command.offer_id] = pull
+        return PullReading(command.step, command.offer_id, pull)
+
+    def insert(self, command: InsertBlock) -> BlockReading:
+        """Inserts a pulled block."""
+        arrays = self._pulls.pop(command.offer_id).arrays()
+        found = self._kinds[command.kind].programs.insert(command, arrays)
+        start_reading((found,))
+        return BlockReading(command.step, command.offer_id, found)
+
+    def drop(self, command: DropBlocks) -> None:
+        """Cancels pulls whose blocks will not be inserted."""
+        for offer_id in command.offer_ids:
+            if pull := self._pulls.pop(offer_id, None):
+                pull.cancel()
+
+    def extract(self, command: ExtractBlock) -> BlockReading:
+        """Extracts a block and offers it to other meshes, or copies it to host memory."""
+        block, found, stamp = self._kinds[command.kind].programs.extract(command)
+        copy = None
+        if command.to_host:
+            copy = self._host.put(command.offer_id, block, command.rank)
+        else:
+            self._channel.offer(
+                command.offer_id, block, command.rank, stamp.of_offer(command.offer_id)
+            )
+        start_reading((found,))
+        return BlockReading(
+            command.step, command.offer_id, found, True, in_order=not command.to_host, copy=copy
+        )
+
+    def copy(self, command: CopyPages) -> None:
+        """Copies pages, and states with their rings."""
+        self._kinds[KvKind.POSITIONS].programs.copy(command.copies)
+        if self._limits.kv_spec.has_state:
+            self._kinds[KvKind.STATE].programs.copy(command.states)
+        size = self._limits.ring_pages
+        rings = tuple(
+            (rank, source * size + page, destination * size + page)
+            for rank, source, destination in command.states
+            for page in range(size)
+        )
+        self._kinds[KvKind.WINDOW].programs.copy(rings)
+
+    # The methods below compile programs by running them on blocks without a valid token.
+
+    def warm_copy(self) -> None:
+        self._kinds[KvKind.POSITIONS].programs.copy(((0, 0, self._pools.pages.rank_rows),))
+        if self._limits.kv_spec.has_state:
+            self._kinds[KvKind.STATE].programs.copy(((0, 0, self._pools.states.rank_rows),))
+        if self._limits.ring_pages:
+            self._kinds[KvKind.WINDOW].programs.copy(((0, 0, self._pools.rings.rank_rows),))
+
+    def warm_insert(
+        self,
+        band: range,
+        tokens: int,
+        kind: KvKind = KvKind.POSITIONS,
+        codec: str = NO_CODEC,
+        blanks: bool = False,
+    ) -> None:
+        """Inserts a block in pieces of each size that peers may send.
+
+        Args:
+          band: Layer groups of the block.
+          tokens: Tokens of the block.
+          kind: What it holds.
+          codec: Encoding of its pieces.
+          blanks: Whether pieces arrive in arrays that are allocated first (`warm_blanks`).
+        """
+        programs, targets = self._kinds[kind].programs, self._kinds[kind].targets
+        pull, insert = _empty(band, tokens, kind, codec)
+        layers = programs.layers(band.start, len(band))
+        for granule in targets.granules():
+            resident = targets.target(pull, layers, granule).resident
+            if blanks:
+                warm_blanks(resident)
+            parts = resident * (targets.local_heads // granule)
+            programs.insert(insert, parts).block_until_ready()
+
+    def warm_restore(self, band: range, tokens: int) -> None:
+        """Inserts a block from host memory."""
+        pull, insert = _empty(band, tokens, KvKind.POSITIONS, NO_CODEC, HOST)
+        programs = self._kinds[KvKind.POSITIONS].programs
+        programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
+
+    def warm_pieces(self, band: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
+        """Cuts a block into pieces of each size that peers in other processes may want. (A codec's
+        programs are compiled when a receiver first wants it.)"""
+        targets = self._kinds[kind].targets
+        spec = targets.spec
+        rows = spec.rows(self._kinds[kind].programs.layers(band.start, len(band)))
+        shape = (rows, targets.local_heads, tokens, spec.row_width)
+        for granule in targets.granules():
+            warm_pieces(self._programs.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
+
+    def warm_extract(self, band: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
+        """Extracts a block."""
+        command = ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band), kind=kind)
+        self._kinds[kind].programs.extract(command)[1].block_until_ready()
+
+
+def _empty(
+    band: range, tokens: int, kind: KvKind, codec: str, peer: str = ""
+) -> tuple[PullBlock, InsertBlock]:
+    """Commands for a block without a valid token."""
+    start, groups = band.start, len(band)
+    pull = PullBlock(-1, 0, 0, start, tokens, 0.0, peer, codec, groups=groups, kind=kind)
+    insert = InsertBlock(-1, 0, 0, start, tokens, 0, 0, (), codec=codec, groups=groups, kind=kind)
+    return pull, insert

@@ -228,6 +228,39 @@ class PrefillPrograms:
             blocks.extend(block)
         return x, blocks, sums
 
+    def cut(self, blocks: Sequence[jax.Array], rank: int, offset: int, tokens: int) -> jax.Array:
+        """Cuts the block of one offer out of a chunk's blocks.
+
+        Args:
+          blocks: Blocks [ranks, C, K, T, H] of consecutive layer groups.
+          rank: dp rank of the sequence; the other ranks' part of the result is unspecified.
+          offset: First token.
+          tokens: Number of tokens.
+
+        Returns:
+          One block with all components; the input block itself if it is wanted whole.
+        """
+        if len(blocks) == 1 and blocks[0].shape[3] == tokens:
+            return blocks[0]
+
+        def body(blocks: Sequence[jax.Array], offset: jax.Array) -> jax.Array:
+            return jnp.concatenate(
+                [
+                    jax.lax.dynamic_slice_in_dim(block, offset[0], tokens, axis=3)
+                    for block in blocks
+                ],
+                axis=1,
+            )
+
+        offsets = np.zeros((self._programs.mesh.shape["dp"],), np.int32)
+        offsets[rank] = offset
+        on_mesh, shapes = self._programs.put(offsets), tuple(block.shape for block in blocks)
+        inputs = (list(blocks), on_mesh)
+        build = lambda: self._programs.compile(  # noqa: E731
+            body, inputs, ([BLOCK_SPEC] * len(blocks), RANK), BLOCK_SPEC
+        )
+        return self._programs.get(("cut", shapes, str(blocks[0].dtype), tokens), build)(*inputs)
+
     def _embed(self, width: int) -> Any:
         stem, shards = self._weights.stem, self._shards
         ranks = self._programs.mesh.shape["dp"]

@@ -10,6 +10,7 @@ from functools import partial
 
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.prefill_program import chunk_forms
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 
@@ -47,30 +48,30 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             ]
     if role.extracts or role.spills:
         steps += [
-            lambda band=band, tokens=tokens: executor.warm_extract(band, tokens)
+            lambda band=band, tokens=tokens: executor.blocks.warm_extract(band, tokens)
             for band, tokens in limits.block_shapes()
         ]
     back = limits.block_shapes() if role.spills else _shapes_of(limits, role.host_tokens)
-    steps += [partial(executor.warm_restore, band, tokens) for band, tokens in back]
+    steps += [partial(executor.blocks.warm_restore, band, tokens) for band, tokens in back]
     steps += [
         partial(executor.warm_insert, band, tokens)
         for band, tokens in _shapes_of(limits, role.peer_tokens)
     ]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [
-            lambda band=band, tokens=tokens: executor.warm_pieces(band, tokens)
+            lambda band=band, tokens=tokens: executor.blocks.warm_pieces(band, tokens)
             for band, tokens in limits.block_shapes()
         ]
     alone = role.prefill and role.decode and not role.extracts
-    if limits.kv_spec.has_state and not alone:
-        steps += [executor.warm_states]
-    for band, tokens in limits.window_shapes():
+    apart = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
+    apart += [(band, tokens, KvKind.WINDOW) for band, tokens in limits.window_shapes()]
+    for shape in apart:
         if role.decode:
-            steps += [partial(executor.warm_insert, band, tokens, True)]
+            steps += [partial(executor.warm_insert, *shape)]
         if role.extracts or role.emit:
-            steps += [partial(executor.warm_extract, band, tokens, True)]
+            steps += [partial(executor.blocks.warm_extract, *shape)]
             if executor.card.ends:
-                steps += [partial(executor.warm_pieces, band, tokens, True)]
+                steps += [partial(executor.blocks.warm_pieces, *shape)]
     runs = GPU_RUNS if executor.platform == "gpu" else 1
     return [step for step in steps for _ in range(runs)]
 

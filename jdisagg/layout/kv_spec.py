@@ -23,6 +23,7 @@ Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rop
 for MLA. Does not import JAX.
 """
 
+import enum
 import functools
 import itertools
 import math
@@ -45,6 +46,20 @@ def ring_pages(widest_window: int, page_size: int) -> int:
     """Returns the pages of a sequence's sliding-window ring buffer. With the current token, the
     widest window spans at most this many pages, wherever it ends."""
     return -(-(widest_window - 1) // page_size) + 1
+
+
+class KvKind(enum.StrEnum):
+    """What a block holds.
+
+    POSITIONS: KV of positions, in all layers that have any, or in those without a window if the
+      others are sent apart.
+    WINDOW: KV of positions in the layers with a sliding window, if they are sent apart.
+    STATE: The recurrent state of all layers, as a block of one token.
+    """
+
+    POSITIONS = "positions"
+    WINDOW = "window"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,18 +21,29 @@ request, before the posting and perhaps before the offer. S then posts without a
 or receives a withdrawal, it posts an error under the id, so that nothing stays parked in the
 engine.
 
-Other data planes follow the same exchange. With shared memory, S answers once the bytes are
-written, and R sends Pulled once it needs them no more. With NIXL, R reads what S wrote into
-registered memory. With CUDA IPC on one host, R copies the arrays that S computed and holds.
+Other backends follow the same exchange. With shared memory, S answers at once, the region's first
+byte reports when the bytes are written, and R sends Pulled once it needs them no more. With NIXL, R
+reads what S wrote into registered memory. With CUDA IPC on one host, R copies the arrays that S
+computed and holds.
 
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Device numbers
 belong to the side that names them.
 """
 
+import enum
 from typing import Protocol
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.plain import Message
+
+
+class KvBackend(enum.StrEnum):
+    """What moves the bytes of a pull."""
+
+    ENGINE = "engine"
+    SHARED = "shared"
+    NIXL = "nixl"
+    CUDA = "cuda"
 
 
 class Wanted(Message, frozen=True):
@@ -88,9 +99,7 @@ class PullRequest(Message, frozen=True):
         turn: Index of the sender's replica to use first.
         address: Transfer server of a pull ahead, else empty.
         pieces: Pieces of a pull ahead, in the order in which they are pulled.
-        shared: Whether the receiver maps the sender's shared memory and expects the pieces there.
-        nixl: Whether the receiver reads the sender's memory registered with NIXL.
-        device: Whether the receiver copies from the sender's devices over CUDA IPC.
+        backend: What moves the bytes.
     """
 
     pull_id: int
@@ -111,9 +120,7 @@ class PullRequest(Message, frozen=True):
     turn: int
     address: str = ""
     pieces: tuple[PostedPiece, ...] = ()
-    shared: bool = False
-    nixl: bool = False
-    device: bool = False
+    backend: KvBackend = KvBackend.ENGINE
 
 
 class InMemory(Message, frozen=True):
@@ -153,6 +160,9 @@ class OnDevice(Message, frozen=True):
     offsets: tuple[int, ...]
 
 
+KvMemory = InMemory | InRegistered | OnDevice
+
+
 class Posted(Message, frozen=True):
     """The pieces wait under uuid `pull_id` in this order, each as its codec's leaves.
 
@@ -160,7 +170,7 @@ class Posted(Message, frozen=True):
         address: Transfer server (host:port), meaningless if `pieces` is empty.
         heads: kv heads of the whole block.
         pieces: Posted pieces. Empty if nothing waits.
-        memory: Location of the pieces if shared memory, NIXL or CUDA IPC was requested.
+        memory: Location of the pieces unless the backend is the engine.
     """
 
     pull_id: int
@@ -168,7 +178,7 @@ class Posted(Message, frozen=True):
     address: str
     heads: int
     pieces: tuple[PostedPiece, ...]
-    memory: InMemory | InRegistered | OnDevice | None = None
+    memory: KvMemory | None = None
 
 
 class Refused(Message, frozen=True):

@@ -10,6 +10,7 @@ import enum
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
@@ -213,10 +214,8 @@ class Offer(Message, frozen=True):
     padded to `block_tokens`, on dp rank `rank` of the sender.
 
     Attributes:
-        state: Whether the block holds the sequence's state in all layers instead of KV, as one
-            token. It follows all positions of the hand-off.
-        window: Whether the block holds positions that layers with a window still attend to, in
-            groups of their own. It follows all other offers.
+        kind: What the block holds. WINDOW has the positions that windows still reach, in layer
+            groups of its own. STATE and WINDOW follow all blocks of POSITIONS.
     """
 
     offer_id: int
@@ -226,8 +225,7 @@ class Offer(Message, frozen=True):
     block_tokens: int
     rank: int
     groups: int = 1
-    state: bool = False
-    window: bool = False
+    kind: KvKind = KvKind.POSITIONS
 
 
 class OfferChecksum(Message, frozen=True):

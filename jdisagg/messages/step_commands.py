@@ -10,6 +10,7 @@ State of a sequence on the mesh: with tokens t_0..t_(n-1) known, pages hold the 
 KV, samples t_n and advances, while position < limit.
 """
 
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import Message
 from jdisagg.prompt_logprobs import PromptLogprobs
@@ -100,9 +101,8 @@ class ExtractBlock(Message, frozen=True):
         pages: As in `InsertBlock`.
         to_host: Whether to store the block in host memory for a pull from peer `HOST`. The result
             follows the copy and blocks nothing.
-        state: Whether to send the sequence's state in all layers, from slot `pages[0]`, as one
-            token.
-        window: Whether to send KV of the layers with a window, in groups and `pages` of their own.
+        kind: What the block holds. STATE is read from slot `pages[0]`; WINDOW has layer groups and
+            `pages` of its own.
     """
 
     step: int
@@ -116,8 +116,7 @@ class ExtractBlock(Message, frozen=True):
     checksum_key: int = 0
     groups: int = 1
     to_host: bool = False
-    state: bool = False
-    window: bool = False
+    kind: KvKind = KvKind.POSITIONS
 
 
 class ConnectPeer(Message, frozen=True):
@@ -140,7 +139,7 @@ class PullBlock(Message, frozen=True):
     The result follows its arrival or failure.
 
     `codec` names the block's compression (transfer/codec.py). `source_rank` is the peer's dp rank.
-    `state` and `window` are as in `ExtractBlock`.
+    `kind` is as in `ExtractBlock`.
     """
 
     step: int
@@ -153,8 +152,7 @@ class PullBlock(Message, frozen=True):
     codec: str = "none"
     source_rank: int = 0
     groups: int = 1
-    state: bool = False
-    window: bool = False
+    kind: KvKind = KvKind.POSITIONS
 
 
 class InsertBlock(Message, frozen=True):
@@ -162,8 +160,8 @@ class InsertBlock(Message, frozen=True):
     `start` on.
 
     `pages` covers positions [0, start + valid_tokens): position p lies in pages[p // page_size].
-    The `InsertResult` has the sum under `checksum_key` of the values read back. With `state` the
-    block goes into slot `pages[0]`. With `window` the `pages` are those of layers with a window.
+    The `InsertResult` has the sum under `checksum_key` of the values read back. A STATE
+    block is written to slot `pages[0]`, a WINDOW block to the `pages` of layers with a window.
     """
 
     step: int
@@ -178,8 +176,7 @@ class InsertBlock(Message, frozen=True):
     peer: str = ""
     codec: str = "none"
     groups: int = 1
-    state: bool = False
-    window: bool = False
+    kind: KvKind = KvKind.POSITIONS
 
 
 class DropBlocks(Message, frozen=True):

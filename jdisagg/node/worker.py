@@ -74,8 +74,8 @@ from jdisagg.service.internal.worker_service import (
 from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.timeouts import CallTimeouts
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 
@@ -161,7 +161,7 @@ class WorkerRuntime:
         """From its programs to its farewell. 0: it ended as it was asked to. Raises when it could
         not begin."""
         state, end = self._state, self._link.end
-        channel = JaxTransferChannel(
+        channel = NegotiatedChannel(
             state.clock,
             end,
             self._link,
@@ -182,7 +182,7 @@ class WorkerRuntime:
             await self._link.close()
             await self._peers.close()
 
-    def _build(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> Replica:
+    def _build(self, load: LoadModel, channel: NegotiatedChannel, end: KvEnd) -> Replica:
         state, plane = self._state, KvPlane((end,), TRANSPORTS)
         instance = build_worker_replica(
             state.spec.name, state.spec.role, self._fitted(), load, state.devices, channel, plane
@@ -247,7 +247,7 @@ class WorkerRuntime:
         await self._unless(self._state.forced.wait(), following)
         return 0
 
-    async def _led(self, load: LoadModel, channel: JaxTransferChannel, end: KvEnd) -> int:
+    async def _led(self, load: LoadModel, channel: NegotiatedChannel, end: KvEnd) -> int:
         state, alone = self._state, self._state.group.processes == 1
         leading = (
             None

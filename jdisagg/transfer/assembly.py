@@ -11,10 +11,10 @@ import jax
 
 from jdisagg.errors import HandoffError
 from jdisagg.messages.kv_plane import PostedPiece, Wanted
+from jdisagg.transfer.backend import Leaf
 from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.pieces import check_leaves
-from jdisagg.transfer.shared_memory import Leaf
 
 
 class Assembly:

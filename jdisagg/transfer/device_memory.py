@@ -1,19 +1,18 @@
-"""Memory of accelerators that processes of one host lend each other: how KV moves between them from
-device to device, past the host.
+"""The backend over CUDA IPC: KV from device to device between processes of one host.
 
-The sender says in which allocation of its device a piece lies, by a handle that the driver lets
-other processes open, and where in it; the receiver opens each allocation once and copies the pieces
-into arrays of its own. The sender copies nothing. Invariants:
-- a receiver hears of an array when it is computed, and the sender keeps the array until its
-  receiver has copied it or gave up, or the deadline of its pull has passed, after which a receiver
-  counts nothing that it copies. So what was copied does not change, whoever is late;
-- a receiver's array is written behind JAX's back: once JAX is done with making it, before anybody
-  has it, and it is kept until the copy is over, also where nobody wants it any more;
-- an allocation stays open here while its sender is connected or anything is copied from it;
-- only memory of a pool is lent, which the sender's process never gives back to the driver: an
-  allocation that ends while another process reads it is a fault of that one's device. It is the
-  whole pool that can be read then, by who has the handle: it travels on the control connection
-  alone, and works within this host."""
+The sender answers with the allocation of each piece, as a handle that the driver lets other
+processes open, and the piece's offset. The receiver opens each allocation once and copies the
+pieces into arrays of its own. The sender copies nothing. Invariants:
+- The receiver is answered when an array is computed. The sender keeps the array until its receiver
+  has copied it or given up, or until the pull's deadline has passed, after which the receiver
+  discards what it copies. So a copied array does not change.
+- The receiver's array is written without JAX's knowledge: after JAX has made it, before any other
+  code uses it. It is kept until the copy has ended, also if the pull was cancelled.
+- An allocation stays open here while its sender is connected or anything is copied from it.
+- Only memory of JAX's pool is exported, which the sender's process never returns to the driver:
+  freeing an allocation while another process reads it is a fault of that device. A process with
+  the handle can read the whole pool. Therefore the handle travels on the control connection alone;
+  it works within this host."""
 
 import logging
 import threading
@@ -26,12 +25,13 @@ import jax
 import numpy as np
 
 from jdisagg.errors import ConfigError, HandoffError
-from jdisagg.messages.kv_plane import LentAllocation, OnDevice
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import KvBackend, LentAllocation, OnDevice, Posted
 from jdisagg.model_api import Device
+from jdisagg.transfer.backend import Backend, Inlet, Leaf, Outlet, Reserved, memory_of
 from jdisagg.transfer.cuda_driver import Allocation, Copy, CudaDriver, Driver
-from jdisagg.transfer.pieces import blank
+from jdisagg.transfer.pieces import RequestedPieces, blank
 from jdisagg.transfer.polled_pull import is_ready
-from jdisagg.transfer.shared_memory import Leaf
 
 _log = logging.getLogger(__name__)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -39,9 +39,18 @@ _TOO_LATE = "what was copied from another process's device came after the pull's
 
 
 def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | None, str]":
-    """What a worker on these devices has for `ServiceConfig.kv_channel`, and why it has none where
-    that asks for it ("" where it does not). Only by name: no GPU has run it yet, and CUDA does not
-    say what a lender's death does to who reads."""
+    """Returns a worker's exported device memory, or None and the reason.
+
+    It is used only if configured by name: it has not run on a GPU yet, and CUDA does not document
+    how the death of the exporting process affects readers.
+
+    Args:
+      channel: `ServiceConfig.kv_channel`.
+      devices: Devices of the worker.
+
+    Returns:
+      The memory or None, and why there is none although it was configured ("" otherwise).
+    """
     if channel != "cuda":
         return None, ""
     if not devices or devices[0].platform != "gpu":
@@ -51,13 +60,13 @@ def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | 
         own = jax.process_index()
         memory.check([device for device in devices if device.process_index == own])
     except (ConfigError, HandoffError) as error:
-        _log.warning("KV goes through the host's memory, not by CUDA: %s", error.message)
+        _log.warning("KV is transferred through host memory, not by CUDA IPC: %s", error.message)
         return None, error.message
     return memory, ""
 
 
 def this_host() -> str:
-    """A name that no other host has, and this one until it starts again; "" where it has none."""
+    """Returns the kernel's boot id, unique to this host and boot; "" if there is none."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -66,7 +75,7 @@ def this_host() -> str:
 
 @dataclass(slots=True)
 class Mapping:
-    """Another process's allocation, as `device` reads it. It is closed when nobody holds it."""
+    """Another process's allocation as opened by `device`; closed with its last holder."""
 
     device: int
     lent: LentAllocation
@@ -74,8 +83,15 @@ class Mapping:
     holders: int = 0
 
 
-class LentMemory:
-    """What this process lends and has been lent. From any thread."""
+class LentMemory(Backend):
+    """The device memory that this process exports to others and has opened of others. Thread-safe.
+
+    Args:
+      driver: The CUDA driver.
+      host: Name of this host; None: the kernel's boot id.
+    """
+
+    kind = KvBackend.CUDA
 
     def __init__(self, driver: Driver, host: str | None = None) -> None:
         self.host = this_host() if host is None else host
@@ -88,8 +104,17 @@ class LentMemory:
         self._mappings: dict[tuple[int, LentAllocation], Mapping] = {}
         self._reads: set[DeviceRead] = set()
 
+    def reaches(self, end: KvEnd) -> bool:
+        return end.device == self.host
+
+    def outlet(self) -> "DeviceOutlet":
+        return DeviceOutlet(self)
+
+    def inlet(self, end: KvEnd) -> "DeviceInlet":
+        return DeviceInlet(self)
+
     def check(self, devices: Sequence[Device]) -> None:
-        """Raises ConfigError, or what the driver says, where memory of these cannot be lent."""
+        """Raises ConfigError or HandoffError if memory of these devices cannot be exported."""
         for device in devices:
             pair = [jax.device_put(np.zeros(1024, np.uint8), device) for _ in range(2)]
             lent = {self.lend(array)[0] for array in jax.block_until_ready(pair)}
@@ -100,8 +125,8 @@ class LentMemory:
                 )
 
     def lend(self, array: jax.Array) -> tuple[LentAllocation, int]:
-        """The allocation of an array that is there, on one device, and at which of its bytes it
-        begins."""
+        """Returns the allocation of a computed single-device array, and the array's offset in it
+        in bytes."""
         (device,) = array.devices()
         number, pointer = device.local_hardware_id or 0, array.unsafe_buffer_pointer()
         found = self.driver.allocation(number, pointer)
@@ -114,7 +139,7 @@ class LentMemory:
         return LentAllocation(handle, found.number, found.size), pointer - found.base
 
     def park(self, pull_id: int, arrays: Sequence[jax.Array], seconds: float) -> None:
-        """Keeps what somebody may still copy, for so long, or until `forget`."""
+        """Keeps arrays that a receiver may still copy, for some seconds or until `forget`."""
         if seconds > 0:
             with self._lock:
                 self._parked[pull_id] = time.monotonic() + seconds, arrays
@@ -124,7 +149,7 @@ class LentMemory:
             self._parked.pop(pull_id, None)
 
     def hold(self, device: int, lent: LentAllocation) -> Mapping:
-        """Opens it, once for all who hold it. Raises HandoffError where it cannot be read."""
+        """Opens an allocation, once for all holders. Raises HandoffError if it cannot be read."""
         with self._lock:
             mapping = self._mappings.get((device, lent))
             if mapping is None:
@@ -141,7 +166,7 @@ class LentMemory:
             del self._mappings[mapping.device, mapping.lent]
             try:
                 self.driver.close(mapping.device, mapping.base)
-            except HandoffError as error:  # of a process that is gone, nothing may be left
+            except HandoffError as error:  # its process may be gone, and the allocation with it
                 _log.warning("another process's memory could not be closed: %s", error.message)
 
     def begun(self, read: "DeviceRead") -> None:
@@ -153,8 +178,7 @@ class LentMemory:
             self._reads.discard(read)
 
     def sweep(self) -> None:
-        """To be called a few times a second: ends reads that nobody looks at any more, and drops
-        what was kept for who is late."""
+        """Ends reads that no pull polls any more, and drops parked arrays past their time."""
         now = time.monotonic()
         with self._lock:
             reads = list(self._reads)
@@ -167,14 +191,15 @@ class LentMemory:
             read.is_over()
 
     def kept(self) -> tuple[int, int, int]:
-        """Arrays parked for others, allocations of others that are open, and reads under way."""
+        """Returns the numbers of parked arrays, of open allocations of others, and of reads under
+        way."""
         with self._lock:
             parked = sum(len(arrays) for _, arrays in self._parked.values())
             return parked, len(self._mappings), len(self._reads)
 
     def close(self) -> None:
-        """Reads under way are waited for, for JAX gives their memory to others then; those that
-        have not begun fail. Idempotent."""
+        """Blocks until the reads under way have ended, because JAX reuses their memory afterwards.
+        Reads that have not begun fail."""
         with self._lock:
             reads = list(self._reads)
             self._parked.clear()
@@ -182,80 +207,67 @@ class LentMemory:
             read.close()
 
 
-class DeviceOutlet:
-    """What of this process's devices one receiver process copies. One thread uses it."""
-
-    address = ""  # nothing is pulled from here before it is posted
+class DeviceOutlet(Outlet):
+    """The arrays of this process's devices that one receiver process copies."""
 
     def __init__(self, memory: LentMemory) -> None:
         self._memory = memory
-        self._ends: dict[int, float] = {}
-        self._posted: dict[int, Sequence[jax.Array]] = {}
+        self._reserved: dict[int, tuple[Sequence[jax.Array], float]] = {}
+        self._written: set[int] = set()
 
-    def reserve(
-        self, pull_id: int, sizes: Sequence[int], places: Sequence[int], seconds: float
-    ) -> None:
-        """After `seconds` its receiver counts nothing that it copies. Where the arrays lie is known
-        when they are there."""
-        del sizes, places
-        self._ends[pull_id] = time.monotonic() + seconds
+    def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
+        """Keeps the leaves. Their addresses exist only when they are computed."""
+        arrays = pieces.on_devices()
+        self._reserved[pull_id] = arrays, time.monotonic() + seconds
+        return Reserved(len(arrays), arrays)
 
-    def write(self, pull_id: int, arrays: Sequence[jax.Array]) -> OnDevice:
-        """Where they lie, who are there: they are kept as they are, nothing is copied."""
+    def write(self, pull_id: int) -> OnDevice:
+        """Exports the leaves; nothing is copied."""
+        arrays = jax.block_until_ready(self._reserved[pull_id][0])
         lent, offsets = zip(*map(self._memory.lend, arrays), strict=True)
         allocations = tuple(dict.fromkeys(lent))
-        self._posted[pull_id] = arrays
+        self._written.add(pull_id)
         return OnDevice(allocations, tuple(map(allocations.index, lent)), offsets)
 
-    def has_written(self, pull_id: int) -> bool:
-        """Whether its receiver may hear of it."""
-        return pull_id in self._posted
-
     def pulled(self, pull_id: int) -> None:
-        """Its receiver has copied it, or counts nothing of it."""
-        self._ends.pop(pull_id, None)
-        self._posted.pop(pull_id, None)
+        self._reserved.pop(pull_id, None)
+        self._written.discard(pull_id)
         self._memory.forget(pull_id)
 
+    def given_up(self, pull_id: int) -> None:
+        """Frees the leaves at once: the receiver discards what it still copies."""
+        self.pulled(pull_id)
+
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Its receiver may be copying it."""
-        del leaves, reason
-        end = self._ends.pop(pull_id, 0.0)
-        if arrays := self._posted.pop(pull_id, None):
+        arrays, end = self._reserved.pop(pull_id, ((), 0.0))
+        if pull_id in self._written:
+            self._written.remove(pull_id)
             self._memory.park(pull_id, arrays, end - time.monotonic())
 
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Nothing waits here before it is posted."""
-
-    def tick(self) -> None:
-        """`LentMemory.sweep` is for all of them."""
-
     def close(self, in_flight: bool) -> None:
-        del in_flight
-        for pull_id in list(self._ends):
+        for pull_id in list(self._reserved):
             self.withdraw(pull_id, 0, "")
 
 
-class DeviceSender:
-    """The devices' memory of another process. One thread uses it."""
+class DeviceInlet(Inlet):
+    """The device memory of one sender process."""
+
+    backend = KvBackend.CUDA
+    reads = True
 
     def __init__(self, memory: LentMemory) -> None:
         self._memory = memory
         self._held: dict[tuple[int, LentAllocation], Mapping] = {}
 
-    def leaves(
-        self, lies: OnDevice, avals: Sequence[jax.ShapeDtypeStruct], in_time: Callable[[], bool]
+    def pull(
+        self,
+        answer: Posted,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        in_time: Callable[[], bool],
+        unused: Callable[[], None],
     ) -> "list[DeviceLeaf]":
-        """Arrays into which is being copied, or will be, when this returns.
-
-        Args:
-          lies: where the pieces lie.
-          avals: shapes and places of the arrays.
-          in_time: asked when they are there; what comes late counts as failed.
-
-        Raises:
-          HandoffError: where what is said of them cannot be, or nothing can be read there.
-        """
+        """Starts to copy the leaves into arrays of this process."""
+        lies = memory_of(answer, OnDevice)
         if not len(avals) == len(lies.places) == len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
         sizes = [int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals]
@@ -277,12 +289,12 @@ class DeviceSender:
             used[key] = self._held[key]
             parts.append(_Part(key[0], blank(aval), used[key].base + offset))
         for key in used:
-            self._memory.hold(*key)  # for the read, which may outlive the connection
+            self._memory.hold(*key)  # by the read, which may outlive this connection
         read = DeviceRead(self._memory, parts, list(used.values()), in_time)
         return [DeviceLeaf(part.to, read) for part in parts]
 
-    def close(self) -> None:
-        """What is being copied goes on."""
+    def close(self, in_flight: bool) -> None:
+        """Copies that are under way continue."""
         for mapping in self._held.values():
             self._memory.let_go(mapping)
         self._held.clear()
@@ -290,7 +302,7 @@ class DeviceSender:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What `device` copies to an array of its own from an address of its own."""
+    """One copy on `device`, from an address that it has opened to an array of its own."""
 
     device: int
     to: jax.Array
@@ -298,7 +310,8 @@ class _Part:
 
 
 class DeviceRead:
-    """Copies that are to be made, then under way, then over. To poll, from any thread."""
+    """The copies of one pull: first waiting for their arrays, then under way, then over. Polled;
+    thread-safe."""
 
     def __init__(
         self,
@@ -315,7 +328,7 @@ class DeviceRead:
         memory.begun(self)
 
     def is_over(self) -> bool:
-        """Whether all is there or never will be; never waits."""
+        """Returns whether all copies have ended or failed. Never blocks."""
         with self._lock:
             if not self._over:
                 try:
@@ -327,7 +340,7 @@ class DeviceRead:
             return self._over
 
     def close(self) -> None:
-        """Ends it, and waits for what is under way."""
+        """Ends the read; blocks until copies under way have ended."""
         with self._lock:
             if not self._over:
                 for copy in self._copies:
@@ -338,7 +351,7 @@ class DeviceRead:
     def _advance(self) -> None:
         if not self._begun:
             if not all(is_ready(part.to) for part in self._parts):
-                return  # JAX would write into it after us
+                return  # JAX would overwrite it later
             self._begin()
         while self._copies and self._copies[0].is_done():
             self._copies.pop(0)
@@ -348,7 +361,7 @@ class DeviceRead:
         if not self._in_time():
             self.error = _TOO_LATE
             return
-        jax.block_until_ready([part.to for part in self._parts])  # raises where it has no memory
+        jax.block_until_ready([part.to for part in self._parts])  # raises if out of memory
         by_device: dict[int, list[tuple[int, int, int]]] = {}
         for part in self._parts:
             place = part.to.unsafe_buffer_pointer(), part.source, part.to.nbytes
@@ -360,7 +373,7 @@ class DeviceRead:
         self._begun = True
         self.error = self.error or (f"another process's device memory could not be copied: {error}")
         for copy in self._copies:
-            copy.wait()  # nothing may be written there once this is over
+            copy.wait()  # no copy may write once the read is over
         self._copies.clear()
 
     def _end(self) -> None:
@@ -375,7 +388,7 @@ class DeviceRead:
 
 
 class DeviceLeaf(Leaf):
-    """An array into which something is copied from another process's device."""
+    """An array that is copied from another process's device."""
 
     __slots__ = ("_read", "_to")
 

@@ -4,7 +4,7 @@ process, delivered if all goes well.
 A `KvLink` carries what a channel says; what arrives for this process is given to its `KvReceiver`,
 which a channel is:
 
-    channel = JaxTransferChannel(clock, end, link, ...)
+    channel = NegotiatedChannel(clock, end, link, ...)
     link.send(KvEnd("10.0.0.7:8811", boot_id), message)  # the channel does this
     channel.handle(sender, message)  # the link's owner does this; `sender` is the KvEnd it is from
 

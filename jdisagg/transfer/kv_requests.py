@@ -1,8 +1,6 @@
-"""One pull as the receiver keeps it: what it asked of each process of its sender, over which
-connection, and for which pieces.
+"""Records of the receiving half: its sender processes, its pulls, and what each pull requested.
 
-Records, and how requests are made of a target; nothing is sent or pulled here. Whoever keeps them
-says which thread may touch what."""
+Nothing is sent or pulled here. `KvPuller`, which keeps the records, says which thread owns what."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,39 +11,52 @@ from jdisagg.errors import LayoutError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import PostedPiece, PullRequest
 from jdisagg.transfer.assembly import Assembly
+from jdisagg.transfer.backend import Inlet, Leaf
 from jdisagg.transfer.channel import PullTarget
-from jdisagg.transfer.device_memory import DeviceSender
-from jdisagg.transfer.nixl_memory import NixlSender
 from jdisagg.transfer.pieces import plan_ahead
-from jdisagg.transfer.polled_pull import PolledPull
-from jdisagg.transfer.shared_memory import Leaf, SenderMemory
-from jdisagg.transfer.transfer_engine import Inlet
+from jdisagg.transfer.polled_pull import PolledPull, is_ready
 
 
 @dataclass(slots=True)
-class SenderConnection:
-    """To one sender process. `number` grows with each new one. `address`: of the sender's outlet,
-    once it has said so; `used`: when something was last asked there. `moved`: when something last
-    arrived. `memory`: its shared memory, where that can be mapped, or its registered memory, where
-    both sides have NIXL, or its devices', where it lends them; nothing goes through the engine
-    then."""
+class PeerState:
+    """One sender process.
+
+    Attributes:
+      end: The process.
+      link: Number of the connection to it; grows with each new one.
+      inlet: Pulls from it.
+      address: Its transfer server, once it has reported it; "" before.
+      used: Time of the last request to it.
+      moved: Time when something last arrived from it.
+    """
 
     end: KvEnd
-    number: int
-    inlet: Inlet | None = None
+    link: int
+    inlet: Inlet
     address: str = ""
     used: float = 0.0
     moved: float = 0.0
-    memory: SenderMemory | NixlSender | DeviceSender | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SentRequest:
-    """What one sender process was asked for one pull, and when last. `arrays` once they are on
-    their way from its outlet at `address`, or have a place in its memory."""
+    """The request of one pull to one sender process.
+
+    Attributes:
+      pull_id: Random id, used once.
+      peer: The sender process.
+      transfer: The pull.
+      sent_at: Time when the request was last sent.
+      request: The message.
+      arrays: The leaves, once they are on their way or have a place in the sender's memory.
+      address: Server that they are pulled from.
+      refused: Whether the sender has refused.
+      unread: Why the sender's memory could not be read; "" otherwise.
+      ahead: Pieces that are pulled before the sender answers.
+    """
 
     pull_id: int
-    connection: SenderConnection
+    peer: PeerState
     transfer: "Transfer"
     sent_at: float
     request: PullRequest | None = None
@@ -55,11 +66,19 @@ class SentRequest:
     unread: str = ""
     ahead: tuple[PostedPiece, ...] = ()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its leaves have arrived or failed."""
+        return self.arrays is not None and all(map(is_ready, self.arrays))
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
+    """One pull: its future, its sending mesh `source`, its arrays, and one request per sender
+    process."""
+
     pull: PolledPull
-    peer: str
+    source: str
     assembly: Assembly
     requests: list[SentRequest] = field(default_factory=list)
 
@@ -67,14 +86,14 @@ class Transfer:
 def pieces_by_sender(
     card: MeshCard, target: PullTarget, assembly: Assembly, turn: int
 ) -> dict[int, tuple[PostedPiece, ...]] | None:
-    """What comes to this process's devices, by the place in `card.ends` of the process that sends
-    it; None where the two do not fit."""
+    """Returns the pieces for this process's devices by the index in `card.ends` of their sender
+    process; None if the two meshes do not fit."""
     _, components, _, tokens, head_size = target.zeros.shape
     shape = (1, components, target.heads, tokens, head_size)
     try:
         plan = plan_ahead(card, target.source_rank, shape, assembly.wanted, target.granule, turn)
     except LayoutError:
-        return None  # the sender's refusal will say in what
+        return None  # the sender's refusal will report why
     process, found = jax.process_index(), {}
     holder = dict(zip(card.devices, card.processes, strict=True))
     for piece in plan:
@@ -94,14 +113,23 @@ def request_of(
     transports: int,
     turn: int,
 ) -> PullRequest:
-    """What the sender is told."""
+    """Makes the message of a request.
+
+    Args:
+      sent: The request.
+      offer_id: Offer to pull.
+      target: Destination of the block.
+      deadline_seconds: Time that remains.
+      transports: Connections of the transfer engine.
+      turn: Replica of the sender that begins.
+    """
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(
         pull_id=sent.pull_id,
         offer_id=offer_id,
-        sender_boot_id=sent.connection.end.boot_id,
-        link=sent.connection.number,
+        sender_boot_id=sent.peer.end.boot_id,
+        link=sent.peer.link,
         transports=transports,
         deadline_seconds=deadline_seconds,
         codec=target.codec,
@@ -114,9 +142,7 @@ def request_of(
         wanted=sent.transfer.assembly.wanted,
         process=jax.process_index(),
         turn=turn,
-        address=sent.connection.address if sent.ahead else "",
+        address=sent.peer.address if sent.ahead else "",
         pieces=sent.ahead,
-        shared=isinstance(sent.connection.memory, SenderMemory),
-        nixl=isinstance(sent.connection.memory, NixlSender),
-        device=isinstance(sent.connection.memory, DeviceSender),
+        backend=sent.peer.inlet.backend,
     )

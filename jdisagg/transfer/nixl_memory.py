@@ -1,14 +1,14 @@
-"""Memory that is registered with NIXL: how KV moves between hosts by reads of the receiver's.
+"""The backend over NIXL: KV between hosts, read by the receiver.
 
-The sender writes the pieces of a pull into a region and says where they lie; the receiver reads
-them into a region of its own, of which, on CPU, its arrays are made without another copy. It is the
-host's memory on both sides, also where the KV lies on other devices. Invariants:
-- a region is written before its receiver hears of it, and again only when nobody can take what is
-  read there then for its own: its receiver has read it or given up, or the deadline of its pull has
-  passed, after which a receiver counts nothing that it reads;
-- a region into which something is read is used again when no array needs it and its read is over;
-- nothing that was registered is ever unmapped (nixl_agent.py says why): what waits for its next use
-  beyond SPARE_BYTES gives its pages back, not its addresses, where no device holds on to them."""
+The sender writes the pieces of a pull into a registered region and answers with its address. The
+receiver reads them into a region of its own, of which, on CPU, arrays are made without another
+copy. Both regions are host memory, also if the KV lies on other devices. Invariants:
+- A region is written before its receiver is answered. It is reused only when no receiver can take
+  new bytes for its own: the receiver has read the region or given up, or the pull's deadline has
+  passed, after which the receiver discards what it reads.
+- A region that is read into is reused when no array needs it and its read has ended.
+- Registered memory is never unmapped (nixl_agent.py explains why). Spare regions beyond SPARE_BYTES
+  give their pages back, but not their addresses, unless a device pins them."""
 
 import collections
 import logging
@@ -22,7 +22,9 @@ import jax
 import numpy as np
 
 from jdisagg.errors import ConfigError, HandoffError
-from jdisagg.messages.kv_plane import InRegistered
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import InRegistered, KvBackend, Posted
+from jdisagg.transfer.backend import Backend, Inlet, Outlet, Reserved, memory_of
 from jdisagg.transfer.nixl_agent import (
     NixlAgent,
     NixlRead,
@@ -30,6 +32,7 @@ from jdisagg.transfer.nixl_agent import (
     nixl_bindings,
     rdma_devices,
 )
+from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 from jdisagg.transfer.shared_memory import ALIGNMENT, SPARE_BYTES, LeafInMemory, offsets_of
 
 _log = logging.getLogger(__name__)
@@ -37,14 +40,21 @@ _SMALLEST_BYTES = 1 << 16
 
 
 def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
-    """What a worker on `host` has for `ServiceConfig.kv_channel`; None: its KV is not read over
-    NIXL. Raises ConfigError where NIXL is asked for by name and cannot be used."""
+    """Returns a worker's NIXL memory, or None if its KV is not read over NIXL.
+
+    Args:
+      channel: `ServiceConfig.kv_channel`.
+      host: Address of the worker.
+
+    Raises:
+      ConfigError: NIXL is configured by name and cannot be used.
+    """
     if channel == "nixl":
         return NixlMemory(NixlAgent(host), first=True)
     if channel not in ("auto", "cuda"):
         return None
     try:
-        # From a loopback address nobody reads; and over TCP the transfer engine is faster.
+        # No other host reads from a loopback address, and over TCP the transfer engine is faster.
         if is_loopback(host) or not rdma_devices():
             return None
         nixl_bindings()
@@ -53,12 +63,12 @@ def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
     try:
         return NixlMemory(NixlAgent(host))
     except ConfigError as error:
-        _log.warning("KV goes to other hosts through the transfer engine: %s", error.message)
+        _log.warning("KV is sent to other hosts by the transfer engine: %s", error.message)
         return None
 
 
 class RegisteredRegion:
-    """`size` bytes at `address`; `metadata`: by which others read them."""
+    """`size` bytes at `address`. Other processes read them with `metadata`."""
 
     __slots__ = ("address", "memory", "metadata", "size")
 
@@ -69,9 +79,15 @@ class RegisteredRegion:
         self.metadata = agent.register(self.address, size)
 
 
-class NixlMemory:
-    """The registered regions of one process, and its agent. From any thread. `first`: whether KV is
-    read over NIXL also where it could be mapped."""
+class NixlMemory(Backend):
+    """The registered regions of one process, and its agent. Thread-safe.
+
+    Args:
+      agent: NIXL agent of this process.
+      first: Whether NIXL is preferred to shared memory and CUDA IPC.
+    """
+
+    kind = KvBackend.NIXL
 
     def __init__(self, agent: NixlAgent, first: bool = False) -> None:
         self.agent, self.first = agent, first
@@ -80,13 +96,22 @@ class NixlMemory:
         self._spare_bytes = 0
         self._bare: dict[int, list[RegisteredRegion]] = {}
         self._parked: list[tuple[RegisteredRegion, Callable[[], bool]]] = []
-        # A deque takes without a lock: arrays end on any thread, at any time.
+        # Appending to a deque needs no lock: arrays are dropped on any thread, at any time.
         self._left: collections.deque[tuple[RegisteredRegion, Callable[[], bool]]]
         self._left = collections.deque()
         self._all: list[RegisteredRegion] = []
 
+    def reaches(self, end: KvEnd) -> bool:
+        return end.nixl
+
+    def outlet(self) -> "NixlOutlet":
+        return NixlOutlet(self)
+
+    def inlet(self, end: KvEnd) -> "NixlInlet":
+        return NixlInlet(self)
+
     def take(self, size: int) -> RegisteredRegion:
-        """A region of at least `size` bytes; one that was used before where there is one."""
+        """Returns a region of at least `size` bytes, preferably a used one."""
         size = max(_SMALLEST_BYTES, 1 << (size - 1).bit_length())
         with self._lock:
             self._sweep()
@@ -106,29 +131,29 @@ class NixlMemory:
         return region
 
     def give_back(self, region: RegisteredRegion) -> None:
-        """One that is used by nobody."""
+        """Keeps an unused region for its next use."""
         with self._lock:
             self._give_back(region)
 
     def park(self, region: RegisteredRegion, seconds: float) -> None:
-        """One of which somebody may still read, for so long."""
+        """Keeps a region unused for some seconds, because a receiver may still read it."""
         end = time.monotonic() + seconds
         self._left.append((region, lambda: time.monotonic() >= end))
 
     def leave(self, region: RegisteredRegion, read: NixlRead) -> None:
-        """One of which no array is needed any more, though it may still be read into. Takes no
-        lock, for it is called when arrays end."""
+        """Reuses a region after its read has ended: no array needs it any more. Takes no lock,
+        because finalizers of arrays call it."""
         self._left.append((region, read.is_over))
 
     def regions(self) -> tuple[int, int]:
-        """How many there are, and how many of them are in use."""
+        """Returns the number of regions, and how many of them are in use."""
         with self._lock:
             self._sweep()
             idle = [*self._spare.values(), *self._bare.values()]
             return len(self._all), len(self._all) - sum(map(len, idle))
 
     def close(self) -> None:
-        """Nothing is read from here or into here any more; arrays keep what they need."""
+        """Ends all reads; arrays that live keep what they need."""
         self.agent.close()
 
     def _sweep(self) -> None:
@@ -150,85 +175,70 @@ class NixlMemory:
         self._spare_bytes += region.size
 
 
-class NixlOutlet:
-    """What of this process's registered memory one receiver process reads. One thread uses it."""
-
-    address = ""  # nothing is pulled from here before it is posted
+class NixlOutlet(Outlet):
+    """The registered regions that one receiver process reads."""
 
     def __init__(self, memory: NixlMemory) -> None:
         self._memory = memory
         self._posted: dict[int, tuple[RegisteredRegion, tuple[int, ...], float]] = {}
-        self._written: set[int] = set()
+        self._unwritten: dict[int, HostLeaves] = {}
 
-    def reserve(
-        self, pull_id: int, sizes: Sequence[int], places: Sequence[int], seconds: float
-    ) -> InRegistered:
-        """Where arrays of so many bytes will lie: leaf i is the `places[i]`-th of them. After
-        `seconds` its receiver counts nothing that it reads there."""
-        offsets, size = offsets_of(sizes)
+    def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
+        leaves = pieces.in_host()
+        offsets, size = offsets_of(leaves.sizes)
         region = self._memory.take(size)
         self._posted[pull_id] = region, offsets, time.monotonic() + seconds
-        leaves = tuple(offsets[place] for place in places)
-        return InRegistered(region.metadata, region.address, size, leaves)
+        self._unwritten[pull_id] = leaves
+        lies = tuple(offsets[place] for place in leaves.places)
+        memory = InRegistered(region.metadata, region.address, size, lies)
+        return Reserved(len(lies), leaves.sources, memory)
 
-    def write(self, pull_id: int, arrays: Sequence[np.ndarray]) -> None:
-        """What was reserved for."""
+    def write(self, pull_id: int) -> InRegistered | None:
         region, offsets, _ = self._posted[pull_id]
+        arrays = self._unwritten.pop(pull_id).arrays()
         for array, offset in zip(arrays, offsets, strict=True):
             place = np.frombuffer(region.memory, array.dtype, array.size, offset)
             np.copyto(place.reshape(array.shape), array)
-        self._written.add(pull_id)
-
-    def has_written(self, pull_id: int) -> bool:
-        """Whether its receiver may hear of it."""
-        return pull_id in self._written
 
     def pulled(self, pull_id: int) -> None:
-        """Its receiver has read it, or counts nothing of it."""
+        self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):
-            self._written.discard(pull_id)
             self._memory.give_back(posted[0])
 
+    def given_up(self, pull_id: int) -> None:
+        """Frees the region at once: the receiver discards what it still reads."""
+        self.pulled(pull_id)
+
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Its receiver may be reading it."""
-        del leaves, reason
+        self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):
-            self._written.discard(pull_id)
             region, _, end = posted
             self._memory.park(region, end - time.monotonic())
 
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Nothing waits here before it is posted."""
-
-    def tick(self) -> None:
-        """Nothing is kept by time."""
-
     def close(self, in_flight: bool) -> None:
-        del in_flight
         for pull_id in list(self._posted):
             self.withdraw(pull_id, 0, "")
 
 
-class NixlSender:
-    """The registered memory of another process. One thread uses it."""
+class NixlInlet(Inlet):
+    """The registered memory of one sender process."""
+
+    backend = KvBackend.NIXL
+    reads = True
 
     def __init__(self, memory: NixlMemory) -> None:
         self._memory = memory
         self._peers: set[str] = set()
 
-    def leaves(
-        self, lies: InRegistered, avals: Sequence[jax.ShapeDtypeStruct], in_time: Callable[[], bool]
+    def pull(
+        self,
+        answer: Posted,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        in_time: Callable[[], bool],
+        unused: Callable[[], None],
     ) -> list[LeafInMemory]:
-        """The arrays of a region, which are being read when this returns.
-
-        Args:
-          lies: where they lie.
-          avals: shapes and places of the arrays.
-          in_time: asked once, when they are there; what comes late counts as failed.
-
-        Raises:
-          HandoffError: where what is said of the region cannot be, or nothing can be read there.
-        """
+        """Starts to read the region. `in_time` is called once, when the read has ended."""
+        lies = memory_of(answer, InRegistered)
         sizes = [int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals]
         if len(sizes) != len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
@@ -251,12 +261,11 @@ class NixlSender:
         except HandoffError:
             self._memory.give_back(region)
             raise
-        # Views have it as their base: the region is in use as long as any of them is.
+        # Views have this array as their base: the region is in use as long as any of them lives.
         bytes_ = np.frombuffer(region.memory, np.uint8)
         weakref.finalize(bytes_, self._memory.leave, region, read).atexit = False
         return [LeafInMemory(bytes_, *leaf, read) for leaf in zip(places, avals, strict=True)]
 
-    def close(self) -> None:
-        """Arrays that live keep what they need."""
+    def close(self, in_flight: bool) -> None:
         for peer in self._peers:
             self._memory.agent.lose(peer)

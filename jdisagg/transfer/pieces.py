@@ -215,36 +215,15 @@ def _planned(
     )
 
 
-def encoded_pieces(
-    offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str
-) -> list[jax.Array]:
-    """The leaves of each piece in turn, on the devices that hold them; returns before they are
-    computed. A piece that several devices want is made once; one that is a whole shard and has no
-    codec is the shard itself."""
-    made: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
-    cuts: dict[int, tuple[jax.Array, ...]] = {}
-    parts = offer.local_heads // granule
-    leaves: list[jax.Array] = []
-    for piece in pieces:
-        key = (piece.source, piece.source_part)
-        if key not in made:
-            if piece.source not in cuts:
-                shard = offer.shards[piece.source]
-                cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
-            made[key] = encode(
-                cuts[piece.source][piece.source_part], codec_name, offer.stamp, piece.first_head
-            )
-        leaves += made[key]
-    return leaves
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLeaves:
-    """What `encoded_pieces` gives, for reading in the host's memory.
+    """The leaves of a pull, to be read in host memory.
 
-    sources: the arrays on devices from which it is read, perhaps still computed. cuts: each array
-    once, as the place of its source and which heads of it (None: all). places: for each leaf of
-    each piece in turn its place among the cuts."""
+    Attributes:
+      sources: Device arrays that the leaves are read from, perhaps still being computed.
+      cuts: For each distinct array the index of its source and the heads to take (None: all).
+      places: For each leaf of each piece, in order, the index of its array in `cuts`.
+    """
 
     sources: tuple[jax.Array, ...]
     cuts: tuple[tuple[int, slice | None], ...]
@@ -252,7 +231,7 @@ class HostLeaves:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each array."""
+        """Bytes of each distinct array."""
         return [
             self.sources[source].nbytes
             if heads is None
@@ -263,7 +242,7 @@ class HostLeaves:
         ]
 
     def arrays(self) -> list[np.ndarray]:
-        """Waits until all is computed. On CPU they are views of the devices' memory."""
+        """Blocks until all is computed. On CPU the arrays are views of the devices' memory."""
         read = [np.asarray(source) for source in self.sources]
         return [
             read[source] if heads is None else read[source][:, :, heads]
@@ -271,50 +250,57 @@ class HostLeaves:
         ]
 
 
-def host_leaves(
-    offer: OfferedBlock, pieces: Sequence[PlannedPiece], granule: int, codec_name: str
-) -> HostLeaves:
-    """The pieces for the host. Waits for nothing; pieces without a codec are views of their shard,
-    cut by nobody."""
-    if codec_name != NO_CODEC:
-        encoded = encoded_pieces(offer, pieces, granule, codec_name)
-        once = tuple({id(leaf): leaf for leaf in encoded}.values())
-        order = {id(leaf): place for place, leaf in enumerate(once)}
-        cuts = tuple((place, None) for place in range(len(once)))
-        return HostLeaves(once, cuts, tuple(order[id(leaf)] for leaf in encoded))
-    places: dict[tuple[int, int], int] = {}
-    for piece in pieces:
-        places.setdefault((piece.source, piece.source_part), len(places))
-    sources = {source: place for place, source in enumerate(sorted({key[0] for key in places}))}
-    return HostLeaves(
-        tuple(offer.shards[source] for source in sources),
-        tuple(
-            (sources[source], slice(part * granule, (part + 1) * granule))
-            for source, part in places
-        ),
-        tuple(places[piece.source, piece.source_part] for piece in pieces),
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceLeaves:
-    """What `encoded_pieces` gives, for reading where it lies."""
+class RequestedPieces:
+    """The pieces of an offer that one receiver process wants, and their encoding."""
 
-    sources: tuple[jax.Array, ...]
+    offer: OfferedBlock
+    pieces: Sequence[PlannedPiece]
+    granule: int
+    codec_name: str
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each array."""
-        return [source.nbytes for source in self.sources]
+    def on_devices(self) -> list[jax.Array]:
+        """Returns the leaves of each piece in order, on the devices that hold them; does not wait
+        for them. A piece that several devices want is made once. A piece that is a whole shard and
+        has no codec is the shard itself."""
+        offer, granule = self.offer, self.granule
+        made: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
+        cuts: dict[int, tuple[jax.Array, ...]] = {}
+        parts = offer.local_heads // granule
+        leaves: list[jax.Array] = []
+        for piece in self.pieces:
+            key = (piece.source, piece.source_part)
+            if key not in made:
+                if piece.source not in cuts:
+                    shard = offer.shards[piece.source]
+                    cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
+                part = cuts[piece.source][piece.source_part]
+                made[key] = encode(part, self.codec_name, offer.stamp, piece.first_head)
+            leaves += made[key]
+        return leaves
 
-    @property
-    def places(self) -> tuple[int, ...]:
-        """As of `HostLeaves`: one for each leaf."""
-        return tuple(range(len(self.sources)))
-
-    def arrays(self) -> Sequence[jax.Array]:
-        """Waits until all is computed."""
-        return jax.block_until_ready(self.sources)
+    def in_host(self) -> HostLeaves:
+        """Returns the leaves for host memory; does not wait for them. Pieces without a codec are
+        views of their shard, so that no program cuts them."""
+        if self.codec_name != NO_CODEC:
+            encoded = self.on_devices()
+            once = tuple({id(leaf): leaf for leaf in encoded}.values())
+            order = {id(leaf): place for place, leaf in enumerate(once)}
+            cuts = tuple((place, None) for place in range(len(once)))
+            return HostLeaves(once, cuts, tuple(order[id(leaf)] for leaf in encoded))
+        granule = self.granule
+        places: dict[tuple[int, int], int] = {}
+        for piece in self.pieces:
+            places.setdefault((piece.source, piece.source_part), len(places))
+        sources = {source: place for place, source in enumerate(sorted({key[0] for key in places}))}
+        return HostLeaves(
+            tuple(self.offer.shards[source] for source in sources),
+            tuple(
+                (sources[source], slice(part * granule, (part + 1) * granule))
+                for source, part in places
+            ),
+            tuple(places[piece.source, piece.source_part] for piece in self.pieces),
+        )
 
 
 def blank(aval: jax.ShapeDtypeStruct) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
-from jdisagg.transfer.shared_memory import Leaf
+from jdisagg.transfer.backend import Leaf
 
 Assemble = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 Explain = Callable[[str], JdisaggError | None]

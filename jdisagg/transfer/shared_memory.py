@@ -1,19 +1,18 @@
-"""Memory that one process fills and others of the same host map: how KV moves between them without
-a copy through the network stack.
+"""The backend over shared memory: KV between processes of one host without the network stack.
 
-The sender writes the pieces of a pull into a `Region` (a memfd, which has no name and no owner but
-the processes that hold it) and says which one; the receiver opens it through `/proc/PID/fd`, maps
-it read-only and makes arrays of the mapping, on CPU without another copy. Invariants:
-- a receiver hears of a region when its pull is accepted, which may be before the pieces are
-  computed, and maps it meanwhile. Its first byte says whether they are written, and nothing else
-  of it is looked at before: what follows the computation is one copy and one byte, no message;
-- a region is written once, and again only after its receiver said that it keeps nothing of it; one
-  that was taken back is closed, never filled anew. So what was read does not change, whoever is
-  late;
-- nothing outlives its processes: the kernel frees a memfd with its last holder, `kill -9` included;
-- who can map is whom the kernel lets look into the sender: the same user, in the same PID
-  namespace. `SharedMemory.name` holds a secret that lies in a probe region: who reads it there is
-  on the same host, and who does not (another host with equal numbers) uses another way."""
+The sender writes the pieces of a pull into a `Region`, a memfd, and answers with its descriptor.
+The receiver opens it through `/proc/PID/fd`, maps it read-only and makes arrays of the mapping, on
+CPU without another copy. Invariants:
+- The receiver is answered when its pull is accepted, perhaps before the pieces are computed, and
+  maps the region meanwhile. The region's first byte reports when they are written, and nothing else
+  is read before. After the computation there is one copy and one byte, and no message.
+- A region is written once. It is reused only after its receiver has reported that it keeps nothing
+  of it; a withdrawn region is closed. So data that was read does not change.
+- Nothing outlives its processes: the kernel frees a memfd with its last holder, also after
+  `kill -9`.
+- The kernel lets only the same user in the same PID namespace map a region. `SharedMemory.name`
+  holds a secret that is stored in a probe region: a process that reads it there is on the same
+  host. Another host with equal numbers fails that test and uses another backend."""
 
 import contextlib
 import mmap
@@ -28,17 +27,20 @@ import jax
 import numpy as np
 
 from jdisagg.errors import HandoffError
-from jdisagg.messages.kv_plane import InMemory
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import InMemory, KvBackend, Posted
+from jdisagg.transfer.backend import Backend, Inlet, Leaf, Outlet, Reserved, memory_of
+from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 
-ALIGNMENT = 64  # bytes: XLA:CPU takes a buffer as it is where it begins at a multiple of it
-_WRITTEN = 1  # a region's first byte, once all that follows it is there
-SPARE_BYTES = 256 << 20  # of regions, or mappings, that wait for their next use
+ALIGNMENT = 64  # bytes; XLA:CPU aliases a buffer that begins at a multiple of it
+_WRITTEN = 1  # first byte of a region that is written
+SPARE_BYTES = 256 << 20  # limit of the regions, or mappings, that wait for their next use
 _SECRET_BYTES = 16
 
 
 class Region:
-    """A piece of shared memory of `size` bytes, mapped for writing. `inode` tells it from another
-    that has the same descriptor later."""
+    """`size` bytes of shared memory, mapped for writing. `inode` distinguishes it from a later
+    region with the same descriptor."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,25 +54,26 @@ class Region:
             raise
 
     def write(self, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
-        """Copies each array to its offset (bytes, a multiple of ALIGNMENT)."""
+        """Copies each array to its offset (in bytes, a multiple of ALIGNMENT)."""
         for array, offset in zip(arrays, offsets, strict=True):
             place = np.frombuffer(self._map, array.dtype, array.size, offset)
             np.copyto(place.reshape(array.shape), array)
 
-    def say(self, written: bool) -> None:
-        """To who maps it. The locks that the interpreter takes between a copy and this, and a
-        reader between seeing this and reading, keep them in order on every processor."""
+    def set_written(self, written: bool) -> None:
+        """Reports to receivers whether the region is written. The interpreter takes locks between
+        the copy and this store, and between a reader's load and its reads, which keeps them in
+        order on every processor."""
         self._map[0] = _WRITTEN if written else 0
 
     def close(self) -> None:
-        """This process's hold on it; who has mapped it keeps what it has."""
+        """Releases this process's hold; processes that map the region keep it."""
         self._map.close()
         os.close(self.descriptor)
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Where arrays of so many bytes lie in a region, one after another behind the byte that says
-    that they are there, and its size in bytes."""
+    """Returns the offsets of arrays of these sizes in a region, and the region's size, in bytes.
+    The arrays follow the byte that reports that they are written."""
     offsets: list[int] = []
     end = ALIGNMENT
     for size in sizes:
@@ -79,8 +82,10 @@ def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-class SharedMemory:
-    """The regions of one sending process. One thread uses it."""
+class SharedMemory(Backend):
+    """The regions of one sending process. One thread uses it, except for `reaches` and `inlet`."""
+
+    kind = KvBackend.SHARED
 
     def __init__(self) -> None:
         secret = secrets.token_bytes(_SECRET_BYTES)
@@ -89,17 +94,27 @@ class SharedMemory:
         self.name = f"{os.getpid()}:{self._probe.descriptor}:{secret.hex()}"
         self._spare: dict[int, list[Region]] = {}
         self._spare_bytes = 0
+        self._closed = False
 
     @staticmethod
     def of_host() -> "SharedMemory | None":
-        """None where the system has no such memory."""
+        """Returns None if the operating system has no memfd."""
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             return None
         return SharedMemory()
 
+    def reaches(self, end: KvEnd) -> bool:
+        return bool(end.memory) and reachable(end.memory)
+
+    def outlet(self) -> "SharedOutlet":
+        return SharedOutlet(self)
+
+    def inlet(self, end: KvEnd) -> "SharedInlet":
+        return SharedInlet(end.memory)
+
     def take(self, size: int) -> Region:
-        """A region of at least `size` bytes; one that was used before where there is one, whose
-        pages need not be found anew."""
+        """Returns a region of at least `size` bytes, preferably a used one, whose pages the kernel
+        has allocated already."""
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if spare := self._spare.get(size):
             self._spare_bytes -= size
@@ -113,14 +128,13 @@ class SharedMemory:
             ) from error
 
     def give_back(self, region: Region) -> None:
-        """One of which nobody keeps anything."""
+        """Keeps a region that no receiver maps for its next use."""
         if self._spare_bytes + region.size > SPARE_BYTES:
             return region.close()
         self._spare.setdefault(region.size, []).append(region)
         self._spare_bytes += region.size
 
     def drop_spare(self) -> None:
-        """Frees what waits for its next use."""
         for regions in self._spare.values():
             for region in regions:
                 region.close()
@@ -129,61 +143,55 @@ class SharedMemory:
 
     def close(self) -> None:
         self.drop_spare()
-        self._probe.close()
+        if not self._closed:
+            self._closed = True
+            self._probe.close()
 
 
-class MemoryOutlet:
-    """What of this process's shared memory one receiver process pulls. One thread uses it."""
+class SharedOutlet(Outlet):
+    """The regions that one receiver process maps."""
 
-    address = ""  # nothing is pulled from here before it is posted
+    answers_early = True  # a region's first byte reports that it is written
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._posted: dict[int, tuple[Region, tuple[int, ...]]] = {}
+        self._unwritten: dict[int, HostLeaves] = {}
 
-    def reserve(
-        self, pull_id: int, sizes: Sequence[int], places: Sequence[int], seconds: float = 0.0
-    ) -> InMemory:
-        """Where arrays of so many bytes will lie: leaf i is the `places[i]`-th of them."""
-        del seconds  # a mapping keeps what it has for as long as it likes
-        offsets, size = offsets_of(sizes)
+    def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
+        leaves = pieces.in_host()
+        offsets, size = offsets_of(leaves.sizes)
         region = self._memory.take(size)
-        region.say(written=False)
+        region.set_written(False)
         self._posted[pull_id] = region, offsets
-        return InMemory(region.descriptor, region.inode, tuple(offsets[place] for place in places))
+        self._unwritten[pull_id] = leaves
+        lies = tuple(offsets[place] for place in leaves.places)
+        memory = InMemory(region.descriptor, region.inode, lies)
+        return Reserved(len(lies), leaves.sources, memory)
 
-    def write(self, pull_id: int, arrays: Sequence[np.ndarray]) -> None:
-        """What was reserved for."""
+    def write(self, pull_id: int) -> InMemory | None:
         region, offsets = self._posted[pull_id]
-        region.write(arrays, offsets)
-        region.say(written=True)
+        region.write(self._unwritten.pop(pull_id).arrays(), offsets)
+        region.set_written(True)
 
     def pulled(self, pull_id: int) -> None:
-        """Its receiver keeps nothing of it."""
+        self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):
             self._memory.give_back(posted[0])
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Its receiver may keep it: the region is not used again."""
-        del leaves, reason
+        """Closes the region rather than reusing it, because the receiver may still map it."""
+        self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):
             posted[0].close()
 
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Nothing waits here before it is posted."""
-
-    def tick(self) -> None:
-        """Nothing is kept by time."""
-
     def close(self, in_flight: bool) -> None:
-        del in_flight
-        for region, _ in self._posted.values():
-            region.close()
-        self._posted.clear()
+        for pull_id in list(self._posted):
+            self.withdraw(pull_id, 0, "")
 
 
 def reachable(name: str) -> bool:
-    """Whether the memory of the process that has this name can be mapped here."""
+    """Returns whether the memory of the process with this name can be mapped here."""
     pid, descriptor, secret = _parts(name)
     try:
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as probe:
@@ -193,42 +201,18 @@ def reachable(name: str) -> bool:
 
 
 class LeafArrival(Protocol):
-    """What is to happen before a region's bytes are there."""
+    """The read that fills a region."""
 
     error: str | None
 
     def is_over(self) -> bool:
-        """Whether it has happened or has failed; never waits."""
+        """Returns whether the read has ended or failed. Never blocks."""
         ...
 
 
-class Leaf:
-    """An array that comes past the transfer engine, to poll."""
-
-    __slots__ = ()
-
-    @property
-    def nbytes(self) -> int:
-        raise NotImplementedError
-
-    def is_ready(self) -> bool:
-        """Whether it is there or will never be; never waits."""
-        raise NotImplementedError
-
-    @property
-    def error(self) -> str | None:
-        """Why it will never be there. Only once it is ready."""
-        raise NotImplementedError
-
-    def array(self) -> jax.Array:
-        """It, where it was asked for. Only once it is ready; raises HandoffError where it will
-        never be."""
-        raise NotImplementedError
-
-
 class LeafInMemory(Leaf):
-    """An array in a region of memory, which may still have to come there. `arrival`: how, where its
-    first byte does not say so."""
+    """An array in a region of memory. `arrival` is the read that fills the region; None if the
+    region's first byte reports that it is written."""
 
     __slots__ = ("_arrival", "_aval", "_bytes", "_region")
 
@@ -255,7 +239,7 @@ class LeafInMemory(Leaf):
         return self._arrival.error if self._arrival is not None else None
 
     def array(self) -> jax.Array:
-        """On CPU it is the region's own memory."""
+        """On CPU the array is a view of the region."""
         if self.error:
             raise HandoffError(self.error)
         first, end = self._bytes
@@ -263,33 +247,32 @@ class LeafInMemory(Leaf):
         return jax.device_put(view, self._aval.sharding)
 
 
-class SenderMemory:
-    """The shared memory of another process, by its name. One thread uses it.
+class SharedInlet(Inlet):
+    """The shared memory of one sender process, by its name.
 
-    Mappings are kept (SPARE_BYTES in all), since a sender uses its regions again and the kernel
-    takes longer to map one than to copy it."""
+    Mappings are kept (SPARE_BYTES in all), since a sender reuses its regions and the kernel takes
+    longer to map a region than to copy it."""
+
+    backend = KvBackend.SHARED
+    borrows = True
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._bytes = 0
 
-    def leaves(
-        self, lies: InMemory, avals: Sequence[jax.ShapeDtypeStruct], unused: Callable[[], None]
+    def pull(
+        self,
+        answer: Posted,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        in_time: Callable[[], bool],
+        unused: Callable[[], None],
     ) -> list[LeafInMemory]:
-        """The arrays of a region, which may still have to be written.
-
-        Args:
-          lies: where they lie.
-          avals: shapes and places of the arrays.
-          unused: called once, from any thread, when no array needs the region any more.
-
-        Raises:
-          HandoffError: where the region was taken back meanwhile or is smaller than that.
-        """
+        """Maps the region, which may still have to be written."""
+        lies = memory_of(answer, InMemory)
         if len(avals) != len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
-        # Views have it as their base: it lives as long as any of them.
+        # Views have this array as their base, so it lives as long as any of them.
         region = np.frombuffer(self._map(lies), np.uint8)
         places = [
             (offset, offset + int(np.prod(aval.shape)) * aval.dtype.itemsize)
@@ -300,13 +283,12 @@ class SenderMemory:
         weakref.finalize(region, unused).atexit = False
         return [LeafInMemory(region, *leaf) for leaf in zip(places, avals, strict=True)]
 
-    def close(self) -> None:
-        """Arrays that live keep what they need."""
+    def close(self, in_flight: bool) -> None:
         self._mapped.clear()
         self._bytes = 0
 
     def _map(self, lies: InMemory) -> mmap.mmap:
-        if lies.inode in self._mapped:  # as long as it is mapped no other region gets its number
+        if lies.inode in self._mapped:  # a mapped region's number is not given to another
             self._mapped.move_to_end(lies.inode)
             return self._mapped[lies.inode]
         pid, _, _ = _parts(self._name)
@@ -330,7 +312,7 @@ class SenderMemory:
 
 
 def _parts(name: str) -> tuple[int, int, bytes]:
-    """PID, descriptor and secret; numbers that no process has where the name is none."""
+    """Returns PID, descriptor and secret. An invalid name gives numbers that no process has."""
     with contextlib.suppress(ValueError):
         pid, descriptor, secret = name.split(":")
         return int(pid), int(descriptor), bytes.fromhex(secret)

@@ -1,32 +1,32 @@
-"""`jax.experimental.transfer`, called only in the ways that were measured to be safe. Nothing else
-in jdisagg calls the engine.
+"""The backend over `jax.experimental.transfer`, used only in ways that were measured to be safe. No
+other module of jdisagg calls the engine.
 
-What goes wrong otherwise (each is a test in tests/transfer/test_engine_dangers.py), and what is
-done about it here:
-- one stalled puller stalls a whole server: an `Outlet` (server) serves one connection of one
-  receiver process, an `Inlet` one sender;
-- no transport addresses, or fewer than the other side: hang or abort. Both sides give `transports`
-  of them; compare before pulling;
-- garbage on a port can abort the process: servers bind one named interface, never all;
-- time-outs have no timer: `Outlet.tick()` must be called a few times a second, it makes them real;
-- an unpulled posting holds its arrays for ever: postings carry a time-out, and `withdraw` puts
-  error arrays in their place;
-- zero-size leaves never arrive, deleted arrays crash: neither is posted;
-- an id used twice meets the dead request of its first use: ids are random and used once (error
-  arrays excepted, they flush it);
-- a broken connection never heals, and a poisoned one wedges its server until the object is gone:
-  `Inlet.close` poisons, then drops;
-- deleting a server while bytes are on their way may stop the whole process: such servers are kept,
-  with their few threads;
-- big default chunks take gigabytes and are slower: `transfer_size` is small;
-- a server lives on while a connection to it is open, with all that is posted: `Outlet.close`
-  empties it first;
-- bytes are reinterpreted without a word: callers compare geometry before. Whether a pull arrived is
-  for `is_ready()`; nothing waits here."""
+Failure modes of the engine, each reproduced in tests/transfer/test_engine_dangers.py, and the
+countermeasure:
+- One stalled puller stalls a whole server: an `EngineOutlet` (server) serves one receiver process,
+  an `EngineInlet` connects to one sender process.
+- No transport addresses, or fewer than the other side: hang or abort. Both sides use `transports`
+  addresses; compare before pulling.
+- Garbage on a port can abort the process: servers bind one named interface, never all.
+- Time-outs have no timer: `EngineOutlet.tick` enforces them and must be called a few times a
+  second.
+- An unpulled posting holds its arrays for ever: postings have a time-out, and `withdraw` replaces
+  them by error arrays.
+- Zero-size leaves never arrive and deleted arrays crash: neither is posted.
+- A reused id meets the dead request of its first use: ids are random and used once (except for
+  error arrays, which flush it).
+- A broken connection never recovers, and a poisoned one blocks its server until the object is
+  deleted: `EngineInlet.close` poisons and then deletes it.
+- Deleting a server during a transfer may stop the whole process: such servers are kept, with their
+  few threads.
+- The default chunks take gigabytes and are slower: `transfer_size` is small.
+- A server lives, with all that is posted, while a connection to it is open: `EngineOutlet.close`
+  empties it first.
+- Bytes of another shape or dtype are reinterpreted silently: callers compare the geometry first."""
 
 import ctypes
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -35,17 +35,27 @@ from jax.experimental import transfer
 
 from jdisagg.address import host_port
 from jdisagg.errors import ConfigError, HandoffError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import KvBackend, Posted
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
+from jdisagg.transfer.backend import Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.pieces import RequestedPieces
 
 TICK_ID = 2**64 - 1
-ID_BITS = 63  # of a pull's id: never the tick's
+ID_BITS = 63  # of a pull's id, which therefore never equals TICK_ID
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """host: the one interface that servers bind. transports: parallel connections, equal on both
-    sides. transfer_size: bytes of a chunk."""
+    """Options of all servers of a process.
+
+    Attributes:
+      host: The one interface that servers bind.
+      transports: Parallel connections, equal on both sides.
+      transfer_size: Bytes of a chunk.
+      timeouts: Time-outs of the channel.
+    """
 
     host: str = "127.0.0.1"
     transports: int = 4
@@ -74,8 +84,28 @@ class EngineOptions:
         )
 
 
-class Outlet:
-    """A server from which one receiver process pulls. Not thread-safe: one thread posts."""
+class Engine(Backend):
+    """The backend that reaches every process."""
+
+    kind = KvBackend.ENGINE
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+
+    def reaches(self, end: KvEnd) -> bool:
+        return True
+
+    def outlet(self) -> "EngineOutlet":
+        return EngineOutlet(self._options)
+
+    def inlet(self, end: KvEnd) -> "EngineInlet":
+        return EngineInlet(self._options)
+
+
+class EngineOutlet(Outlet):
+    """A transfer server that one receiver process pulls from."""
+
+    answers_early = True
 
     def __init__(self, options: EngineOptions) -> None:
         self._error_seconds = options.timeouts.error_seconds
@@ -84,9 +114,15 @@ class Outlet:
         self._tick = jax.device_put(np.zeros(1, np.uint8), jax.local_devices()[0])
         self.address = self._server.address()
 
+    def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
+        """Posts the pieces; the engine itself waits until they are computed."""
+        arrays = pieces.on_devices()
+        self.post(pull_id, arrays, seconds)
+        return Reserved(len(arrays))
+
     def post(self, pull_id: int, arrays: Sequence[jax.Array], seconds: float) -> None:
-        """Single-device arrays, in the puller's order, perhaps still being computed; kept until
-        pulled, withdrawn or `seconds` passed."""
+        """Posts single-device arrays in the order in which they are pulled. They are kept until
+        they are pulled or withdrawn, or until `seconds` have passed."""
         for array in arrays:
             assert array.size and len(array.devices()) == 1, (
                 "a posted array must be non-empty and lie on one device"
@@ -95,14 +131,18 @@ class Outlet:
                 raise HandoffError("a block was deleted or donated after it had been offered")
         self._server.await_pull(pull_id, list(arrays), timeout=_in(seconds))
 
+    def write(self, pull_id: int) -> None:
+        """Does nothing: the leaves were posted."""
+
+    def pulled(self, pull_id: int) -> None:
+        """Does nothing: the engine has freed the leaves."""
+
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Frees what was posted; a request for so many arrays that comes for it, or waits for it,
-        fails with the reason."""
         self._withdrew = True
         self.refuse(pull_id, leaves, reason)
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Of an id under which nothing was posted. (A request for more arrays fails too, with
+        """Posts error arrays under the id. (A request for more arrays than that fails too, with
         another text.)"""
         error = transfer.make_error_array(
             jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason
@@ -110,62 +150,69 @@ class Outlet:
         self._server.await_pull(pull_id, [error] * leaves, timeout=_in(self._error_seconds))
 
     def tick(self) -> None:
-        """Lets the engine look at its time-outs."""
         self._server.await_pull(TICK_ID, [self._tick])
 
     def close(self, in_flight: bool) -> None:
-        """Frees what is posted; requests that wait fail. `in_flight`: whether bytes may be on their
-        way. The object is of no use afterwards. (The engine's threads end when the receiver, too,
-        has dropped its connection.)"""
-        # It is private; an open connection holds the postings.
+        """Frees what is posted; requests that wait fail. The object cannot be used afterwards. The
+        engine's threads end when the receiver has dropped its connection, too."""
+        # There is no public way, and an open connection would keep the postings alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
         if in_flight or self._withdrew:
             _keep_for_ever(self._server)
         del self._server
 
 
-class Inlet:
-    """A connection to one sender process. Not thread-safe: one thread pulls."""
+class EngineInlet(Inlet):
+    """A connection to the transfer server of one sender process."""
+
+    backend = KvBackend.ENGINE
+    has_server = True
 
     def __init__(self, options: EngineOptions) -> None:
-        self._server = options.start_server()
+        self._options = options
+        self._server: transfer.TransferServer | None = None
         self._connection: transfer.TransferConnection | None = None
         self.address = ""
 
     def open(self, address: str) -> None:
-        """Connects to the sender's outlet; when it has a new one, the old connection is dropped,
-        and what is being pulled on it fails."""
+        """Connects to the sender's server. If its address changed, the old connection is dropped,
+        and pulls under way on it fail."""
         if address != self.address:
             self._drop()
+            if self._server is None:
+                self._server = self._options.start_server()
             self._connection, self.address = self._server.connect(address), address
 
     def pull(
-        self, address: str, pull_id: int, avals: Sequence[jax.ShapeDtypeStruct]
+        self,
+        answer: Posted,
+        avals: Sequence[jax.ShapeDtypeStruct],
+        in_time: Callable[[], bool],
+        unused: Callable[[], None],
     ) -> list[jax.Array]:
-        """Arrays to poll, from the sender's outlet at `address`; they may be posted there later."""
-        self.open(address)
+        """Pulls arrays that may be posted later."""
+        self.open(answer.address)
         assert self._connection is not None
-        return self._connection.pull(pull_id, list(avals))
+        return self._connection.pull(answer.pull_id, list(avals))
 
     def close(self, in_flight: bool) -> None:
-        """All pulls under way fail at once. `in_flight`: whether there are any. The object is of no
-        use afterwards."""
+        """Fails all pulls under way. The object can be opened again."""
         self._drop()
-        if in_flight:
+        if in_flight and self._server is not None:
             _keep_for_ever(self._server)
-        del self._server
+        self._server = None
 
     def _drop(self) -> None:
         if self._connection is not None:
             connection, self._connection, self.address = self._connection, None, ""
-            # It is private, and there is no other way.
+            # There is no public way to cancel pulls.
             connection._poison_connection()  # pyright: ignore[reportAttributeAccessIssue]
-            del connection  # only this un-wedges the sender's server
+            del connection  # the sender's server is blocked until the poisoned object is deleted
 
 
 def is_dead_connection(error: str) -> bool:
-    """Whether an array's error says that its connection is gone (and not that the sender sent an
-    error)."""
+    """Returns whether an array's error means that its connection is gone, rather than that the
+    sender posted an error."""
     return "Connection closed" in error or "SocketServer" in error
 
 
@@ -174,6 +221,6 @@ def _in(seconds: float) -> datetime.datetime:
 
 
 def _keep_for_ever(server: transfer.TransferServer) -> None:
-    """For one that is given up while bytes are on their way: to delete it can block for ever with
-    the interpreter's lock held, at the interpreter's end too, where a list would be emptied."""
+    """Leaks a server that may have bytes on their way. Deleting it can block for ever with the
+    interpreter's lock held, also at exit, when a module-level list would be emptied."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from jdisagg.clock import within
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError, first_error
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, OfferChecksum, close_stream
 from jdisagg.messages.step_commands import (
     DropBlocks,
@@ -120,7 +121,7 @@ class IncomingHandoff:
 
     def kept_tokens(self) -> int:
         """Positions [0, n) that are here in every layer group."""
-        blocks = [one for one in self._received.blocks if not (one.state or one.window)]
+        blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
@@ -252,16 +253,15 @@ class IncomingHandoff:
             checksum_key=self.line.link.checksum_key,
             peer=self.line.link.peer,
             codec=self._codec(offer),
-            state=offer.state,
-            window=offer.window,
+            kind=offer.kind,
         )
 
     def _pages(self, offer: Offer) -> tuple[int, ...]:
-        if offer.window:
+        if offer.kind is KvKind.WINDOW:
             if self._to.windows is None:
                 raise HandoffError(f"{self.line.name}: layers with a window came apart")
             return self._to.windows.pages(offer.start + offer.valid_tokens)
-        if not offer.state:
+        if offer.kind is KvKind.POSITIONS:
             return self._to.pages(offer.start + offer.valid_tokens)
         if self._to.state is None:
             raise HandoffError(f"{self.line.name}: a state came, and this model keeps none")
@@ -269,7 +269,7 @@ class IncomingHandoff:
 
     def _codec(self, offer: Offer) -> str:
         """State travels as it is: what it lost would stay in it."""
-        return "none" if offer.state else self.line.link.codec
+        return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
         self.inserting += 1
@@ -293,8 +293,7 @@ class IncomingHandoff:
             peer=link.peer,
             codec=self._codec(offer),
             source_rank=offer.rank,
-            state=offer.state,
-            window=offer.window,
+            kind=offer.kind,
         )
         future = self._loop.submit(command)
         self.pulling += 1
@@ -376,13 +375,13 @@ class IncomingHandoff:
     def _check_coverage(self, end: HandoffEnd) -> None:
         blocks, groups, windows = self._received.blocks, self._to.layer_groups, self._to.windows
         whole = _covers(
-            [block for block in blocks if not (block.state or block.window)],
+            [block for block in blocks if block.kind is KvKind.POSITIONS],
             groups,
             self._to.cached_tokens,
             end.tokens,
         )
         if windows is not None:
-            seen = [block for block in blocks if block.window]
+            seen = [block for block in blocks if block.kind is KvKind.WINDOW]
             from_ = windows.seen_from(end.tokens)
             whole &= _covers(seen, windows.layer_groups, from_, end.tokens)
         if not whole or len(blocks) != end.offers:
@@ -391,7 +390,7 @@ class IncomingHandoff:
                 f" positions of {groups} layer groups once each"
                 + (", or not what windows see" if windows else "")
             )
-        states = sum(block.state for block in blocks)
+        states = sum(block.kind is KvKind.STATE for block in blocks)
         if states != (self._to.state is not None):
             raise HandoffError(
                 f"{self.line.name}: the state came {states} times; a model that keeps some hands it"

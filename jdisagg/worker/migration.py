@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from jdisagg.errors import HandoffError, JdisaggError
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import HandoffEnd
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.scheduler.decode_state import DecodeState
@@ -181,7 +182,7 @@ class MigrationSender:
             *window_offers(limits, rank, child.position, self._ids),
             *state_offers(limits, rank, self._ids),
         ):
-            pages = limits.ring(slot, child.position) if offer.window else (slot,)
+            pages = limits.ring(slot, child.position) if offer.kind is KvKind.WINDOW else (slot,)
             command = extraction(self._loop.next_number(), offer, pages, limits.page_size, key)
             handoff.announce((offer,))
             await self._announce_sum(self._loop.submit(command), handoff)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import HandoffEnd, Offer, OfferChecksum, PeerHello, PeerMessage
 from jdisagg.messages.step_commands import BlockChecksum, ExtractBlock, ReleaseOffers
 from jdisagg.scheduler.blocks import split_blocks
@@ -297,11 +298,14 @@ def offers_of_pages(
     start: int,
     end: int,
     new_id: Callable[[], int],
-    window: bool = False,
+    kind: KvKind = KvKind.POSITIONS,
 ) -> Iterator[Offer]:
     """The blocks that positions [start, end) of a sequence whose KV lies in pages of `rank` go out
-    as, in all layer groups; `window`: in those of the layers with a window."""
-    largest, bands = limits.chunk_buckets[-1], limits.window_bands if window else limits.bands
+    as, in all layer groups of `kind`."""
+    largest, bands = (
+        limits.chunk_buckets[-1],
+        (limits.window_bands if kind is KvKind.WINDOW else limits.bands),
+    )
     for first in range(start, end, largest):
         for at, block_tokens, valid_tokens in split_blocks(
             min(largest, end - first), limits.granule_tokens, limits.whole_blocks
@@ -315,7 +319,7 @@ def offers_of_pages(
                     valid_tokens=valid_tokens,
                     block_tokens=block_tokens,
                     rank=rank,
-                    window=window,
+                    kind=kind,
                 )
 
 
@@ -326,7 +330,7 @@ def window_offers(
     it is sent apart."""
     if not limits.windows_apart:
         return
-    yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, window=True)
+    yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
@@ -334,7 +338,9 @@ def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tu
     if not limits.kv_spec.has_state:
         return ()
     return (
-        Offer(new_id(), group=0, start=0, valid_tokens=1, block_tokens=1, rank=rank, state=True),
+        Offer(
+            new_id(), group=0, start=0, valid_tokens=1, block_tokens=1, rank=rank, kind=KvKind.STATE
+        ),
     )
 
 
@@ -361,6 +367,5 @@ def extraction(
         block_tokens=offer.block_tokens,
         pages=tuple(pages[:covered]),
         checksum_key=checksum_key,
-        state=offer.state,
-        window=offer.window,
+        kind=offer.kind,
     )

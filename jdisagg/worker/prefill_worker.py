@@ -26,6 +26,7 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import (
     FetchCall,
     FetchReply,
@@ -248,10 +249,12 @@ class PrefillWorker(MeshWorker):
     def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
         """Offers a block of what was known, or of state; it may be asked for from now on."""
         key = task.prompt.key
-        task.handoff.announce((offer,), state_weight(self._mesh) if offer.state else 0)
+        task.handoff.announce(
+            (offer,), state_weight(self._mesh) if offer.kind is KvKind.STATE else 0
+        )
         self._extracting[offer.offer_id] = task
         pages = self._ledgers[offer.rank].pages(key)
-        if offer.state:
+        if offer.kind is KvKind.STATE:
             pages = (self._states.slot(offer.rank, key),)
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 

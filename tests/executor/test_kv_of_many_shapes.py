@@ -13,11 +13,10 @@ import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.errors import ConfigError
-from jdisagg.executor.block_programs import BlockPrograms
+from jdisagg.executor.block_programs import BlockPrograms, PullTargets
 from jdisagg.executor.block_sums import Found
 from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.pull_targets import PullTargets
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import ExtractBlock, InsertBlock, PullBlock
@@ -114,7 +113,7 @@ def test_what_leaves_one_meshs_pages_lies_in_the_others(name, source, target, co
     channel.offer(1, block, 0, stamp.of_offer(1))
     there.targets.connect("peer", mesh_card(here.mesh))
     asked = PullBlock(0, 1, rank, 0, BLOCK, 60.0, "peer", codec)
-    pull = channel.pull(1, there.targets.of_pull(asked, range(len(spec.layers))), 60.0)
+    pull = channel.pull(1, there.targets.target(asked, range(len(spec.layers))), 60.0)
     while not pull.is_ready():
         time.sleep(0.001)
     command = InsertBlock(0, 1, rank, 0, BLOCK, TOKENS, START, pages_there, KEY, "peer", codec)

@@ -38,7 +38,7 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
             two.prefill.warm_prefill(128, form)
         for band, tokens in two.decode.limits.block_shapes():
             two.decode.warm_insert(band, tokens)
-            two.decode.warm_extract(band, tokens)
+            two.decode.blocks.warm_extract(band, tokens)
         before = two.prefill.programs.compilations, two.decode.programs.compilations
         two.connect()
         result = await two.compute([(0, 0, 37, 100), (0, 48, 64, 200)], KEY)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jdisagg.errors import UnavailableError
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KvKind, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
     HOST,
@@ -414,7 +414,7 @@ class FakeExecutor:
 
     def _insert(self, command: InsertBlock) -> InsertResult:
         entries = self.pulled.pop(command.offer_id)
-        if command.state:
+        if command.kind is KvKind.STATE:
             self._states.insert(command, entries)
             found = checksum(command.checksum_key, range(1), entries)
             return InsertResult(command.step, command.offer_id, found)

@@ -17,6 +17,7 @@ import pytest
 
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.kv_plane import KvMemory, Posted, PostedPiece
 from jdisagg.transfer.boxes import head_granule
 from jdisagg.transfer.channel import (
     BlockStamp,
@@ -28,7 +29,7 @@ from jdisagg.transfer.channel import (
     resident_zeros,
 )
 from jdisagg.transfer.codec import codec, stamp_array
-from jdisagg.transfer.pieces import leaf_zeros
+from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, RequestedPieces, leaf_zeros
 
 COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
 LONG_SECONDS = 1000.0
@@ -227,6 +228,17 @@ def unpacked_shards(
         device: (np.concatenate(values, axis=2), intact)
         for device, (values, intact) in found.items()
     }
+
+
+def one_piece(values: np.ndarray) -> RequestedPieces:
+    """A block [1, C, K, T, H] on the first device, wanted by one device in one piece."""
+    offer = OfferedBlock.of(jax.device_put(values, jax.devices()[0]), 0, BlockStamp())
+    (device,) = offer.shards
+    return RequestedPieces(offer, (PlannedPiece(device, 0, 0, 0, 0),), values.shape[2], "none")
+
+
+def answer(memory: KvMemory | None) -> Posted:
+    return Posted(1, 1, "", 1, (PostedPiece(0, 0, 0),), memory)
 
 
 class ChannelConformance:

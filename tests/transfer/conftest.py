@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from tests.transfer.conformance import Ends, ManualClock
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
 
@@ -19,7 +19,7 @@ def loopback() -> Loopback:
 def ends(loopback: Loopback) -> Iterator[Ends]:
     clock = ManualClock()
     for end in (SENDER, RECEIVER):
-        loopback.channels[end] = JaxTransferChannel(clock, end, loopback.of(end), transports=2)
+        loopback.channels[end] = NegotiatedChannel(clock, end, loopback.of(end), transports=2)
     sender, receiver = loopback.channels[SENDER], loopback.channels[RECEIVER]
     receiver.connect("", card(SENDER))
     yield Ends(sender, receiver, clock)

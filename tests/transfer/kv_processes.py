@@ -1,4 +1,4 @@
-"""Real processes for tests of the transfer channel: each has a `JaxTransferChannel`, and obeys its
+"""Real processes for tests of the transfer channel: each has a `NegotiatedChannel`, and obeys its
 parent over a local socket.
 
 The parent is the post office: it carries the messages of all processes' links, its own included,
@@ -241,9 +241,9 @@ def child(
     import jax
 
     from jdisagg.clock import MonotonicClock
+    from jdisagg.transfer.backend_choice import Memories
     from jdisagg.transfer.device_memory import LentMemory
-    from jdisagg.transfer.jax_transfer import JaxTransferChannel
-    from jdisagg.transfer.memories import Memories
+    from jdisagg.transfer.negotiated_channel import NegotiatedChannel
     from jdisagg.transfer.nixl_agent import NixlAgent
     from jdisagg.transfer.nixl_memory import NixlMemory
     from jdisagg.transfer.shared_memory import SharedMemory
@@ -261,7 +261,7 @@ def child(
     )
     end = memories.end(f"process {os.getpid()}", secrets.randbits(64))
     link = _Sending(connection)
-    channel = JaxTransferChannel(
+    channel = NegotiatedChannel(
         MonotonicClock(), end, link, transports=TRANSPORTS, memories=memories
     )
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -286,7 +286,7 @@ def child(
         os._exit(0)
 
 
-def _obey(channel: "JaxTransferChannel", command: Command) -> Arrived:  # type: ignore[name-defined]  # noqa: F821
+def _obey(channel: "NegotiatedChannel", command: Command) -> Arrived:  # type: ignore[name-defined]  # noqa: F821
     import jax
     import jax.numpy as jnp
 

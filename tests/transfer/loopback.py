@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvMessage
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 
 SENDER, RECEIVER = KvEnd("127.0.0.1:1", 0xA), KvEnd("127.0.0.1:2", 0xB)
 
@@ -15,7 +15,7 @@ class Loopback:
     delivered."""
 
     def __init__(self) -> None:
-        self.channels: dict[KvEnd, JaxTransferChannel] = {}
+        self.channels: dict[KvEnd, NegotiatedChannel] = {}
         self.tamper: Callable[[KvMessage], list[KvMessage]] = lambda message: [message]
 
     def heard(self) -> list[KvMessage]:

@@ -15,6 +15,7 @@ import pytest
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import (
+    KvBackend,
     KvMessage,
     Leave,
     LentAllocation,
@@ -26,12 +27,12 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer import device_memory
+from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ComputeWait
 from jdisagg.transfer.cuda_driver import HANDLE_BYTES, Allocation, CudaDriver
-from jdisagg.transfer.device_memory import DeviceOutlet, DeviceSender, LentMemory, this_host
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.device_memory import DeviceInlet, DeviceOutlet, LentMemory, this_host
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.pieces import _blank, leaf_zeros, warm_blanks
 from jdisagg.transfer.shared_memory import SharedMemory
 from tests.transfer.conformance import (
@@ -39,10 +40,12 @@ from tests.transfer.conformance import (
     ChannelConformance,
     Ends,
     ManualClock,
+    answer,
     arrives,
     behind_work,
     case,
     finished,
+    one_piece,
     settled,
 )
 from tests.transfer.cuda_stand_in import StandIn
@@ -55,7 +58,7 @@ NOTHING = (0, 0, 0)  # of `LentMemory.kept`
 class Side:
     """One end of the channel, and what it is made of."""
 
-    channel: JaxTransferChannel
+    channel: NegotiatedChannel
     memories: Memories
     driver: StandIn
     end: KvEnd
@@ -83,8 +86,8 @@ class Pair:
 
 def side(
     clock: ManualClock, loopback: Loopback, end: KvEnd, memories: Memories
-) -> JaxTransferChannel:
-    channel = JaxTransferChannel(clock, end, loopback.of(end), transports=2, memories=memories)
+) -> NegotiatedChannel:
+    channel = NegotiatedChannel(clock, end, loopback.of(end), transports=2, memories=memories)
     loopback.channels[end] = channel
     return channel
 
@@ -121,7 +124,7 @@ def test_every_byte_is_copied_once_from_device_to_device_and_by_nothing_else(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = case("tp=2", "tp=4")
-    for name in ("kv_sender.Outlet", "kv_puller.Inlet", "kv_sender.host_leaves"):
+    for name in ("transfer_engine.EngineOptions.start_server", "pieces.RequestedPieces.in_host"):
         monkeypatch.setattr(f"jdisagg.transfer.{name}", None)
     pair.sender.channel.offer(7, block.block, 0)
     arrives(pair.ends.pull(7, block), block)
@@ -203,12 +206,10 @@ def test_what_is_revoked_while_it_is_copied_stays_as_it_is_until_its_receiver_is
 def test_what_nobody_fetches_is_kept_until_the_pulls_deadline_and_no_longer() -> None:
     memory = LentMemory(StandIn())
     outlet = DeviceOutlet(memory)
-    array = jax.block_until_ready(jax.device_put(np.ones(64, np.float32), jax.devices()[0]))
+    pieces = one_piece(np.ones((1, 1, 1, 8, 8), np.float32))
     for pull_id, seconds in ((1, 1000.0), (2, 0.0)):
-        outlet.reserve(pull_id, [256], [0], seconds)
-        assert not outlet.has_written(pull_id)
-        outlet.write(pull_id, [array])
-        assert outlet.has_written(pull_id)
+        assert outlet.reserve(pull_id, pieces, seconds).memory is None
+        assert isinstance(outlet.write(pull_id), OnDevice)
         outlet.withdraw(pull_id, 1, "revoked")
     memory.sweep()
     assert memory.kept() == (1, 0, 0)
@@ -231,13 +232,13 @@ def test_what_comes_after_the_deadline_counts_for_nothing(late: str) -> None:
         asked.append(True)
         return late == "after" and len(asked) == 1
 
-    sender = DeviceSender(memory)
-    (leaf,) = sender.leaves(OnDevice((lent,), (0,), (offset,)), [aval], in_time)
+    sender = DeviceInlet(memory)
+    (leaf,) = sender.pull(answer(OnDevice((lent,), (0,), (offset,))), [aval], in_time, lambda: None)
     settled(leaf.is_ready)
     with pytest.raises(HandoffError, match="after the pull's deadline"):
         leaf.array()
     assert driver.copied_bytes == (256 if late == "after" else 0)
-    sender.close()
+    sender.close(in_flight=False)
     assert memory.kept() == NOTHING
 
 
@@ -399,7 +400,7 @@ def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: L
     def tamper(message: KvMessage) -> list[KvMessage]:
         if isinstance(message, PullRequest) and not asked:
             asked.append(message)
-            return [msgspec.structs.replace(message, device=False, shared=True)]
+            return [msgspec.structs.replace(message, backend=KvBackend.SHARED)]
         return [message]
 
     loopback.tamper = tamper

@@ -10,8 +10,8 @@ import pytest
 from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvMessage, OnDevice, Posted
+from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.device_memory import LentMemory
-from jdisagg.transfer.memories import Memories
 from tests.transfer.conformance import case, finished, settled
 from tests.transfer.cuda_stand_in import StandIn
 from tests.transfer.kv_processes import Block, MakePull

@@ -21,19 +21,21 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import InRegistered, KvMessage, Opened, Posted
 from jdisagg.transfer import nixl_agent
 from jdisagg.transfer import nixl_memory as nixl_memory_module
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
-from jdisagg.transfer.nixl_memory import NixlMemory, NixlOutlet, NixlSender, nixl_memory
+from jdisagg.transfer.nixl_memory import NixlInlet, NixlMemory, NixlOutlet, nixl_memory
 from tests import time_scale
 from tests.transfer.conformance import (
     LONG_SECONDS,
     ChannelConformance,
     Ends,
     ManualClock,
+    answer,
     arrives,
     case,
     finished,
+    one_piece,
     settled,
 )
 from tests.transfer.kv_processes import Block, Introduce, MakePull, Process
@@ -69,10 +71,10 @@ def memories() -> Iterator[tuple[NixlMemory, NixlMemory]]:
 @pytest.fixture
 def ends(loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]) -> Iterator[Ends]:
     clock = ManualClock()
-    channels: list[JaxTransferChannel] = []
+    channels: list[NegotiatedChannel] = []
     for end, memory in zip((SENDER, RECEIVER), memories, strict=True):
         end = dataclasses.replace(end, nixl=True)
-        channel = JaxTransferChannel(
+        channel = NegotiatedChannel(
             clock, end, loopback.of(end), transports=2, memories=Memories(nixl=memory)
         )
         loopback.channels[end] = channel
@@ -97,7 +99,7 @@ def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
     ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages, block = loopback.heard(), case("tp=2", "tp=4")
-    monkeypatch.setattr("jdisagg.transfer.kv_puller.Inlet", None)
+    monkeypatch.setattr("jdisagg.transfer.transfer_engine.EngineOptions.start_server", None)
     ends.sender.offer(7, block.block, 0)
     arrives(ends.pull(7, block), block)
     assert loopback.channels[OVER_NIXL].channels() == (f"{SENDER.control} NIXL",)
@@ -113,10 +115,10 @@ def test_who_has_no_nixl_is_served_through_the_engine(
 ) -> None:
     clock, messages = ManualClock(), loopback.heard()
     has = dataclasses.replace(SENDER, nixl=True)
-    sender = JaxTransferChannel(
+    sender = NegotiatedChannel(
         clock, has, loopback.of(has), transports=2, memories=Memories(nixl=memories[0])
     )
-    receiver = JaxTransferChannel(clock, RECEIVER, loopback.of(RECEIVER), transports=2)
+    receiver = NegotiatedChannel(clock, RECEIVER, loopback.of(RECEIVER), transports=2)
     loopback.channels |= {has: sender, RECEIVER: receiver}
     receiver.connect("", card(has))
     block = case("tp=2", "tp=2")
@@ -190,7 +192,7 @@ def test_a_posting_past_its_deadline_keeps_its_region_from_others_until_then(
     memory, _ = memories
     outlet = NixlOutlet(memory)
     for pull_id, seconds in ((1, 1000.0), (2, 0.0), (3, 1000.0)):
-        outlet.reserve(pull_id, [64], [0], seconds)
+        outlet.reserve(pull_id, one_piece(np.ones((1, 1, 1, 4, 4), np.float32)), seconds)
     assert memory.regions() == (3, 3)
     outlet.withdraw(1, 1, "revoked")
     outlet.withdraw(2, 1, "too late")
@@ -204,17 +206,17 @@ def test_what_is_read_after_the_deadline_counts_for_nothing(
     memories: tuple[NixlMemory, NixlMemory],
 ) -> None:
     """By then the sender may have written something else there."""
-    outlet, sender = NixlOutlet(memories[0]), NixlSender(memories[1])
+    outlet, sender = NixlOutlet(memories[0]), NixlInlet(memories[1])
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=place)
+    aval = jax.ShapeDtypeStruct((1, 1, 1, 4, 4), np.float32, sharding=place)
     for pull_id, in_time in ((1, True), (2, False)):
-        lies = outlet.reserve(pull_id, [64], [0], 1000.0)
-        assert not outlet.has_written(pull_id)
-        outlet.write(pull_id, [np.full(16, pull_id, np.float32)])
-        (leaf,) = sender.leaves(lies, [aval], lambda in_time=in_time: in_time)
+        values = np.full(aval.shape, pull_id, aval.dtype)
+        lies = outlet.reserve(pull_id, one_piece(values), 1000.0).memory
+        outlet.write(pull_id)
+        (leaf,) = sender.pull(answer(lies), [aval], lambda in_time=in_time: in_time, lambda: None)
         settled(leaf.is_ready)
         if in_time:
-            np.testing.assert_array_equal(leaf.array(), np.full(16, pull_id, np.float32))
+            np.testing.assert_array_equal(leaf.array(), values)
         else:
             with pytest.raises(HandoffError, match="after the pull's deadline"):
                 leaf.array()

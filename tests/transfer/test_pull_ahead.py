@@ -22,8 +22,8 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer import transfer_engine
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.transfer_engine import EngineOptions, Inlet
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions
 from tests.transfer.conformance import (
     LONG_SECONDS,
     Case,
@@ -42,7 +42,7 @@ class Ahead:
     is pulled ahead."""
 
     def __init__(
-        self, sender: JaxTransferChannel, receiver: JaxTransferChannel, loopback: Loopback
+        self, sender: NegotiatedChannel, receiver: NegotiatedChannel, loopback: Loopback
     ) -> None:
         self.inner, self._sender = receiver, sender
         self.posted: list[Posted] = []
@@ -78,7 +78,7 @@ class Ahead:
         return self.inner.pull(offer_id, target, deadline_seconds)
 
     def _knows_where(self) -> bool:
-        connection = self.inner._puller._connections.get(SENDER)
+        connection = self.inner._puller._peers.get(SENDER)
         return connection is not None and connection.address != ""
 
     def __getattr__(self, name: str) -> object:
@@ -157,7 +157,7 @@ class Bench:
 def bench(ends: Ends, loopback: Loopback) -> Iterator[Bench]:
     bench = Bench(ends, case("tp=2", "tp=4"))
     # the answer to `ends` is not counted
-    settled(lambda: loopback.channels[RECEIVER]._puller._connections[SENDER].address != "")
+    settled(lambda: loopback.channels[RECEIVER]._puller._peers[SENDER].address != "")
     loopback.tamper = bench.tamper
     ends.receiver.connect("known", card_of(bench.block.block))
     settled(lambda: bench.count(Opened) == 1)
@@ -329,18 +329,14 @@ def test_a_pull_that_the_old_outlet_took_with_it_leaves_the_new_connection_alone
 ) -> None:
     bench.ends.sender.offer(7, bench.block.block, 0)
     puller, sender = loopback.channels[RECEIVER]._puller, loopback.channels[SENDER]
-    connection = puller._connections[SENDER]
-    # what the engine says is heard alone
-    before, bench.lose = connection.address, lambda message: isinstance(message, Refused)
-    sender.handle(RECEIVER, Leave(connection.number))
+    peer = puller._peers[SENDER]
+    # only the engine's error arrives
+    before, bench.lose = peer.address, lambda message: isinstance(message, Refused)
+    sender.handle(RECEIVER, Leave(peer.link))
     with pytest.raises(HandoffError, match="could not be computed or moved"):
         finished(bench.pull(7)).arrays()
     at_rest(loopback)
-    assert (
-        bench.count(Leave) == 0
-        and puller._connections[SENDER] is connection
-        and connection.address != before
-    )
+    assert bench.count(Leave) == 0 and puller._peers[SENDER] is peer and peer.address != before
     bench.check(bench.pull(7))
 
 
@@ -352,7 +348,7 @@ def test_an_outlet_that_cannot_be_made_is_said_at_once(
 
     bench.ends.sender.offer(7, bench.block.block, 0)
     loopback.channels[SENDER].handle(RECEIVER, Leave(1))
-    settled(lambda: not loopback.channels[SENDER]._sender._doors)
+    settled(lambda: not loopback.channels[SENDER]._sender._peers)
     monkeypatch.setattr(EngineOptions, "start_server", no_port)
     with pytest.raises(
         HandoffError,
@@ -386,10 +382,10 @@ def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(
 def test_pieces_for_which_there_is_no_room_are_not_asked_for_in_vain(
     bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(inlet: Inlet, address: str, pull_id: int, avals: object) -> list[jax.Array]:
+    def no_room(inlet: EngineInlet, answer: Posted, avals: object, **hooks: object) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(Inlet, "pull", no_room)
+    monkeypatch.setattr(EngineInlet, "pull", no_room)
     bench.ends.sender.offer(7, bench.block.block, 0)
     with pytest.raises(HandoffError, match="out of memory"):
         finished(bench.pull(7)).arrays()

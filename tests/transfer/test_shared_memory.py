@@ -23,14 +23,14 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer import shared_memory
+from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel_thread import ComputeWait
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.shared_memory import (
-    MemoryOutlet,
     Region,
-    SenderMemory,
+    SharedInlet,
     SharedMemory,
+    SharedOutlet,
     reachable,
 )
 from tests.transfer.conformance import (
@@ -38,10 +38,12 @@ from tests.transfer.conformance import (
     ChannelConformance,
     Ends,
     ManualClock,
+    answer,
     arrives,
     behind_work,
     case,
     finished,
+    one_piece,
     settled,
 )
 from tests.transfer.kv_processes import Block, MakePull
@@ -52,11 +54,11 @@ from tests.transfer.world import PATIENCE_SECONDS, World
 @pytest.fixture
 def ends(loopback: Loopback) -> Iterator[Ends]:
     clock = ManualClock()
-    channels: list[JaxTransferChannel] = []
+    channels: list[NegotiatedChannel] = []
     for end in (SENDER, RECEIVER):
         memory = SharedMemory()
         end = dataclasses.replace(end, memory=memory.name)
-        channel = JaxTransferChannel(
+        channel = NegotiatedChannel(
             clock, end, loopback.of(end), transports=2, memories=Memories(memory)
         )
         loopback.channels[end] = channel
@@ -95,8 +97,7 @@ def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
     ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages, block = loopback.heard(), case("tp=2", "tp=4")
-    monkeypatch.setattr("jdisagg.transfer.kv_sender.Outlet", None)
-    monkeypatch.setattr("jdisagg.transfer.kv_puller.Inlet", None)
+    monkeypatch.setattr("jdisagg.transfer.transfer_engine.EngineOptions.start_server", None)
     ends.sender.offer(7, block.block, 0)
     arrives(ends.pull(7, block), block)
     assert list(loopback.channels.values())[1].channels() == (f"{SENDER.control} shared memory",)
@@ -181,21 +182,23 @@ def test_where_a_block_will_lie_is_said_before_it_is_computed_and_no_message_aft
 
 def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None:
     memory = SharedMemory()
-    outlet, reader = MemoryOutlet(memory), SenderMemory(memory.name)
+    outlet, reader = SharedOutlet(memory), SharedInlet(memory.name)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=place)
+    aval = jax.ShapeDtypeStruct((1, 1, 1, 4, 4), np.float32, sharding=place)
     inodes = set()
     for pull_id in range(2):
-        lies = outlet.reserve(pull_id, [64], [0])
-        (leaf,) = reader.leaves(lies, [aval], lambda: None)
+        values = np.full(aval.shape, pull_id, aval.dtype)
+        lies = outlet.reserve(pull_id, one_piece(values), 1000.0).memory
+        assert isinstance(lies, InMemory)
+        (leaf,) = reader.pull(answer(lies), [aval], lambda: True, lambda: None)
         assert not leaf.is_ready()
-        outlet.write(pull_id, [np.full(16, pull_id, np.float32)])
+        outlet.write(pull_id)
         assert leaf.is_ready()
-        np.testing.assert_array_equal(leaf.array(), np.full(16, pull_id, np.float32))
+        np.testing.assert_array_equal(leaf.array(), values)
         outlet.pulled(pull_id)
         inodes.add(lies.inode)
     assert len(inodes) == 1
-    reader.close()
+    reader.close(in_flight=False)
     memory.close()
 
 
@@ -271,7 +274,8 @@ def test_leaves_beyond_a_region_or_of_none_are_refused(lies) -> None:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=device)
     with pytest.raises(HandoffError):
-        SenderMemory(memory.name).leaves(lies(region), [aval], lambda: None)
+        reader = SharedInlet(memory.name)
+        reader.pull(answer(lies(region)), [aval], lambda: True, lambda: None)
     region.close()
     memory.close()
 
@@ -287,10 +291,10 @@ def test_who_cannot_map_the_sender_pulls_through_the_engine(loopback: Loopback) 
     pid, descriptor, _ = memory.name.split(":")
     elsewhere = dataclasses.replace(SENDER, memory=f"{pid}:{descriptor}:{'00' * 16}")
     messages = loopback.heard()
-    sender = JaxTransferChannel(
+    sender = NegotiatedChannel(
         clock, elsewhere, loopback.of(elsewhere), transports=2, memories=Memories(memory)
     )
-    receiver = JaxTransferChannel(
+    receiver = NegotiatedChannel(
         clock, RECEIVER, loopback.of(RECEIVER), transports=2, memories=Memories(own)
     )
     loopback.channels |= {elsewhere: sender, RECEIVER: receiver}

@@ -3,9 +3,9 @@ shared memory, NIXL, devices' memory to lend."""
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import Pull, PullTarget
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from tests import time_scale
 from tests.transfer.conformance import arrives, case
 from tests.transfer.kv_processes import TRANSPORTS, Block, Introduce, MakeOffer, Post, Process
@@ -24,7 +24,7 @@ class World:
     def __init__(self, memories: Memories = NO_MEMORIES) -> None:
         self.post, self._memories = Post(), memories
         self.here = memories.end("the test", 0x7E57)
-        self.channel = JaxTransferChannel(
+        self.channel = NegotiatedChannel(
             MonotonicClock(),
             self.here,
             self.post.of(self.here),

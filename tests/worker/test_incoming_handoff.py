@@ -10,6 +10,7 @@ import pytest
 
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import (
     FirstToken,
     HandoffEnd,
@@ -145,7 +146,7 @@ def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> None:
         windows = WindowDestination(lambda _: (), 1, lambda end: end - 3)
         handoff._to = dataclasses.replace(handoff._to, windows=windows)
         all_of_it = [Offer(1, 0, 0, 11, 12, 0, 2)]
-        seen = [Offer(2, 0, start, 1, 4, 0, window=True) for start in (9, 8, 10)]
+        seen = [Offer(2, 0, start, 1, 4, 0, kind=KvKind.WINDOW) for start in (9, 8, 10)]
         for blocks, whole in (
             ([*seen, *all_of_it], True),
             (all_of_it, False),

@@ -48,7 +48,7 @@ from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.transfer.channel import BlockStamp, PullTarget
+from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.in_process import InProcessChannel
 
 PULL_SECONDS = 600.0
@@ -80,6 +80,9 @@ class ResearchInstance(MeshExecutor):
         role = MeshRole(prefill=True, decode=True, emit=True)
         programs = Programs(loaded.mesh)
         super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
+        # Pieces of one head fit every sender's layout, so that one set of resident zeros and insert
+        # programs serves them all.
+        self.blocks.granule = 1
 
     @property
     def logprobs_wanted(self) -> int:
@@ -88,11 +91,6 @@ class ResearchInstance(MeshExecutor):
 
     def place(self, rank: int = 0) -> KVPlace:
         return KVPlace(self.mesh, rank, self.limits.kv_spec)
-
-    def pull_target(self, block: PullBlock) -> PullTarget:
-        """In pieces of one head: they fit every sender's layout, so that one set of resident zeros
-        and insert programs serves them all."""
-        return self._targets.target(block, self._blocks.layers(block.group, block.groups), 1)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
         """Runs prompts, as many at once as there are pages for, chooses the next token of each,

@@ -2,7 +2,7 @@
 control address.
 
     link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
-    channel = JaxTransferChannel(clock, link.end, link, ...)
+    channel = NegotiatedChannel(clock, link.end, link, ...)
     link.deliver_to(channel)
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
 

@@ -29,9 +29,9 @@ from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
+from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.device_memory import LentMemory
-from jdisagg.transfer.jax_transfer import JaxTransferChannel
-from jdisagg.transfer.memories import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
@@ -94,7 +94,7 @@ class Host:
         end = memories.end(f"{HOST}:{free_ports(HOST, 1)[0]}", random_id())
         self._plane = KvPlane((end,), TRANSPORTS)
         self._link = GrpcKvLink(end)
-        self._channel = JaxTransferChannel(
+        self._channel = NegotiatedChannel(
             self._clock, end, self._link, host=HOST, transports=TRANSPORTS, memories=memories
         )
         self._link.deliver_to(self._channel)
@@ -135,7 +135,7 @@ class _Served:
 
     @classmethod
     async def build(
-        cls, command: Build, channel: JaxTransferChannel, plane: KvPlane, clock: MonotonicClock
+        cls, command: Build, channel: NegotiatedChannel, plane: KvPlane, clock: MonotonicClock
     ) -> "_Served":
         engine, role = command.case.engine(), command.role
         half = engine.prefill if role is WorkerRole.PREFILL else engine.decode

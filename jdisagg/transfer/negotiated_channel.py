@@ -1,11 +1,10 @@
-"""The channel between processes: control messages over a `KvLink`, bytes by what the two have in
-common: on one host their devices' memory where both lend it, else shared memory; else NIXL where
-both have it, else `jax.experimental.transfer`.
+"""The channel between processes, which negotiates a backend for each pair of processes.
 
-One of these a process. Its sending half (kv_sender.py) holds offers and posts the pieces that are
-asked for; its receiving half (kv_puller.py) asks, pulls and puts together; the engine itself is
-called in transfer_engine.py alone. Each process of an instance moves only the shards that it holds.
-The owner of the link gives what arrives to `handle`, and closes the channel at the end."""
+Control messages travel over a `KvLink`, bytes by the best backend that both processes have
+(backend_choice.py). Each process has one channel. Its sending half (kv_sender.py) holds offers and
+serves requested pieces; its receiving half (kv_puller.py) requests, pulls and assembles. Each
+process of an instance moves only the shards that it holds. The link's owner passes received
+messages to `handle`, and closes the channel at the end."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,11 @@ import jax.numpy as jnp
 from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvMessage, Opened, Posted, Refused
+from jdisagg.transfer.backend_choice import BackendChoice, Memories
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
-from jdisagg.transfer.memories import Memories
 from jdisagg.transfer.pieces import warm_pieces
 from jdisagg.transfer.polled_pull import PolledPull
 from jdisagg.transfer.transfer_engine import EngineOptions
@@ -26,13 +25,17 @@ _NO_STAMP = BlockStamp()
 _NO_MEMORIES = Memories()
 
 
-class JaxTransferChannel:
-    """`Channel`, and the `KvReceiver` of its link.
+class NegotiatedChannel:
+    """Implements `Channel`, and `KvReceiver` for its link.
 
-    end: this process's own, as its card shows it. host: the one interface on which the engine
-    listens; never all, for it has no authentication. transports: as in the card; the same on all
-    workers. memories: this process's, of which `end` tells (`Memories.end`); they are closed with
-    the channel. Where it has none all goes through the engine."""
+    Args:
+      clock: Clock of the deadlines.
+      end: This process, as its card publishes it (`Memories.end`).
+      link: Carries messages to other processes.
+      host: The one interface on which the transfer engine listens. It has no authentication.
+      transports: Connections of the engine, as in the card; equal on all workers.
+      memories: Memory of this process that others can read; closed with the channel.
+    """
 
     def __init__(
         self,
@@ -45,12 +48,12 @@ class JaxTransferChannel:
         memories: Memories = _NO_MEMORIES,
     ) -> None:
         options = EngineOptions(host, transports)
-        self._memories = memories
-        self._sender = KvSender(clock, end, link, options, memories)
-        self._puller = KvPuller(clock, link, options, memories)
+        self._backends = memories.backends(options)
+        self._sender = KvSender(clock, end, link, options, self._backends)
+        self._puller = KvPuller(clock, link, options, BackendChoice(memories, self._backends))
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        """What came over the link from `sender`. From any thread; never blocks."""
+        """Takes a message that arrived over the link. Thread-safe; never blocks."""
         if isinstance(message, Opened | Posted | Refused):
             self._puller.handle(sender, message)
         else:
@@ -84,33 +87,31 @@ class JaxTransferChannel:
         granule: int,
         codec_name: str,
     ) -> None:
-        """Compiles what serving blocks of a shard's `shape` (C, local K, T, H) in pieces of
-        `granule` heads will run. Waits for it."""
+        """Compiles the programs that serve blocks of a shard's `shape` (C, local K, T, H) in pieces
+        of `granule` heads. Blocks."""
         warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:
         return self._sender.offered()
 
     def postings(self) -> int:
-        """Requests whose pieces wait in the engine to be pulled; 0 once all is quiet."""
+        """Returns the number of requests whose pieces wait to be fetched."""
         return self._sender.postings()
 
     def under_way(self) -> int:
-        """Requests of this process's pulls that are neither answered to the end nor given up; 0
-        once all is quiet."""
+        """Returns the number of this process's requests that have not ended."""
         return self._puller.under_way()
 
     def channels(self) -> tuple[str, ...]:
-        """By what KV comes from each process that was asked for some: "address channel"."""
+        """Returns "address backend" for each sender process."""
         return self._puller.channels()
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         return self._puller.bytes_per_pair()
 
     def close(self) -> None:
-        """Ends threads, connections and servers; pulls under way fail. Idempotent."""
+        """Ends threads, connections, servers and backends; pulls under way fail. Idempotent."""
         self._puller.close()
         self._sender.close()
-        for memory in (self._memories.nixl, self._memories.device):
-            if memory is not None:
-                memory.close()
+        for backend in self._backends:
+            backend.close()

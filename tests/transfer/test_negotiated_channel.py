@@ -21,7 +21,7 @@ from jdisagg.messages.kv_plane import (
     Refused,
     Withdraw,
 )
-from jdisagg.transfer.transfer_engine import EngineOptions, Inlet, Outlet
+from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions, EngineOutlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
     ChannelConformance,
@@ -35,7 +35,7 @@ from tests.transfer.conformance import (
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
 
 
-class TestJaxTransferChannel(ChannelConformance):
+class TestNegotiatedChannel(ChannelConformance):
     pass
 
 
@@ -175,22 +175,22 @@ def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after
         loopback.channels[SENDER],
     )
     sender.handle(broken, Open(SENDER.boot_id, 1, 2))
-    doors = sender._sender._doors
-    settled(lambda: broken in doors)
-    outlet, tick = doors[broken].outlet, Outlet.tick
+    peers = sender._sender._peers
+    settled(lambda: broken in peers)
+    outlet, tick = peers[broken].outlet, EngineOutlet.tick
 
-    def fail(self: Outlet) -> None:
+    def fail(self: EngineOutlet) -> None:
         if self is outlet:
             raise RuntimeError("the engine says no")
         tick(self)
 
-    monkeypatch.setattr(Outlet, "tick", fail)
+    monkeypatch.setattr(EngineOutlet, "tick", fail)
     loopback.tamper = lambda message: [] if isinstance(message, Pulled) else [message]
     ends.sender.offer(7, block.block, 0)
     arrives(ends.pull(7, block, 5.0), block)
     assert sender.postings() == 1
     ends.clock.seconds = 6.0
-    settled(lambda: sender.postings() == 0 and broken not in doors)
+    settled(lambda: sender.postings() == 0 and broken not in peers)
     loopback.tamper = lambda message: [message]
     arrives(ends.pull(7, block), block)
 
@@ -209,7 +209,7 @@ def test_pieces_under_an_id_that_was_not_posted_end_at_the_deadline_and_the_conn
             return [msgspec.structs.replace(message, address=other.address)]
         return [message]
 
-    other = Outlet(EngineOptions(transports=2))  # where nothing is posted
+    other = EngineOutlet(EngineOptions(transports=2))  # where nothing is posted
     loopback.tamper = misdirect
     ends.sender.offer(7, block.block, 0)
     arrives(ends.pull(7, block), block)
@@ -379,11 +379,11 @@ def test_pieces_that_cannot_be_received_are_given_back_at_once(
     """A device without room for what comes: the sender must not hold it until the deadline."""
     block, refused = case("tp=2", "tp=2"), []
 
-    def no_room(inlet: Inlet, address: str, pull_id: int, avals: object) -> list[jax.Array]:
-        refused.append(pull_id)
+    def no_room(inlet: EngineInlet, answer: Posted, avals: object, **hooks: object) -> None:
+        refused.append(answer.pull_id)
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(Inlet, "pull", no_room)
+    monkeypatch.setattr(EngineInlet, "pull", no_room)
     ends.sender.offer(7, block.block, 0)
     with pytest.raises(HandoffError, match="out of memory"):
         finished(ends.receiver.pull(7, block.target(0), LONG_SECONDS)).arrays()

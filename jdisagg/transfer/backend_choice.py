@@ -1,0 +1,132 @@
+"""Which backend moves KV from each sender process to this one.
+
+`Memories` holds what this process has; `BackendChoice` picks the best backend that both processes
+have and that has not failed before: CUDA IPC on one host, then shared memory, then NIXL, then the
+JAX transfer engine (NIXL first if it was configured by name). Nothing is sent or read here."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.messages.kv_plane import KvBackend
+from jdisagg.model_api import Device
+from jdisagg.transfer.backend import Backend, Inlet
+from jdisagg.transfer.device_memory import LentMemory, lent_memory
+from jdisagg.transfer.nixl_memory import NixlMemory, nixl_memory
+from jdisagg.transfer.shared_memory import SharedMemory
+from jdisagg.transfer.transfer_engine import Engine, EngineOptions
+
+_log = logging.getLogger(__name__)
+_TITLES = {
+    KvBackend.CUDA: "CUDA memory",
+    KvBackend.SHARED: "shared memory",
+    KvBackend.NIXL: "NIXL",
+    KvBackend.ENGINE: "transfer engine",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Memories:
+    """The memory of one process that other processes can read.
+
+    Attributes:
+      shared: Shared memory of this host, or None.
+      nixl: Memory registered with NIXL, or None.
+      device: Device memory exported over CUDA IPC, or None.
+      no_device: The reason why CUDA IPC is not used although it was configured; "" otherwise.
+    """
+
+    shared: SharedMemory | None = None
+    nixl: NixlMemory | None = None
+    device: LentMemory | None = None
+    no_device: str = ""
+
+    @staticmethod
+    def of_worker(channel: str, host: str, devices: Sequence[Device]) -> "Memories":
+        """Returns the memory of a worker.
+
+        Args:
+          channel: `ServiceConfig.kv_channel`.
+          host: Address of the worker.
+          devices: Devices of the worker.
+
+        Raises:
+          ConfigError: NIXL is configured by name and cannot be used.
+        """
+        nixl = nixl_memory(channel, host)
+        return Memories(SharedMemory.of_host(), nixl, *lent_memory(channel, devices))
+
+    def end(self, control: str, boot_id: int) -> KvEnd:
+        """Returns this process's `KvEnd`, which publishes what it has."""
+        shared = self.shared.name if self.shared else ""
+        lends = self.device.host if self.device else ""
+        return KvEnd(control, boot_id, shared, self.nixl is not None, lends)
+
+    def backends(self, options: EngineOptions) -> tuple[Backend, ...]:
+        """Returns the backends of this process, the preferred one first."""
+        nixl_first = self.nixl is not None and self.nixl.first
+        found = (
+            self.nixl if nixl_first else None,
+            self.device,
+            self.shared,
+            None if nixl_first else self.nixl,
+            Engine(options),
+        )
+        return tuple(backend for backend in found if backend is not None)
+
+
+class BackendChoice:
+    """Chooses the backend for each sender process. The caller guards it by a lock.
+
+    Args:
+      memories: What this process has.
+      backends: Its backends, the preferred one first; the last one reaches every process.
+    """
+
+    def __init__(self, memories: Memories, backends: Sequence[Backend]) -> None:
+        self._memories, self._backends = memories, backends
+        self._proven: set[tuple[KvEnd, KvBackend]] = set()
+        self._failed: dict[tuple[KvEnd, KvBackend], str] = {}
+
+    def inlet(self, end: KvEnd) -> Inlet:
+        """Returns a new inlet for the process `end`."""
+        return next(
+            backend.inlet(end)
+            for backend in self._backends
+            if (end, backend.kind) not in self._failed and backend.reaches(end)
+        )
+
+    def describe(self, end: KvEnd, backend: KvBackend) -> str:
+        """Returns "address backend", and why CUDA IPC is not used where one could expect it."""
+        own, why = self._memories, self._failed.get((end, KvBackend.CUDA), "")
+        if backend is KvBackend.SHARED and not why:
+            if own.no_device:
+                why = own.no_device
+            elif own.device is not None and not end.device:
+                why = "the sender lends none"
+        title = _TITLES[backend]
+        return f"{end.control} {title}, no CUDA memory: {why}" if why else f"{end.control} {title}"
+
+    def succeeded(self, end: KvEnd, backend: KvBackend) -> None:
+        """Notes that a pull from `end` arrived."""
+        self._proven.add((end, backend))
+
+    def is_proven(self, end: KvEnd, backend: KvBackend) -> bool:
+        return (end, backend) in self._proven
+
+    def failed(self, end: KvEnd, backend: KvBackend, why: str) -> None:
+        """Notes that reading from `end` failed. A backend that never worked is not used again."""
+        if (end, backend) not in self._proven:
+            self._failed[end, backend] = why
+            _log.warning(
+                "KV from %s cannot be read by %s; another backend is used from now on: %s",
+                end.control,
+                _TITLES[backend],
+                why,
+            )
+
+    def forget(self, end: KvEnd) -> None:
+        """Forgets a process that was disconnected; its successor is tried anew."""
+        self._proven = {key for key in self._proven if key[0] != end}
+        self._failed = {key: why for key, why in self._failed.items() if key[0] != end}
