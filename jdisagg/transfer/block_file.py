@@ -1,12 +1,10 @@
-"""A block of KV as a file: a header, then the bytes of its arrays one behind the other.
+"""A block of KV as a file: a header, then the bytes of its arrays one after another.
 
-The header says the version of the format, the namespace and the name of the block, where each
-array lies in it (piece, box, type), the sums of its pieces and a digest of all that follows; it
-has a digest of its own. A file is written under another name and renamed into place, so that one
-whose writer was killed is never taken for a block. It is not forced to the disk: what a power
-failure leaves of it does not pass its digest, and is a miss.
-
-Whatever is wrong with a file is one of a few words (`cause`). Knows NumPy, no JAX, no threads."""
+The header holds the format's version, the namespace and name of the block, the place of each array
+in it (piece, box, dtype), the sums of its pieces and a digest of the arrays; it has a digest of its
+own. A file is written under another name and renamed, so that a partial file is never taken for a
+block. It is not synced to the disk: a file damaged by a power failure fails its digest and counts
+as a miss. Each defect of a file has a name (`cause_of`). Uses NumPy, no JAX and no threads."""
 
 import errno
 import os
@@ -17,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-import ml_dtypes  # noqa: F401  # np.dtype knows bfloat16 and the like from here on
+import ml_dtypes  # noqa: F401  # registers bfloat16 and the like with np.dtype
 import msgspec
 import numpy as np
 
@@ -42,7 +40,7 @@ _CAUSES = {
 
 
 class SpoiledFileError(Exception):
-    """A file that holds no block, or not the one that was asked for. `cause`: a word."""
+    """A file does not hold the requested block. `cause` names the defect."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -50,7 +48,7 @@ class SpoiledFileError(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """Why something could not be done to a file, in a word."""
+    """Returns the name of the defect or failure."""
     if isinstance(error, SpoiledFileError):
         return error.cause
     if isinstance(error, OSError):
@@ -61,7 +59,7 @@ def cause_of(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedArray:
-    """The part `box` of the block's `piece`-th piece."""
+    """Part `box` of the block's `piece`-th piece."""
 
     piece: int
     box: Box
@@ -69,7 +67,7 @@ class SavedArray:
 
 
 class _Place(Message, frozen=True):
-    """Where an array lies in its block."""
+    """The place of an array in its block."""
 
     piece: int
     box: tuple[tuple[int, int], ...]
@@ -85,8 +83,8 @@ class _Place(Message, frozen=True):
 
 
 class BlockHeader(Message, frozen=True):
-    """What a file says of itself. `digest`: of the arrays. `written_at`: in seconds since 1970; 0:
-    nobody knows."""
+    """The header. `digest` covers the arrays; `written_at` is in seconds since 1970, 0 if
+    unknown."""
 
     namespace: bytes
     name: bytes
@@ -108,7 +106,7 @@ def write_block(
     checksums: tuple[int, ...],
     written_at: float = 0.0,
 ) -> int:
-    """Puts a block at `path`, whole or not at all; returns its bytes. Raises OSError."""
+    """Writes a block to `path` atomically and returns its bytes. Raises OSError."""
     views = [np.ascontiguousarray(one.array).reshape(-1).view(np.uint8) for one in arrays]
     digest = blake2b(digest_size=DIGEST_BYTES)
     for view in views:
@@ -132,7 +130,7 @@ def write_block(
 
 
 def read_header(file: BinaryIO, namespace: bytes) -> BlockHeader:
-    """What the file says of itself, which is true of its length. Raises SpoiledFileError,
+    """Reads the header and checks it against the file's length. Raises SpoiledFileError or
     OSError."""
     front = file.read(_FRONT.size)
     if len(front) < _FRONT.size:
@@ -162,8 +160,8 @@ def read_header(file: BinaryIO, namespace: bytes) -> BlockHeader:
 def read_block(
     path: Path, namespace: bytes, name: bytes
 ) -> tuple[tuple[SavedArray, ...], tuple[int, ...], int]:
-    """The arrays of a block, the sums of its pieces, and its bytes. Raises SpoiledFileError where
-    the file is not what was written, OSError."""
+    """Returns the arrays of a block, the sums of its pieces, and its bytes. Raises SpoiledFileError
+    if the file is not as it was written, or OSError."""
     with path.open("rb", buffering=0) as file:
         header = read_header(file, namespace)
         if header.name != name:

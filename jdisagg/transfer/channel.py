@@ -5,19 +5,22 @@ A block is a global array [dp, C, K, T, H] (C rows of a layer group's components
 concerns one dp rank. A pull gives the receiver n = local heads / granule global arrays [dp, C,
 granule * kv, T, H], each `granule` heads a kv shard: on the receiving rank, array i of kv shard j
 holds heads j * n * granule + i * granule and on, so that concatenating the n local shards along
-heads gives the shard's heads in order. Ranks that do not receive hold the resident zeros that the
-target brought; no byte moves to them.
+heads gives the shard's heads in order. Ranks that do not receive hold the resident zeros of the
+target; no byte moves to them.
 
-Several peers: a target names the peer that its block comes from; `connect` must have introduced it
-(a channel within one process needs no introduction). With a lossy codec what is received are the
-codec's leaves of each piece (transfer/codec.py), not its heads.
+A target names the peer that its block comes from; `connect` must have introduced that peer (except
+within one process). With a lossy codec the received arrays are the codec's leaves of each piece
+(transfer/codec.py), not its heads.
 
-Rules. Ids are random 64-bit numbers, used once. Nothing here waits: a pull is a future to poll, and
-its deadline passes whoever polls. A pull may come before its offer, for the two sides' threads are
-not ordered: it then waits, within its deadline. Failures come out of the pull, typed, never out of
-a late JAX call. Offered blocks are never donated; pulled arrays may share memory with the block or
-the zeros, so they are never donated either. All methods may be called from any thread. Whether
-bytes pass through the host is the implementation's affair, not the seam's."""
+Rules:
+- Ids are random 64-bit numbers, used once.
+- Nothing blocks: a pull is a future to poll, and its deadline passes also if it is not polled.
+- A pull may come before its offer, because the two sides' threads are not ordered. It then waits,
+  within its deadline.
+- Failures are raised by the pull, with a type, never by a later JAX call.
+- Offered blocks are never donated. Pulled arrays may share memory with the block or the zeros, so
+  they are never donated either.
+- All methods are thread-safe."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,7 +35,7 @@ from jdisagg.transfer.boxes import HEAD_DIMENSION, RANK_DIMENSION
 
 
 def block_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """How a block lies on an instance's mesh ("dp", "kv", "rep"): ranks over dp, heads over kv,
+    """Returns the sharding of a block on a mesh ("dp", "kv", "rep"): ranks over dp, heads over kv,
     replicated over rep."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", None, "kv"))
 
@@ -45,8 +48,8 @@ def resident_zeros(
     head_size: int,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """The zeros [dp, components, granule * kv, tokens, head_size] of a `PullTarget`: made once for
-    each shape, kept, never donated."""
+    """Makes the zeros [dp, components, granule * kv, tokens, head_size] of a `PullTarget`. Callers
+    keep them for each shape and never donate them."""
     ranks, shards, _ = (mesh.shape[axis] for axis in MESH_AXES)
     shape = (ranks, components, granule * shards, tokens, head_size)
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=block_sharding(mesh))()
@@ -54,16 +57,20 @@ def resident_zeros(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullTarget:
-    """Where a block goes: dp rank `rank` of the mesh on which `zeros` lies.
+    """The destination of a block.
 
-    zeros: [dp, C, granule * kv, T, H] under `block_sharding`; gives the shape, dtype and sharding
-    of each received array, and stands
-        in for the ranks that receive nothing.
-    peer: whom it comes from; "" where there is only one. codec: how it travels. leaves: with a
-    codec, the resident zeros of each of its leaves, [dp, C', granule * kv, T', x] under
-    `block_sharding`; () for none. heads: kv heads of the whole block, and `source_rank`, the peer's
-    dp rank that offers it: from these the pieces are known before
-        the sender has said a word. 0 where they are not known: the sender is then asked first."""
+    Attributes:
+      zeros: [dp, C, granule * kv, T, H] under `block_sharding`. Gives the shape, dtype and sharding
+        of each received array, and stands in for the ranks that receive nothing.
+      rank: Receiving dp rank of the mesh of `zeros`.
+      peer: Sending mesh; "" if there is only one.
+      codec: Encoding of the pieces.
+      leaves: The codec's zeros of each leaf, [dp, C', granule * kv, T', x] under `block_sharding`;
+        () without a codec.
+      heads: KV heads of the whole block. With `source_rank` they allow to plan the pieces before
+        the sender answers; 0 if unknown.
+      source_rank: The peer's dp rank that offers the block.
+    """
 
     zeros: jax.Array
     rank: int
@@ -81,7 +88,7 @@ class PullTarget:
 
     @property
     def resident(self) -> tuple[jax.Array, ...]:
-        """The zeros of what travels: the codec's leaves, or the heads themselves."""
+        """The zeros of the arrays that are transferred: the codec's leaves, or the heads."""
         return self.leaves or (self.zeros,)
 
     @property
@@ -92,45 +99,49 @@ class PullTarget:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What a channel holds for others: live offers, and the device bytes that they keep (replicas
-    counted)."""
+    """Live offers of a channel, and the device bytes that they keep, replicas included."""
 
     offers: int
     bytes: int
 
 
 class Pull(Protocol):
-    """A transfer under way. Once it is ready it stays so: either `arrays()` gives the block, or it
-    raises what `failed()` names."""
+    """A transfer under way. Once ready it stays ready: `arrays()` returns the block or raises the
+    error of `failed()`."""
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that crossed from one device to another for this pull, so far."""
+        """Bytes that this pull has moved between devices so far."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether it is over: arrived, failed, cancelled or past its deadline. Never blocks."""
+        """Returns whether the pull has ended: arrived, failed, cancelled or late. Never blocks."""
         ...
 
     def failed(self) -> JdisaggError | None:
-        """Why it failed: HandoffError (unknown, released, revoked, late, cancelled, broken) or
-        IncompatiblePeerError. None while it is under way and when it has arrived."""
+        """Returns the error: HandoffError (unknown, released, revoked, late, cancelled, broken) or
+        IncompatiblePeerError. None while the pull is under way and after it has arrived."""
         ...
 
     def arrays(self) -> tuple[jax.Array, ...]:
-        """The n arrays; only once ready. Raises `failed()`."""
+        """Returns the n arrays. Valid once ready; raises `failed()`."""
         ...
 
     def cancel(self) -> None:
-        """Gives up and drops the arrays, also arrived ones. Idempotent."""
+        """Gives up and drops the arrays, also if they have arrived. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStamp:
-    """What the values of a block are, for the sums that travel with a lossy codec: the first of its
-    tokens is position `start`, `valid_tokens` of them count, its components are `component`.. of
-    the model's. `key` keys the sums (ops/checksum.py)."""
+    """Identifies the values of a block for its checksums.
+
+    Attributes:
+      key: Key of the sums (ops/checksum.py).
+      component: The model's component that is the block's first.
+      start: Position of the first token.
+      valid_tokens: Number of tokens that count.
+    """
 
     key: int = 0
     component: int = 0
@@ -138,8 +149,8 @@ class BlockStamp:
     valid_tokens: int = 0
 
     def of_offer(self, offer_id: int) -> "BlockStamp":
-        """For this offer alone: sums that travel with a block would otherwise also vouch for
-        another sequence's block of the same place."""
+        """Returns the stamp keyed for one offer. Otherwise the sums would also match another
+        sequence's block of the same positions."""
         return replace(self, key=self.key ^ offer_id)
 
 
@@ -148,43 +159,55 @@ _NO_STAMP = BlockStamp()
 
 class Channel(Protocol):
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Introduces a peer to pull from. Returns at once; what does not work shows in its pulls. A
-        name is never used for another mesh."""
+        """Introduces a peer to pull from. Does not block; a connection that fails shows in its
+        pulls. A name is never used for another mesh."""
         ...
 
     def disconnect(self, peer: str) -> None:
         """Drops the connection; pulls under way from it fail. Idempotent; an unknown name is
-        fine."""
+        ignored."""
         ...
 
     def offer(
         self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
     ) -> None:
-        """Holds dp rank `rank`'s shards of `block` until release or revocation; does not wait for
-        them to be computed.
+        """Holds one dp rank's shards of a block, which may still be computed, until release or
+        revocation. An offer that was revoked before it was made is dropped.
 
-        Raises HandoffError for an id in use or used before. An offer revoked before it was made is
-        dropped."""
+        Args:
+          offer_id: Random 64-bit id.
+          block: Global array; not donated afterwards.
+          rank: dp rank that is offered.
+          stamp: Identifies the values for checksums of a lossy codec.
+
+        Raises:
+          HandoffError: The id is in use or was used before.
+        """
         ...
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
-        """Begins; returns at once and does not raise. The deadline counts from now. An offer may be
-        pulled again."""
+        """Starts a pull. Never blocks or raises. An offer may be pulled several times.
+
+        Args:
+          offer_id: Id of the offer, which may be made later.
+          target: Destination of the block.
+          deadline_seconds: Time from now after which the pull fails.
+        """
         ...
 
     def release(self, offer_id: int) -> None:
-        """Forgets an offer: later pulls fail. A pull under way is not harmed. Idempotent; an
-        unknown id is fine."""
+        """Forgets an offer: later pulls fail, pulls under way continue. Idempotent; an unknown id is
+        ignored."""
         ...
 
     def revoke(self, offer_id: int, reason: str) -> None:
-        """Withdraws an offer: later pulls and those under way fail with HandoffError(reason).
-        Idempotent; also for offers not yet made."""
+        """Withdraws an offer, also one that is not made yet: its pulls fail with
+        HandoffError(reason). Idempotent."""
         ...
 
     def offered(self) -> Offered: ...
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        """(source device id, destination device id) -> bytes moved since the start, counted where
-        they were moved."""
+        """Returns the bytes moved since the start by (source device id, destination device id),
+        counted where they arrive."""
         ...

@@ -1,7 +1,8 @@
-"""A channel's own thread: runs small jobs in order, and something else every so often. JAX calls
-that may take a while go here.
+"""Threads of a channel: `ChannelThread` runs short jobs in order and a periodic function,
+`ComputeWait` waits for device arrays.
 
-A job that raises is logged and forgotten: jobs must turn their failures into answers themselves."""
+JAX calls that may take a while run here. A job that raises is logged and dropped: jobs must turn
+their failures into answers themselves."""
 
 import contextlib
 import itertools
@@ -17,8 +18,13 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """`regularly` runs after each job, and gives the seconds until it wants to run again if no job
-    comes; it must be quick."""
+    """Runs jobs in order on one daemon thread.
+
+    Args:
+      name: Name of the thread.
+      regularly: Short function that runs after each job; returns the seconds until its next run if
+        no job comes.
+    """
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly
@@ -29,12 +35,12 @@ class ChannelThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """From any thread; never blocks. After `close` jobs are dropped."""
+        """Queues a job. Thread-safe; never blocks. After `close` jobs are dropped."""
         if not self._closed:
             self._jobs.put(job)
 
     def close(self, last: Callable[[], object]) -> None:
-        """Runs what is queued, then `last`, and ends. Idempotent. Waits for it, for a while."""
+        """Runs the queued jobs, then `last`, and ends. Waits up to 10 s for that. Idempotent."""
         if not self._closed:
             self._jobs.put(last)
             self._jobs.put(None)
@@ -52,7 +58,7 @@ class ChannelThread:
             if job is None:
                 return
             self._guarded(job)
-            del job  # what it holds must not live until the next one
+            del job  # it holds arrays, which must not live until the next job
             self._guarded(self._regular)
             due = time.monotonic() + self._pause
 
@@ -67,9 +73,9 @@ class ChannelThread:
 
 
 class ComputeWait:
-    """A thread that waits for arrays to be computed, those with lower numbers first, and calls what
-    is to follow. A mesh computes in order, so numbers that follow that order keep nothing
-    waiting that is there."""
+    """A thread that waits for arrays to be computed and then calls a job. Arrays with lower numbers
+    come first: a mesh computes in order, so with numbers in that order no computed array waits for
+    another."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.PriorityQueue[
@@ -81,12 +87,17 @@ class ComputeWait:
         self._thread.start()
 
     def then(self, number: int, arrays: Sequence[jax.Array], job: Callable[[], object]) -> None:
-        """From any thread; never blocks. `job` must be quick, and is called also where the
-        computation failed."""
+        """Queues a job. Thread-safe; never blocks.
+
+        Args:
+          number: Place in the mesh's order of computation.
+          arrays: Arrays to wait for.
+          job: Short function, called also if the computation failed.
+        """
         self._jobs.put((number, next(self._count), arrays, job))
 
     def close(self) -> None:
-        """Ends when what it waits for is there. Waits for it, for a while."""
+        """Ends after the present wait. Waits up to 5 s for that."""
         self._jobs.put((-1, next(self._count), (), _nothing))
         self._thread.join(timeout=5.0)
 
@@ -95,10 +106,10 @@ class ComputeWait:
             number, _, arrays, job = self._jobs.get()
             if number < 0:
                 return
-            with contextlib.suppress(Exception):  # who reads the arrays meets it again
+            with contextlib.suppress(Exception):  # the job meets the error again
                 jax.block_until_ready(list(arrays))
             job()
-            del arrays, job  # what they hold must not live until the next one
+            del arrays, job  # arrays must not live until the next job
 
 
 def _nothing() -> None:

@@ -1,16 +1,16 @@
-"""How blocks travel: as they are, or packed into int8, int4 or fp8 with a scale per component, head
-and token.
+"""Encodings of transferred blocks: none, or int8, int4 or fp8 with a scale per component, head and
+token.
 
 A codec turns a piece [1, C, G, T, H] into leaves, all of rank 5 with the dimensions (rank, C', G,
-T', x): each is assembled over ranks and heads exactly like the values, so that channels need not
-know what a leaf means. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales
+T', x). Each leaf is assembled over ranks and heads exactly like the values, so that channels treat
+all leaves alike. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales
 float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
-(ops/checksum.py) over the packed values and their scales, for a sum over the values before packing
-could not be checked after it. Without a codec there are no extra leaves: the checksum over the
-values themselves guards them.
+(ops/checksum.py) over the packed values and their scales, because a sum over the original values
+cannot be checked after packing. Without a codec there are no extra leaves: the checksum over the
+values guards them.
 
-Everything is traceable and local to a device: the sender packs where the shard lies, the receiver
-unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same bits
+Everything is traceable and local to a device: the sender packs on the device of the shard, the
+receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same bits
 wherever it runs."""
 
 from collections.abc import Callable, Sequence
@@ -40,8 +40,7 @@ from jdisagg.transfer.channel import BlockStamp
 
 
 def stamp_array(stamp: BlockStamp) -> np.ndarray:
-    """A stamp as programs take it: uint32 [5] (key low, key high, component, start, valid
-    tokens)."""
+    """Returns a stamp as uint32 [5]: key low, key high, component, start, valid tokens."""
     return np.array(
         [*key_words(stamp.key), stamp.component, stamp.start, stamp.valid_tokens], np.uint32
     )
@@ -55,29 +54,34 @@ class Codec(Protocol):
     def lossy(self) -> bool: ...
 
     def leaves(self, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The leaves of a piece [1, C, G, T, H]. Raises LayoutError where it cannot be packed."""
+        """Returns the leaves of a piece [1, C, G, T, H]. Raises LayoutError if it cannot be packed."""
         ...
 
     def encode(
         self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The leaves. `stamp`: `stamp_array`'s; `first_head`: int scalar, the global kv head of the
-        piece's first."""
+        """Returns the leaves of a piece.
+
+        Args:
+          piece: [1, C, G, T, H].
+          stamp: `stamp_array` of its block.
+          first_head: Global KV head of the piece's first head, an int scalar.
+        """
         ...
 
     def decode(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
-        """The piece again, in `dtype`."""
+        """Returns the piece in `dtype`."""
         ...
 
     def verify(
         self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array
     ) -> jax.Array:
-        """Whether the leaves are what was packed under this stamp: bool scalar."""
+        """Returns a bool scalar: whether the leaves were packed under this stamp."""
         ...
 
 
 class NoCodec:
-    """Blocks travel as they are."""
+    """Transfers values unchanged."""
 
     name = "none"
     lossy = False
@@ -101,8 +105,7 @@ class NoCodec:
 
 @dataclass(frozen=True)
 class ScaledCodec:
-    """Packed values, a scale per row, sums. `largest`: what a row's largest magnitude is packed
-    as."""
+    """Packs values with one scale for each row, whose largest magnitude becomes `largest`."""
 
     name: str
     largest: float
@@ -149,7 +152,7 @@ class ScaledCodec:
 def _sums(
     packed: jax.Array, scale: jax.Array, stamp: jax.Array, first_head: jax.Array
 ) -> jax.Array:
-    """uint32 [1, 1, G, 1, 2] over a piece's leaves [1, C, G, T, x]."""
+    """Returns the sums uint32 [1, 1, G, 1, 2] over a piece's leaves [1, C, G, T, x]."""
     token_T = jnp.arange(packed.shape[3], dtype=jnp.uint32)
     rows_GT2 = row_sums(
         (packed[0], scale[0]),
@@ -177,8 +180,8 @@ CODECS = tuple(_CODECS)
 
 
 def codec(name: str) -> Codec:
-    """The codec of this name. Raises ConfigError for one that does not exist, or that this JAX
-    cannot do."""
+    """Returns the codec of this name. Raises ConfigError if it does not exist or this JAX lacks its
+    type."""
     if name not in _CODECS:
         raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(CODECS)}")
     if name == "fp8" and not hasattr(jnp, "float8_e4m3fn"):
@@ -190,8 +193,7 @@ def codec(name: str) -> Codec:
 
 
 def check_codec(name: str, spec: KVSpec) -> None:
-    """Raises ConfigError for a codec that `codec` refuses, or that cannot pack the KV of this
-    spec."""
+    """Raises ConfigError if the codec does not exist or cannot pack the KV of this spec."""
     if codec(name).lossy and not jnp.issubdtype(jnp.dtype(spec.row_dtype), jnp.floating):
         raise ConfigError(
             f"codec {name!r} packs values of one floating type, and this model's KV has several, or"

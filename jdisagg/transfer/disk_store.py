@@ -1,14 +1,13 @@
-"""Blocks of KV on disk: one file each (`transfer/block_file.py`), written and read by threads of
-their own.
+"""Blocks of KV on disk: one file each (`transfer/block_file.py`), written and read by threads of the
+store.
 
-Under the directory lies a folder for each namespace, and in it one for each worker that uses the
-directory at a time: the first that nobody has locked. The lock goes with the process, also when it
-is killed, so that a worker that is started again finds what it left. Files of another namespace
-are never touched.
+The directory has a folder for each namespace, and in it one for each worker that uses the directory
+at a time: the first that is not locked. The lock ends with the process, also when it is killed, so
+that a restarted worker finds its blocks. Files of another namespace are never touched.
 
-Every call returns at once a future of a `DiskOutcome`, which never raises: a disk that is full,
-read-only, slow or gone gives an outcome with a word of why. Files are opened and removed in the
-order of the calls, except that reads do not wait behind writes. `close` waits for no disk."""
+Every call returns at once a future of a `DiskOutcome`, which never raises: for a disk that is full,
+read-only, slow or gone the outcome names the cause. Files are opened and removed in the order of
+the calls, except that reads do not wait for writes. `close` waits at most CLOSE_SECONDS."""
 
 import contextlib
 import fcntl
@@ -40,8 +39,8 @@ from jdisagg.transfer.block_file import (
     write_block,
 )
 
-MOST_WORKERS = 64  # of one directory
-CLOSE_SECONDS = 2.0  # for what is being written
+MOST_WORKERS = 64  # limit of the workers that use one directory
+CLOSE_SECONDS = 2.0  # time that `close` leaves to a write
 LOCK = "lock"
 SECRET, SECRET_BYTES = "key", 32
 
@@ -50,8 +49,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskOutcome:
-    """What became of a call. `error`: why not, in a word. `skipped`: files without a block, by the
-    same words. `ages`: seconds since each of `names` was written."""
+    """The result of a call.
+
+    Attributes:
+      error: Cause of a failure (`block_file`), or "".
+      names: Names of the blocks found.
+      ages: Seconds since each of them was written.
+      arrays, checksums: The block that was read.
+      skipped: Number of files without a valid block, by cause.
+      bytes: Bytes written or read.
+    """
 
     error: str = ""
     names: tuple[bytes, ...] = ()
@@ -63,20 +70,24 @@ class DiskOutcome:
 
 
 class DiskStore:
-    """`directory`: made where it is not there, as its parent must be. `name`: of its threads."""
+    """The blocks of one worker.
+
+    Args:
+      directory: Created if missing; its parent must exist.
+      name: Prefix of the threads' names.
+    """
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory = Path(directory).expanduser()
         self._writing = _Line(f"{name}-disk-out")
         self._reading = _Line(f"{name}-disk-in")
         self._namespace = b""
-        self._folder: Path | None = None  # this worker's
+        self._folder: Path | None = None  # of this worker
         self._lock: int | None = None
 
     def find(self, namespace: bytes) -> "Future[DiskOutcome]":
-        """Takes a folder and looks at what lies there: names used longest ago first. What is no
-        whole block is counted and, where it says that it is of this namespace or says nothing,
-        removed."""
+        """Locks a folder and lists its blocks, least recently used first. Invalid files are counted,
+        and removed unless they belong to another namespace or format version."""
 
         def find() -> DiskOutcome:
             try:
@@ -94,8 +105,14 @@ class DiskStore:
         arrays: Callable[[], Sequence[SavedArray]],
         checksums: tuple[int, ...],
     ) -> "Future[DiskOutcome]":
-        """The `index`-th block of its chain. `arrays` is called on the thread that writes; they
-        must not change."""
+        """Writes a block.
+
+        Args:
+          name: Name of the block.
+          index: Place of the block in its chain of prefixes.
+          arrays: Called on the writing thread; returns arrays that do not change.
+          checksums: Sums of its pieces.
+        """
 
         def write() -> DiskOutcome:
             path = self._path(name)
@@ -125,11 +142,11 @@ class DiskStore:
         return self._writing.submit(remove)
 
     def remove_all(self) -> "Future[DiskOutcome]":
-        """Of this worker, and of those that used the directory for this namespace and are gone."""
+        """Removes the blocks of this namespace, of this worker and of workers that have ended."""
         return self._writing.submit(self._remove_all)
 
     def close(self) -> None:
-        """What waits is dropped. Idempotent."""
+        """Drops the calls that wait. Idempotent."""
         self._reading.close(0.0)
         if self._writing.close(CLOSE_SECONDS) and self._lock is not None:
             os.close(self._lock)
@@ -189,7 +206,7 @@ def _look(folder: Path, namespace: bytes) -> DiskOutcome:
                 header = read_header(file, namespace)
             if header.name.hex() != path.stem:
                 raise SpoiledFileError(FOREIGN)
-            age = max(0.0, now - header.written_at)  # where the clock was set back, it is new
+            age = max(0.0, now - header.written_at)  # 0 if the clock was set back
             found.append((entry.stat().st_mtime, header.name, age))
         except (SpoiledFileError, OSError) as error:
             cause = cause_of(error)
@@ -202,7 +219,7 @@ def _look(folder: Path, namespace: bytes) -> DiskOutcome:
 
 
 def _locked(folder: Path) -> int | None:
-    """A lock of the folder that ends with this process; None: another has it."""
+    """Locks the folder until this process ends; returns None if another process has locked it."""
     lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -223,16 +240,15 @@ def _removed(path: Path) -> None:
 
 
 def _used(path: Path, index: int) -> None:
-    """Notes the use in the file's time, a chain's end as used before its beginning. A disk that
-    takes no note costs order alone."""
+    """Records the use in the file's time. Later blocks of a chain count as used earlier, so that they
+    are evicted first. If the time cannot be set, only the order is lost."""
     instant = time.time() - index
     with contextlib.suppress(OSError):
         os.utime(path, (instant, instant))
 
 
 class _Line:
-    """Calls one after the other, on a thread that is made at the first and that no exit waits
-    for."""
+    """Runs calls in order on a daemon thread, which starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -254,7 +270,7 @@ class _Line:
         return future
 
     def close(self, seconds: float) -> bool:
-        """Whether its last call ended in so many seconds."""
+        """Returns whether the last call ended within `seconds`."""
         self._closed = True
         if self._thread is None:
             return True
@@ -280,9 +296,9 @@ def _outcome(call: Callable[[], DiskOutcome]) -> DiskOutcome:
 
 
 def directory_secret(directory: str) -> bytes:
-    """A random secret that is kept beside the blocks, for whoever may read them and nobody else;
-    made at the first use. Where it cannot be kept it is another in each process, which then finds
-    nothing of those before."""
+    """Returns the random secret that is stored beside the blocks with the same permissions, and
+    creates it at first use. If it cannot be stored, each process has another one, and a restarted
+    worker finds no blocks."""
     root, fresh = Path(directory).expanduser(), secrets.token_bytes(SECRET_BYTES)
     path = root / SECRET
     try:
@@ -294,12 +310,16 @@ def directory_secret(directory: str) -> bytes:
             if path.exists() and path.stat().st_size != SECRET_BYTES:
                 path.unlink()
             try:
-                os.link(made, path)  # unless another was faster
+                os.link(made, path)  # unless another process was faster
             except FileExistsError:
                 path.chmod(0o600)
         finally:
             made.unlink(missing_ok=True)
         return path.read_bytes()
     except OSError as error:
-        _log.warning("KV on disk: %s cannot be kept (%s): a restart will find nothing", path, error)
+        _log.warning(
+            "KV on disk: %s cannot be stored (%s); a restarted worker will find no blocks",
+            path,
+            error,
+        )
         return fresh

@@ -1,8 +1,7 @@
-"""What became of offers that are no longer held, by id: that a late pull is told, and that no id is
-offered twice.
+"""How offers ended, by id: a late pull gets that as its error, and no id is offered twice.
 
-A bounded memory: beyond REMEMBERED_IDS the oldest are forgotten. Not thread-safe: its channel's
-lock is around it."""
+Beyond REMEMBERED_IDS the oldest ids are forgotten. Not thread-safe: the channel's lock guards
+it."""
 
 from collections import OrderedDict
 from collections.abc import Container
@@ -20,12 +19,12 @@ class EndedOffers:
         return offer_id in self._how
 
     def how(self, offer_id: int) -> str | None:
-        """ "released", "revoked: " and the reason, or None for an id that is not known here."""
+        """Returns "released", "revoked: " and the reason, or None for an unknown id."""
         return self._how.get(offer_id)
 
     def admits(self, offer_id: int, live: Container[int]) -> bool:
-        """Whether a block may be offered under this id; False where it was revoked before it was
-        made. Raises HandoffError for an id in use or used before."""
+        """Returns whether a block may be offered under this id; False if it was revoked before it
+        was made. Raises HandoffError for an id in use or used before."""
         if offer_id in live:
             raise HandoffError(
                 f"offer {offer_id:#x} is live already; draw a fresh random id for each offer"
@@ -41,7 +40,7 @@ class EndedOffers:
         self._note(offer_id, "released")
 
     def revoked(self, offer_id: int, reason: str) -> None:
-        """Also of an offer that was not made yet; of one that has ended it changes nothing."""
+        """Notes a revocation, also of an offer that is not made yet. An ended offer keeps its end."""
         if offer_id not in self._how:
             self._note(offer_id, f"revoked: {reason}")
 

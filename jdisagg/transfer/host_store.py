@@ -1,12 +1,12 @@
-"""Blocks of KV in host memory: one rank's shards of each, immutable, copied out and back by a
-thread of their own.
+"""Blocks of KV in host memory: one rank's shards of each block, immutable, copied in and out by a
+thread of the store.
 
-On an accelerator the copies are pinned arrays where the backend has such memory, so that they move
-by DMA; on a CPU they are NumPy arrays. Replicas are kept once and go back to each device. A block
-may come back to another rank of the same mesh than it came from. What lies here is not checked: who
-asks compares sums (executor/insert_program.py).
+On an accelerator the copies are pinned arrays if the backend has pinned memory, so that they move by
+DMA; on a CPU they are NumPy arrays. Replicas are stored once and restored to each device. A block
+may be restored to another rank of the mesh. Stored data is not checked here: the insert program
+compares sums (executor/insert_program.py).
 
-`put`, `pull` and `forget` are called on the dispatch thread; nothing in them waits."""
+`put`, `pull` and `forget` are called on the dispatch thread and do not block."""
 
 import threading
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from jdisagg.transfer.polled_pull import PolledPull
 PINNED = "pinned_host"
 
 HostArray = np.ndarray | jax.Array
-Shards = dict[Box, HostArray]  # by the part of the rank's block
+Shards = dict[Box, HostArray]  # each by its part of the rank's block
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy on its way out."""
+    """A copy to host memory under way."""
 
     done: "Future[None]"
 
@@ -40,27 +40,27 @@ class HostCopy:
 
 
 class HostStore:
-    """Of one mesh, in this process."""
+    """The blocks of one mesh in this process's memory."""
 
     def __init__(self, name: str) -> None:
         self._clock = MonotonicClock()
         self._name = name
-        self._thread: ThreadPoolExecutor | None = None  # made at the first use
-        self._lock = threading.Lock()  # held for a look at what follows alone
-        self._blocks: dict[int, Shards | None] = {}  # None: on their way
+        self._thread: ThreadPoolExecutor | None = None  # made at first use
+        self._lock = threading.Lock()  # never held while copying
+        self._blocks: dict[int, Shards | None] = {}  # None: being copied
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
     def bytes(self) -> int:
-        """Of what has arrived."""
+        """Bytes of the blocks whose copies are complete."""
         with self._lock:
             shards = [shards for shards in self._blocks.values() if shards]
         return sum([array.nbytes for arrays in shards for array in arrays.values()])
 
     def put(self, offer_id: int, block: jax.Array, rank: int) -> HostCopy:
-        """Keeps dp rank `rank`'s part of a block [ranks, C, K, T, H], which may still be
+        """Copies dp rank `rank`'s part of a block [ranks, C, K, T, H], which may still be
         computed."""
         boxes = rank_placement(block.sharding, block.shape, rank)
         shards = {
@@ -74,14 +74,14 @@ class HostStore:
         def copy() -> None:
             copied = {box: _to_host(shard) for box, shard in shards.items()}
             with self._lock:
-                if offer_id in self._blocks:  # not forgotten meanwhile
+                if offer_id in self._blocks:  # otherwise it was forgotten meanwhile
                     self._blocks[offer_id] = copied
 
         return HostCopy(self._submit(copy))
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
-        """As a channel's: gives one array, of all heads. Fails with HandoffError where there is no
-        such block."""
+        """Restores a block as `Channel.pull` does, as one array of all heads. The pull fails with
+        HandoffError if there is no such block."""
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
         with self._lock:
             shards = self._blocks.get(offer_id)
@@ -100,28 +100,28 @@ class HostStore:
         return pull
 
     def expect(self, offer_id: int) -> None:
-        """A block will be delivered here that was never on the mesh."""
+        """Announces a block that will be delivered from elsewhere than the mesh."""
         with self._lock:
             self._blocks[offer_id] = None
 
     def deliver(self, offer_id: int, shards: Shards) -> None:
-        """An expected block, unless it was forgotten meanwhile. From any thread."""
+        """Stores an expected block, unless it was forgotten meanwhile. Thread-safe."""
         with self._lock:
             if offer_id in self._blocks:
                 self._blocks[offer_id] = shards
 
     def shards(self, offer_id: int) -> Shards | None:
-        """Of a block that has arrived; they never change."""
+        """Returns the immutable shards of a complete block, or None."""
         with self._lock:
             return self._blocks.get(offer_id)
 
     def forget(self, offer_id: int) -> None:
-        """Idempotent. A copy that is on its way out or back is not harmed."""
+        """Drops a block; copies under way continue. Idempotent."""
         with self._lock:
             self._blocks.pop(offer_id, None)
 
     def close(self) -> None:
-        """Ends the thread, when it is done. Idempotent."""
+        """Drops all blocks and waits for the thread. Idempotent."""
         with self._lock:
             self._blocks.clear()
         if self._thread is not None:
@@ -134,7 +134,7 @@ class HostStore:
 
 
 def _to_host(shard: jax.Array) -> HostArray:
-    """Blocks until it is there."""
+    """Blocks until the shard is computed and copied."""
     (device,) = shard.devices()
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:
@@ -145,7 +145,7 @@ def _to_host(shard: jax.Array) -> HostArray:
 
 
 def _to_mesh(shards: Shards, target: PullTarget) -> jax.Array:
-    """The block on the rank that the target names; zeros on the others."""
+    """Returns the block on the target's rank, and its zeros on the others."""
     zeros = target.zeros
     boxes = rank_placement(zeros.sharding, zeros.shape, target.rank)
     arrays: list[jax.Array] = []

@@ -1,17 +1,16 @@
-"""How the transfer channels of two processes reach each other: small messages, addressed to a
-process, delivered if all goes well.
+"""How the transfer channels of two processes reach each other: small messages to a process, delivered
+at best effort.
 
-A `KvLink` carries what a channel says; what arrives for this process is given to its `KvReceiver`,
-which a channel is:
+A `KvLink` sends a channel's messages. Its owner passes received messages to a `KvReceiver`, which a
+channel is:
 
     channel = NegotiatedChannel(clock, end, link, ...)
     link.send(KvEnd("10.0.0.7:8811", boot_id), message)  # the channel does this
-    channel.handle(sender, message)  # the link's owner does this; `sender` is the KvEnd it is from
+    channel.handle(sender, message)  # the link's owner does this; `sender` is the origin's KvEnd
 
-Replies go through `send` to the `KvEnd` given as `sender`: it must therefore be the other process's
-own `KvEnd`, control address and boot id, as its cards show it. A link delivers nothing to another
-boot than the one addressed. Loss, delay and doubling are survived; messages from one process to one
-process should keep their order."""
+Replies are sent to the `KvEnd` given as `sender`, which must therefore equal the one that the other
+process publishes in its cards. A link delivers only to the addressed boot. The channel tolerates
+loss, delay and duplication; messages between two processes should keep their order."""
 
 from typing import Protocol
 
@@ -21,12 +20,12 @@ from jdisagg.messages.kv_plane import KvMessage
 
 class KvLink(Protocol):
     def send(self, end: KvEnd, message: KvMessage) -> None:
-        """Sends, soon, or loses it: an end that is gone or slow is not an error here. Never blocks,
-        never raises; from any thread."""
+        """Sends the message soon, or loses it if the receiver is gone or slow. Never blocks, never
+        raises; thread-safe."""
         ...
 
 
 class KvReceiver(Protocol):
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        """Takes a message that came from `sender`. Never blocks, never raises; from any thread."""
+        """Takes a message of `sender`. Never blocks, never raises; thread-safe."""
         ...
