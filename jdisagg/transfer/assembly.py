@@ -1,8 +1,8 @@
-"""One pull's destination on this process: which pieces its devices need, what has been announced,
-and the global arrays at the end.
+"""The destination of one pull on this process: the pieces that its devices need, those announced,
+and finally the global arrays.
 
-Knows a `PullTarget` and what the senders announce; moves nothing. What they announce is checked:
-each own device of the receiving rank gets each part once, and nothing else comes."""
+Moves nothing. It validates what senders announce: each device of this process in the receiving rank
+gets each part once, and nothing else."""
 
 import functools
 from collections.abc import Sequence
@@ -18,8 +18,15 @@ from jdisagg.transfer.pieces import check_leaves
 
 
 class Assembly:
-    """Used by one thread at a time. `wanted`: all devices of the receiving rank. `assembled`:
-    whether `assemble` has run."""
+    """Assembles one pull. Used by one thread at a time.
+
+    Args:
+      target: Destination of the block.
+      wanted: All devices of the receiving rank.
+
+    Attributes:
+      assembled: Whether `assemble` has run.
+    """
 
     def __init__(self, target: PullTarget, wanted: tuple[Wanted, ...]) -> None:
         self.wanted = wanted
@@ -39,8 +46,15 @@ class Assembly:
         return Assembly(target, _wanted(target.zeros.sharding, target.zeros.shape, target.rank))
 
     def expect(self, heads: int, pieces: tuple[PostedPiece, ...]) -> list[jax.ShapeDtypeStruct]:
-        """What to pull for these pieces of a block with so many heads, in the sender's order:
-        leaves inside pieces."""
+        """Accepts announced pieces and returns the shapes of their leaves, in the sender's order.
+
+        Args:
+          heads: KV heads of the whole block.
+          pieces: Pieces that a sender announces.
+
+        Raises:
+          HandoffError: A piece was not requested, or was announced before.
+        """
         parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
         if rest or not parts or self._parts not in (None, parts):
             raise HandoffError(f"a sender announced {heads} kv heads, which do not fit the pull")
@@ -54,8 +68,8 @@ class Assembly:
                 or key in self._announced
             ):
                 raise HandoffError(
-                    f"a sender announced the piece {piece}, which was not asked for, or comes"
-                    " already"
+                    f"a sender announced the piece {piece}, which was not requested or was"
+                    " announced before"
                 )
             self._announced.add(key)
             place = jax.sharding.SingleDeviceSharding(self._devices[piece.destination])
@@ -66,7 +80,7 @@ class Assembly:
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
-        """The arrays of `expect`, on their way."""
+        """Takes the leaves of pieces that `expect` has accepted; they may be on their way."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
             leaves = arrays[index * count : index * count + count]
@@ -78,8 +92,8 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Whether all is on its way. (A process without devices in the rank still learns from a
-        sender how many arrays there are.)"""
+        """Whether all pieces are on their way. (A process without devices in the rank still needs a
+        sender's answer for the number of arrays.)"""
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property
@@ -91,7 +105,11 @@ class Assembly:
         return sum(self.bytes_per_pair.values())
 
     def assemble(self, arrived: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The global arrays, part-major, leaves inside, of `flat`, all of which must be there."""
+        """Makes the global arrays, part by part and leaf by leaf.
+
+        Args:
+          arrived: The arrays of `flat`, all of which have arrived.
+        """
         assert self._parts is not None
         count = len(self._leaves)
         pieces = {

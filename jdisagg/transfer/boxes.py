@@ -1,10 +1,10 @@
-"""From JAX shardings to boxes: which part of an array each device holds, and the plan of one
+"""From JAX shardings to boxes: the part of an array that each device holds, and the plan of one
 hand-off.
 
-A hand-off moves one dp rank's part of a block [dp, C, K, T, H] to one dp rank of a like block on
+A hand-off moves one dp rank's part of a block [dp, C, K, T, H] to one dp rank of a similar block on
 the other mesh. Both sides are therefore described within one rank: dimension 0 is (0, 1) on each.
 Only heads (dimension 2) differ in their sharding, and all pieces of a hand-off have one shape:
-`granule` heads, the rest whole. Knows shardings, moves nothing."""
+`granule` heads, the other dimensions whole. Moves nothing."""
 
 import math
 
@@ -19,7 +19,7 @@ HEAD_DIMENSION = 2
 
 
 def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
-    """A mesh ("dp", "kv", "rep") as data; who runs its processes adds where they are reached."""
+    """Returns a mesh ("dp", "kv", "rep") as data; the worker adds the `KvEnd`s of its processes."""
     dp, kv, rep = mesh.devices.shape
     devices = tuple(mesh.devices.flat)
     return MeshCard(
@@ -30,8 +30,7 @@ def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
 
 
 def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Device id -> the box of an array of this shape that it holds, for all devices of all
-    processes."""
+    """Returns the box of an array that each device of all processes holds, by device id."""
     return {
         device.id: tuple(
             slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True)
@@ -43,10 +42,8 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[i
 def rank_placement(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
 ) -> dict[int, Box]:
-    """The devices of one dp rank, each with its box inside that rank's part (dimension 0 becomes
-    (0, 1)).
-
-    Raises LayoutError when there is no such rank, or when a device holds several."""
+    """Returns the devices of one dp rank, each with its box inside that rank's part (dimension 0
+    becomes (0, 1)). Raises LayoutError if there is no such rank or a device holds several."""
     if not 0 <= rank < shape[RANK_DIMENSION]:
         raise LayoutError(
             f"rank {rank} is not one of the block's {shape[RANK_DIMENSION]} dp ranks (shape"
@@ -65,7 +62,8 @@ def rank_placement(
 
 
 def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> int:
-    """Heads of a piece: the largest number that divides a shard's heads on both sides."""
+    """Returns the heads of a piece: the largest number that divides a shard's heads on both
+    sides."""
     for side, shards in (("source", source_shards), ("destination", destination_shards)):
         if kv_heads % shards:
             raise LayoutError(
@@ -78,7 +76,7 @@ def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> 
 def plan_handoff(
     source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
 ) -> ReshardPlan:
-    """The pieces, each of `granule` heads, that take one rank's block to one rank of the
+    """Plans the pieces, each of `granule` heads, from one rank's block to one rank of the
     destination (see `plan_reshard`)."""
     whole = [
         max((box[axis][1] for box in destination.values()), default=1)

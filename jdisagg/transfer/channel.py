@@ -196,8 +196,8 @@ class Channel(Protocol):
         ...
 
     def release(self, offer_id: int) -> None:
-        """Forgets an offer: later pulls fail, pulls under way continue. Idempotent; an unknown id is
-        ignored."""
+        """Forgets an offer: later pulls fail, pulls under way continue. Idempotent; an unknown id
+        is ignored."""
         ...
 
     def revoke(self, offer_id: int, reason: str) -> None:

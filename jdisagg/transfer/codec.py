@@ -10,8 +10,8 @@ cannot be checked after packing. Without a codec there are no extra leaves: the 
 values guards them.
 
 Everything is traceable and local to a device: the sender packs on the device of the shard, the
-receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same bits
-wherever it runs."""
+receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same
+bits wherever it runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ class Codec(Protocol):
     def lossy(self) -> bool: ...
 
     def leaves(self, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the leaves of a piece [1, C, G, T, H]. Raises LayoutError if it cannot be packed."""
+        """Returns the leaves of a piece [1, C, G, T, H]. Raises LayoutError if it cannot be
+        packed."""
         ...
 
     def encode(

@@ -1,10 +1,9 @@
-"""The CUDA driver's calls by which a process lends GPU memory to others of its host, and copies
-what others lend. Nothing else in jdisagg calls CUDA; on a machine without it nothing here is
-reached.
+"""CUDA driver calls that export GPU memory to other processes of the host and copy their exports.
+No other module of jdisagg calls CUDA, and nothing here runs on a machine without it.
 
-`Driver` is the seam: `CudaDriver` is NVIDIA's, through cuda-bindings. A device is a number as the
-process counts its GPUs (`jax.Device.local_hardware_id`), and its context is the primary one, which
-XLA uses too. Calls come from any thread, so each makes its context current and takes it back."""
+`Driver` is the seam; `CudaDriver` implements it by cuda-bindings. A device is the process's number
+of a GPU (`jax.Device.local_hardware_id`), and its context is the primary one, which XLA uses too.
+Calls come from any thread, so each call pushes its context and pops it again."""
 
 import contextlib
 import ctypes
@@ -22,8 +21,8 @@ _SUCCESS, _NOT_READY = 0, 600  # of CUresult
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The memory that the driver gave at once: where it begins, its bytes, and a number that no
-    other of this process ever has."""
+    """One allocation of the driver: its address, its bytes, and a number that is unique in this
+    process."""
 
     base: int
     size: int
@@ -31,43 +30,45 @@ class Allocation:
 
 
 class Copy(Protocol):
-    """Copies under way. From any thread."""
+    """Copies under way. Thread-safe."""
 
     def is_done(self) -> bool:
-        """Never waits. Raises HandoffError where they failed."""
+        """Returns whether the copies have ended. Never blocks. Raises HandoffError if they failed.
+        """
         ...
 
     def wait(self) -> None:
-        """Until they are over, well or not."""
+        """Blocks until the copies have ended or failed."""
         ...
 
 
 class Driver(Protocol):
-    """All raise HandoffError with the driver's own words where it refuses."""
+    """Every method raises HandoffError with the driver's error if a call fails."""
 
     def allocation(self, device: int, pointer: int) -> Allocation:
-        """In which the pointer lies."""
+        """Returns the allocation that contains the pointer."""
         ...
 
     def export(self, device: int, base: int) -> bytes:
-        """The handle by which other processes open the allocation that begins there."""
+        """Returns the handle by which other processes open the allocation at `base`."""
         ...
 
     def open(self, device: int, handle: bytes) -> int:
-        """Where the other process's allocation begins in this one, for `device` to read."""
+        """Opens another process's allocation for `device` and returns its address here."""
         ...
 
     def close(self, device: int, base: int) -> None:
-        """What `open` gave. Nothing may be copied from there any more."""
+        """Closes what `open` returned. No copy may read from it any more."""
         ...
 
     def copy(self, device: int, parts: Sequence[tuple[int, int, int]]) -> Copy:
-        """Begins to copy (to, from, bytes) by `device`, beside what it computes."""
+        """Starts copies (to, from, bytes) by `device`, on a stream beside its computation."""
         ...
 
 
 class CudaDriver:
-    """Raises ConfigError where cuda-bindings or the driver is missing, or has no device."""
+    """The CUDA driver. Its constructor raises ConfigError if cuda-bindings, the driver or a device
+    is missing."""
 
     def __init__(self) -> None:
         try:
@@ -83,7 +84,7 @@ class CudaDriver:
             self._call("cuInit", 0)
         except HandoffError as error:
             raise ConfigError(error.message) from error
-        except Exception as error:  # it finds its library at the first call
+        except Exception as error:  # the library is loaded at the first call
             raise ConfigError(f"there is no CUDA driver: {error}") from error
 
     def allocation(self, device: int, pointer: int) -> Allocation:
@@ -104,7 +105,8 @@ class CudaDriver:
 
     def open(self, device: int, handle: bytes) -> int:
         if len(handle) != HANDLE_BYTES:
-            raise HandoffError(f"a handle of CUDA memory has {HANDLE_BYTES} bytes: {len(handle)}")
+            raise HandoffError(f"a handle of CUDA memory has {HANDLE_BYTES} bytes, not
+            {len(handle)}")
         opened = self._cuda.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
         lazily = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -124,7 +126,7 @@ class CudaDriver:
                     self._call("cuMemcpyDtoDAsync", to, from_, size, stream)
                 self._call("cuEventRecord", event, stream)
             except HandoffError:
-                with contextlib.suppress(HandoffError):  # some may have begun
+                with contextlib.suppress(HandoffError):  # some copies may have begun
                     self._call("cuStreamSynchronize", stream)
                 self._call("cuEventDestroy", event)
                 raise
@@ -145,7 +147,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _current(self, device: int) -> Iterator[Any]:
-        """Its context is this thread's within; gives the stream for copies."""
+        """Makes the device's context current and yields its stream for copies."""
         with self._lock:
             if device not in self._contexts:
                 (place,) = self._call("cuDeviceGet", device)
@@ -174,7 +176,7 @@ class CudaDriver:
 
 
 class CudaCopy:
-    """Its event is kept until it is over."""
+    """Copies whose end is marked by an event."""
 
     def __init__(self, driver: CudaDriver, event: object) -> None:
         self._driver, self._event = driver, event

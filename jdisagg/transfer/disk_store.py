@@ -1,5 +1,5 @@
-"""Blocks of KV on disk: one file each (`transfer/block_file.py`), written and read by threads of the
-store.
+"""Blocks of KV on disk: one file each (`transfer/block_file.py`), written and read by threads of
+the store.
 
 The directory has a folder for each namespace, and in it one for each worker that uses the directory
 at a time: the first that is not locked. The lock ends with the process, also when it is killed, so
@@ -86,8 +86,8 @@ class DiskStore:
         self._lock: int | None = None
 
     def find(self, namespace: bytes) -> "Future[DiskOutcome]":
-        """Locks a folder and lists its blocks, least recently used first. Invalid files are counted,
-        and removed unless they belong to another namespace or format version."""
+        """Locks a folder and lists its blocks, least recently used first. Invalid files are
+        counted, and removed unless they belong to another namespace or format version."""
 
         def find() -> DiskOutcome:
             try:
@@ -240,8 +240,8 @@ def _removed(path: Path) -> None:
 
 
 def _used(path: Path, index: int) -> None:
-    """Records the use in the file's time. Later blocks of a chain count as used earlier, so that they
-    are evicted first. If the time cannot be set, only the order is lost."""
+    """Records the use in the file's time. Later blocks of a chain count as used earlier, so that
+    they are evicted first. If the time cannot be set, only the order is lost."""
     instant = time.time() - index
     with contextlib.suppress(OSError):
         os.utime(path, (instant, instant))

@@ -40,7 +40,8 @@ class EndedOffers:
         self._note(offer_id, "released")
 
     def revoked(self, offer_id: int, reason: str) -> None:
-        """Notes a revocation, also of an offer that is not made yet. An ended offer keeps its end."""
+        """Notes a revocation, also of an offer that is not made yet. An ended offer keeps its
+        end."""
         if offer_id not in self._how:
             self._note(offer_id, f"revoked: {reason}")
 

@@ -1,10 +1,10 @@
 """Blocks of KV in host memory: one rank's shards of each block, immutable, copied in and out by a
 thread of the store.
 
-On an accelerator the copies are pinned arrays if the backend has pinned memory, so that they move by
-DMA; on a CPU they are NumPy arrays. Replicas are stored once and restored to each device. A block
-may be restored to another rank of the mesh. Stored data is not checked here: the insert program
-compares sums (executor/insert_program.py).
+On an accelerator the copies are pinned arrays if the backend has pinned memory, so that they move
+by DMA; on a CPU they are NumPy arrays. Replicas are stored once and restored to each device. A
+block may be restored to another rank of the mesh. Stored data is not checked here: the insert
+program compares sums (executor/insert_program.py).
 
 `put`, `pull` and `forget` are called on the dispatch thread and do not block."""
 

@@ -1,17 +1,16 @@
-"""The channel within one process: single-device `device_put`s, each straight to the device that
-keeps the piece.
+"""The channel within one process: single-device `device_put`s, each to the device that keeps the
+piece.
 
-Knows the reshard plan and JAX; knows nothing of requests, pages or layers. Invariants:
-- a piece that is a whole shard is sent as it is; a smaller one is cut on its own device, all pieces
-  of a shard by one program;
-- a piece for the device it lies on is not moved (its buffer is shared when it is a whole shard);
-- nothing waits: `device_put` of an array still being computed returns at once (measured on CPU:
-  half a millisecond a pull of four pieces), and single-device work issued later on the destination
-  does not queue behind it. (XLA:CPU runs the multi-device programs of one process one after
-  another, whatever their devices; that is not the channel's doing, and cuts are single-device
-  programs also for this reason.)
-- a global `device_put` between meshes is avoided on purpose: it can go through the host and block
-  its caller for 100 ms."""
+Uses the reshard plan and JAX; independent of requests, pages and layers. Invariants:
+- A piece that is a whole shard is sent as it is. A smaller one is cut on its own device, all pieces
+  of a shard by one program.
+- A piece that already lies on its destination is not moved (a whole shard shares its buffer).
+- Nothing blocks: `device_put` of an array that is still being computed returns at once (on CPU half
+  a millisecond for four pieces), and single-device work issued later on the destination does not
+  wait for it. (XLA:CPU runs the multi-device programs of one process one after another, whatever
+  their devices. This is another reason for cutting by single-device programs.)
+- A global `device_put` between meshes is avoided: it can go through the host and block its caller
+  for 100 ms."""
 
 import math
 import threading
@@ -54,14 +53,14 @@ _RouteKey = tuple[
 
 @dataclass(slots=True)
 class _Route:
-    """The plans of one kind of hand-off, one for each turn of the source's replicas."""
+    """The plans between one pair of shardings, one for each turn of the source's replicas."""
 
     plans: tuple[ReshardPlan, ...]
     uses: int = 0
 
 
 class InProcessChannel:
-    """`Channel` for two meshes of this process. See the module's docstring."""
+    """Implements `Channel` for two meshes of this process."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,10 +73,10 @@ class InProcessChannel:
         self._planned: dict[tuple[int, int], int] = {}
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Nothing to do: who offers here is known."""
+        """Does nothing: both meshes are in this process."""
 
     def disconnect(self, peer: str) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def offer(
         self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
@@ -90,7 +89,7 @@ class InProcessChannel:
             waiting = self._waiting.pop(offer_id, [])
             offer.pulls.update(pull for pull, _ in waiting)
         for pull, target in waiting:
-            if not pull.is_ready():  # neither late nor cancelled
+            if not pull.is_ready():  # otherwise it is late or cancelled
                 self._begin(pull, offer, target)
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
@@ -124,8 +123,13 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles what pulls from this mesh to targets like this one will run: the cuts, and the
-        codec."""
+        """Compiles the cuts and the codec of pulls from this mesh to targets like this one.
+
+        Args:
+          source_mesh: Mesh of the blocks.
+          target: Destination of the pulls.
+          kv_heads: KV heads of a block.
+        """
         _, components, _, tokens, head_size = target.zeros.shape
         shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
@@ -141,14 +145,14 @@ class InProcessChannel:
             return dict(self._moved)
 
     def planned_bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        """What the plans of all pulls so far say; equal to `bytes_per_pair`, which counts the
+        """Returns `bytes_per_pair` as computed from the plans, for comparison with the bytes of the
         arrays that were moved."""
         with self._lock:
             return dict(self._planned)
 
     def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
-        """Issues the copies of one pull; waits for nothing. Called without the lock: JAX calls may
-        take a millisecond."""
+        """Issues the copies of one pull; does not block. Called without the lock, because JAX calls
+        may take a millisecond."""
         try:
             check_leaves(target)
             check_geometry(offer.block, str(target.zeros.dtype), target.zeros.shape, target.granule)
@@ -166,7 +170,7 @@ class InProcessChannel:
         pull.deliver(arrays, sum(moved.values()))
 
     def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
-        """The cached plan; source replicas take turns from one pull to the next."""
+        """Returns the cached plan; source replicas take turns from pull to pull."""
         zeros = target.zeros
         key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
         with self._lock:
@@ -235,7 +239,7 @@ def _move(
 
 
 def _planned_bytes(plan: ReshardPlan, target: PullTarget) -> dict[tuple[int, int], int]:
-    """What the plan's pieces weigh, packed as they travel."""
+    """Returns the bytes of the plan's pieces as encoded."""
     weight = sum(
         math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize
         for zeros in target.resident

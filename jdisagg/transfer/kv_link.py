@@ -1,5 +1,5 @@
-"""How the transfer channels of two processes reach each other: small messages to a process, delivered
-at best effort.
+"""How the transfer channels of two processes reach each other: small messages to a process,
+delivered at best effort.
 
 A `KvLink` sends a channel's messages. Its owner passes received messages to a `KvReceiver`, which a
 channel is:

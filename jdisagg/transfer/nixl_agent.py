@@ -1,21 +1,21 @@
-"""NIXL's agent, called only in the ways that were measured to be safe. Nothing else in jdisagg
-calls NIXL; it is an optional extra, and without it nothing here is reached.
+"""NIXL's agent, used only in ways that were measured to be safe. No other module of jdisagg calls
+NIXL; it is an optional extra, and without it nothing here runs.
 
-What goes wrong otherwise (benchmarks/LOG.md, 2026-11-24), and what is done about it:
-- its progress thread spins through half a core when it is given no delay: it gets one, which bounds
-  how long it sleeps where no event wakes it;
-- UCX's TCP moves 8 KiB at a time, which costs both sides about half as much time again as
-  TCP_SEGMENT does;
-- UCX listens on every interface, and the backend's own parameters name one device at most: its
-  environment names the one that has `host` while the backend is made, and the RDMA devices;
-- a read of memory that is not mapped any more kills the process that is read, for over TCP its UCX
-  copies from whatever address is asked for; so registration keeps nobody off either. What was ever
-  registered stays mapped and registered (nixl_memory.py);
-- a read that was given up still writes into its place when a stopped sender runs on: its handle is
-  kept until it is over, and its place is used for nothing else until then;
-- metadata is checked for its form alone: it travels with a digest, and what has another is refused
-  before NIXL sees it;
-- the wheels name torch as what they need. Their bindings do not, and nothing else is imported."""
+Failure modes of NIXL (benchmarks/LOG.md, 2026-11-24) and the countermeasures:
+- Its progress thread spins through half a core unless it has a delay: it gets one, which bounds its
+  sleep when no event wakes it.
+- UCX's TCP moves 8 KiB at a time by default, which takes both sides about 1.5 times as long as with
+  TCP_SEGMENT.
+- UCX listens on every interface, and the backend's parameters name at most one device: while the
+  backend is made, the environment names the interface of `host` and the RDMA devices.
+- A read of unmapped memory kills the process that is read: over TCP its UCX copies from any
+  requested address, so registration protects nothing. Registered memory therefore stays mapped and
+  registered (nixl_memory.py).
+- A read that was given up still writes when a stopped sender resumes: its handle and its
+  destination are kept until the read has ended.
+- NIXL validates only the form of metadata: it travels with a digest, which is checked first.
+- The wheels declare torch as a dependency. Their bindings do not need it, and only the bindings are
+  imported."""
 
 import contextlib
 import fcntl
@@ -45,7 +45,7 @@ _environment = threading.Lock()
 
 
 def nixl_bindings() -> ModuleType:
-    """Raises ConfigError where no wheel of NIXL is installed, or its libraries do not load."""
+    """Imports NIXL's bindings. Raises ConfigError if no wheel is installed or it does not load."""
     for wheel in _WHEELS:
         try:
             return importlib.import_module(f"{wheel}._bindings")
@@ -53,25 +53,25 @@ def nixl_bindings() -> ModuleType:
             continue
         except ImportError as error:
             raise ConfigError(f"NIXL: {wheel} is installed and does not load: {error}") from error
-    raise ConfigError(f"NIXL is asked for and none of {_WHEELS} is installed: {INSTALL}")
+    raise ConfigError(f"NIXL is configured and none of {_WHEELS} is installed: {INSTALL}")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether no other host reaches what is bound there. Raises ConfigError for a host that has no
-    IPv4 address."""
+    """Returns whether `host` is a loopback address. Raises ConfigError if it has no IPv4
+    address."""
     return ipaddress.ip_address(_address(host)).is_loopback
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """This machine's, by UCX's names of their first ports."""
+    """Returns UCX's names of the first ports of this machine's RDMA devices."""
     folder = Path("/sys/class/infiniband")
     found = folder.iterdir() if folder.is_dir() else ()
     return tuple(sorted(f"{each.name}:1" for each in found))
 
 
 def ucx_devices(host: str) -> tuple[str, ...]:
-    """The network interface that has the address `host`, and this machine's RDMA devices where
-    other hosts are reached. Raises ConfigError where no interface has it."""
+    """Returns this machine's RDMA devices and the interface that has the address `host`; of a
+    loopback address "lo" alone. Raises ConfigError if no interface has the address."""
     address = _address(host)
     if is_loopback(host):
         return ("lo",)
@@ -79,7 +79,7 @@ def ucx_devices(host: str) -> tuple[str, ...]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # one without an address
+            with contextlib.suppress(OSError):  # an interface without an address
                 found = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, asked)
                 if socket.inet_ntoa(found[20:24]) == address:
                     return (*devices, name)
@@ -100,11 +100,15 @@ def _address(host: str) -> str:
 
 
 class NixlAgent:
-    """This process's: it registers memory, reads that of others, and serves what they read on a
-    thread of its own. From any thread.
+    """The agent of this process: registers memory, reads that of others, and serves their reads on
+    a thread of its own. Thread-safe.
 
-    host: the address whose interface it uses. Raises ConfigError where NIXL is not installed, or
-    has no backend for what is there."""
+    Args:
+      host: Address whose interface is used.
+
+    Raises:
+      ConfigError: NIXL is not installed, or has no backend for these devices.
+    """
 
     def __init__(self, host: str) -> None:
         self._nixl = nixl_bindings()
@@ -131,11 +135,12 @@ class NixlAgent:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether a device may hold on to the pages of what is registered."""
+        """Whether a device may pin the pages of registered memory."""
         return any(":" in device for device in self.devices)
 
     def register(self, address: int, size: int) -> bytes:
-        """Memory of this process, for good. Gives what others need to read it."""
+        """Registers memory of this process for its lifetime. Returns the metadata that others need
+        to read it."""
         described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
         try:
             self._agent.registerMem(described, [self._backend])
@@ -147,16 +152,22 @@ class NixlAgent:
         return _digest(blob) + blob
 
     def know(self, metadata: bytes) -> str:
-        """The name of the agent whose memory it describes, which can be read from now on. Raises
-        HandoffError for what no agent has made, and while reads are under way from one that was
-        lost."""
+        """Loads another agent's metadata, so that its memory can be read.
+
+        Returns:
+          The name of the agent.
+
+        Raises:
+          HandoffError: The metadata is invalid, or reads from a lost connection to this agent have
+            not ended.
+        """
         blob = metadata[_DIGEST_BYTES:]
         if metadata[:_DIGEST_BYTES] != _digest(blob):
             raise HandoffError("a sender announced NIXL metadata with another digest; pull again")
         with self._lock:
             under_way = [read for lost in self._lost for read in self._reads.get(lost, ())]
         for read in under_way:
-            read.is_over()  # nobody else may look at it any more
+            read.is_over()  # it may not be polled elsewhere any more
         with self._lock:
             if self._closed:
                 raise HandoffError("the channel was closed")
@@ -175,8 +186,16 @@ class NixlAgent:
     def read(
         self, peer: str, remote: int, local: int, size: int, in_time: Callable[[], bool]
     ) -> "NixlRead":
-        """Begins to copy `size` bytes from address `remote` of the peer to `local` of this process,
-        both registered. `in_time`: asked once, when it is over; what is late counts as failed."""
+        """Starts to copy registered memory of a peer into registered memory of this process.
+
+        Args:
+          peer: Name of the peer's agent.
+          remote: Address at the peer.
+          local: Address here.
+          size: Bytes to copy.
+          in_time: Called once, when the read has ended; returns False if that is too late, and the
+            read then counts as failed.
+        """
         nixl = self._nixl
         with self._lock:
             if self._closed:
@@ -199,13 +218,13 @@ class NixlAgent:
         return read
 
     def lose(self, peer: str) -> None:
-        """Drops the connection to it once no read is under way; the next one makes another."""
+        """Drops the connection to a peer once no read is under way; the next read makes another."""
         with self._lock:
             self._lost.add(peer)
             self._forget_lost()
 
     def close(self) -> None:
-        """Nothing is read from here any more, and reads under way fail. Idempotent."""
+        """Ends the agent; reads under way fail. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -217,7 +236,7 @@ class NixlAgent:
             del self._agent
 
     def status(self, handle: int) -> str | None:
-        """What came of a read: None while it is under way, "" when it is done, or why it failed."""
+        """Returns None while a read is under way, "" when it is done, or its error."""
         try:
             found = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -230,7 +249,7 @@ class NixlAgent:
         return "" if status == self._nixl.NIXL_SUCCESS else str(status)
 
     def over(self, read: "NixlRead", peer: str, handle: int, failed: bool) -> None:
-        with contextlib.suppress(Exception):  # of a failed one nothing may be left
+        with contextlib.suppress(Exception):  # a failed read may have no handle
             self._agent.releaseXferReq(handle)
         with self._lock:
             self._reads[peer].discard(read)
@@ -243,12 +262,12 @@ class NixlAgent:
             self._lost.discard(peer)
             self._reads.pop(peer, None)
             self._known = {blob: name for blob, name in self._known.items() if name != peer}
-            with contextlib.suppress(Exception):  # it may know nothing of it
+            with contextlib.suppress(Exception):  # the agent may not have it
                 self._agent.invalidateRemoteMD(peer)
 
 
 class NixlRead:
-    """A read under way, to poll. From any thread."""
+    """A read under way, to be polled. Thread-safe."""
 
     def __init__(
         self, agent: NixlAgent, peer: str, handle: int, in_time: Callable[[], bool]
@@ -260,36 +279,36 @@ class NixlRead:
 
     def begin(self, post: Callable[[], object]) -> None:
         try:
-            said = self._agent.named(post())
+            status = self._agent.named(post())
         except Exception as error:
-            said = str(error) or type(error).__name__
-        if said is not None:
-            self._settle(said)
+            status = str(error) or type(error).__name__
+        if status is not None:
+            self._settle(status)
 
     def is_over(self) -> bool:
-        """Whether it is done or has failed; never waits."""
+        """Returns whether the read is done or has failed. Never blocks."""
         if not self._over:
-            said = None
+            status = None
             with self._lock:
                 if not self._over:
-                    said = self._agent.status(self._handle)
-            if said is not None:
-                self._settle(said)
+                    status = self._agent.status(self._handle)
+            if status is not None:
+                self._settle(status)
         return self._over
 
     def end(self, why: str) -> None:
-        """Nobody will look at it again, for its agent ends."""
+        """Fails the read, because its agent ends."""
         self._settle(why)
 
-    def _settle(self, said: str) -> None:
+    def _settle(self, failure: str) -> None:
         with self._lock:
             if self._over:
                 return
-            if said:
-                self.error = f"the sender's memory could not be read over NIXL: {said}"
+            if failure:
+                self.error = f"the sender's memory could not be read over NIXL: {failure}"
             elif not self._in_time():
                 self.error = "what was read over NIXL came after the pull's deadline"
-            self._agent.over(self, self._peer, self._handle, failed=bool(said))
+            self._agent.over(self, self._peer, self._handle, failed=bool(failure))
             self._over = True
 
 
@@ -299,8 +318,8 @@ def _digest(blob: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _named_devices(host: str) -> Iterator[tuple[str, ...]]:
-    """UCX reads them, and what else it is to know, from the environment alone; who has set it there
-    is obeyed."""
+    """Sets UCX's devices and segment sizes in the environment, the only place where UCX reads them.
+    Variables that the user has set are kept."""
     with _environment:
         said = os.environ.get(_DEVICES_VARIABLE)
         devices = tuple(said.split(",")) if said else ucx_devices(host)

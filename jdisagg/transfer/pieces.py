@@ -1,7 +1,9 @@
-"""What every channel does to a block before it moves: the offer's shards, the check that both sides
-fit, the cut into pieces.
+"""Common to all channels before a block is moved: the offer's shards, the check that both sides
+fit, the plan of its pieces, and cutting and encoding them. Moves nothing.
 
-Knows JAX and the shapes of `channel.py`; knows no way to move anything."""
+Words: an *offer* is one dp rank's block. A *piece* is `granule` heads of it that one device sends
+to another; the receiving device stores it as its `part`-th piece. A piece travels as one or more
+*leaves*: the arrays of its codec, or the heads themselves."""
 
 import collections
 import functools
@@ -25,9 +27,8 @@ NO_CODEC = "none"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfferedBlock:
-    """One rank's shards on this process's devices, by device id. The block's other ranks are not
-    kept alive. Offers are numbered as they are made, which is the order in which a mesh computes
-    them."""
+    """One rank's shards of a block on this process's devices, by device id. The other ranks are not
+    kept alive. `number` counts offers in the order in which the mesh computes them."""
 
     shards: dict[int, jax.Array]
     shape: tuple[int, ...]
@@ -61,9 +62,17 @@ class OfferedBlock:
 
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
-    """`shape` is that of a `PullTarget`'s zeros. Raises IncompatiblePeerError naming the field and
-    both values; the hand-shake should have refused such a peer before. A process without shards of
-    the rank leaves the dtype to those that have some."""
+    """Checks that an offer fits a pull; the handshake should have refused such a peer before. A
+    process without shards of the rank does not check the dtype.
+
+    Args:
+      offer: The offer.
+      dtype, shape: Of the `PullTarget`'s zeros.
+      granule: Heads of a piece.
+
+    Raises:
+      IncompatiblePeerError: A property differs; the error names it and both values.
+    """
     pairs: list[tuple[str, object, object]] = (
         [("dtype", offer.dtype, dtype)] if offer.shards else []
     )
@@ -93,7 +102,7 @@ def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], gran
 
 @functools.partial(jax.jit, static_argnames="parts")
 def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """A shard in `parts` pieces along its heads, by one program on its own device."""
+    """Cuts a shard into `parts` pieces along its heads, by one program on its own device."""
     size = shard_1CKTH.shape[HEAD_DIMENSION] // parts
     return tuple(
         jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION)
@@ -108,8 +117,8 @@ def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], in
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """Granule `source_part` of the shard on device `source` goes to the `place`-th wanted device,
-    as its granule `part`. `first_head` is the global number of its first head."""
+    """Piece `source_part` of the shard on device `source` is sent to the `place`-th wanted device,
+    as its piece `part`. `first_head` is the global number of its first head."""
 
     source: int
     source_part: int
@@ -119,7 +128,7 @@ class PlannedPiece:
 
 
 def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
-    """The pieces that this process holds and that the request's process wants."""
+    """Returns the pieces that this process holds and that the request's process wants."""
     turn = request.turn % _replicas(offer.sharding, offer.shape, offer.rank)
     pieces = _plan(
         offer.sharding,
@@ -145,9 +154,19 @@ def plan_ahead(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """What all processes of the sender will plan for a block of `shape` ([any, C, K, T, H]) of dp
-    rank `source_rank` of the mesh that `card` shows. Raises LayoutError where the block cannot lie
-    there."""
+    """Returns the plan that all processes of the sender will make.
+
+    Args:
+      card: Mesh of the sender.
+      source_rank: dp rank that offers the block.
+      shape: Of the block, [any, C, K, T, H].
+      wanted: Devices of the receiving rank.
+      granule: Heads of a piece.
+      turn: Replica of the sender that begins.
+
+    Raises:
+      LayoutError: The sender's mesh cannot hold such a block.
+    """
     shards = 1 + max(want.head_shard for want in wanted)
     return _plan_of_card(
         card, source_rank, (1, *shape[1:]), wanted, shards, granule, turn % card.shape[2]
@@ -193,15 +212,15 @@ def _planned(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """The same on both sides, which know the source from different descriptions: nothing here
+    """Both sides must make the same plan from different descriptions of the source, so nothing here
     depends on the order of its devices."""
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
     for place, device in enumerate(wanted):
         heads = (device.head_shard * local, device.head_shard * local + local)
-        # Negative: both jobs count their devices from 0, and the plan would take equal numbers for
-        # one device.
+        # Negative, because both jobs number their devices from 0 and the plan would take equal
+        # numbers for the same device.
         destination[-1 - place] = (*whole[:HEAD_DIMENSION], heads, *whole[HEAD_DIMENSION + 1 :])
     return tuple(
         PlannedPiece(
@@ -304,8 +323,8 @@ class RequestedPieces:
 
 
 def blank(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of its own, on the one device of its sharding, for what comes past JAX; perhaps
-    still being made."""
+    """Allocates an array on the one device of its sharding, to be written without JAX's knowledge;
+    it may still be under construction."""
     return _blank(aval.shape, aval.dtype, aval.sharding)()
 
 
@@ -317,7 +336,7 @@ def _blank(
 
 
 def warm_blanks(resident: Sequence[jax.Array]) -> None:
-    """Compiles what makes room for pieces that are laid out as these zeros, and waits for it."""
+    """Compiles `blank` for pieces that are sharded like these zeros. Blocks."""
     for zeros in resident:
         for shard in zeros.addressable_shards:
             place = jax.sharding.SingleDeviceSharding(shard.device)
@@ -328,7 +347,8 @@ def warm_blanks(resident: Sequence[jax.Array]) -> None:
 def encode(
     piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int
 ) -> tuple[jax.Array, ...]:
-    """The leaves of a piece, by one program on its own device; the piece itself without a codec."""
+    """Returns the leaves of a piece, made by one program on its own device; without a codec the
+    piece itself."""
     if codec_name == NO_CODEC:
         return (piece_1CGTH,)
     return _encoder(codec_name)(piece_1CGTH, stamp_array(stamp), np.int32(first_head))
@@ -340,15 +360,15 @@ def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tup
 
 
 def leaves_of(codec_name: str) -> int:
-    """How many arrays a piece travels as."""
+    """Returns the number of leaves of a piece."""
     return len(
         codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32)))
     )
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a piece of this target travels as. Raises IncompatiblePeerError where the target's zeros
-    are not made for that."""
+    """Returns the leaves of a piece of this target. Raises IncompatiblePeerError if the target's
+    zeros do not match them."""
     _, components, _, tokens, head_size = target.zeros.shape
     leaves = codec(target.codec).leaves(
         jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype)
@@ -364,8 +384,8 @@ def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
-    """The `leaves` of a `PullTarget` with these zeros: made once for each shape and codec, kept,
-    never donated."""
+    """Makes the `leaves` of a `PullTarget` with these zeros. Callers keep them for each shape and
+    codec and never donate them."""
     if codec_name == NO_CODEC:
         return ()
     ranks, _, heads, _, _ = zeros.shape
@@ -389,13 +409,13 @@ def warm_pieces(
     granule: int,
     codec_name: str,
 ) -> None:
-    """Compiles the cut and the codec for shards [1, *shape] of this process's devices of `mesh`,
-    and waits for it."""
+    """Compiles the cut and the codec for shards [1, *shape] of this process's devices of `mesh`.
+    Blocks."""
     components, local, tokens, head_size = shape
     if local == granule and codec_name == NO_CODEC:
         return
-    # On a mesh of one device a shard that a program made keeps the mesh's sharding, one that was
-    # put there does not.
+    # On a mesh of one device a shard made by a program keeps the mesh's sharding, a shard put there
+    # does not, and each compiles a program of its own.
     made = resident_zeros(mesh, components, local, tokens, head_size, dtype)
     shards = [shard.data for shard in made.addressable_shards]
     shards += [

@@ -1,9 +1,8 @@
-"""A pull as a future that is polled: under way, then over for good (arrived, failed, cancelled or
-late).
+"""A pull as a future to poll: under way, then ended (arrived, failed, cancelled or late).
 
-Knows arrays and a clock, no channel. Two threads meet here (a dispatch thread delivers, cancels or
-revokes, the completion thread polls), so every change happens under its lock; nothing is waited for
-under it. An ended pull keeps no array alive."""
+Independent of the channel. A dispatch thread delivers, cancels or revokes while the completion
+thread polls, so every change is made under the lock; nothing blocks under it. An ended pull keeps
+no array alive."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -19,8 +18,13 @@ Explain = Callable[[str], JdisaggError | None]
 
 
 class PolledPull:
-    """A `Pull`: first without arrays (its offer is not made yet), then with arrays on their way,
-    then over."""
+    """Implements `Pull`: first without arrays, then with arrays on their way, then ended.
+
+    Args:
+      offer_id: Offer that is pulled.
+      clock: Clock of the deadline.
+      deadline_seconds: Time from now after which the pull fails.
+    """
 
     def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
         self._offer_id = offer_id
@@ -81,7 +85,7 @@ class PolledPull:
 
     @property
     def deadline(self) -> float:
-        """On the channel's clock."""
+        """The deadline on the channel's clock."""
         return self._deadline
 
     def deliver(
@@ -91,10 +95,15 @@ class PolledPull:
         assemble: Assemble | None = None,
         explain: Explain = lambda error: None,
     ) -> None:
-        """The arrays, perhaps still on their way; dropped if the pull ended meanwhile. `assemble`
-        makes of them, once all are there, what `arrays()` gives; it runs under this pull's lock.
-        `explain`: what an array's error says, where the sender said it. Only the first delivery
-        counts: another thread may be done with it."""
+        """Sets the arrays, which may be on their way; they are dropped if the pull has ended. Only
+        the first delivery counts.
+
+        Args:
+          arrays: Arrays to poll.
+          bytes_moved: Bytes that move between devices.
+          assemble: Makes the result of `arrays()` once all have arrived; runs under the lock.
+          explain: Extracts the sender's error from an array's error text, or returns None.
+        """
         with self._lock:
             if self._coming is not None:
                 return
@@ -103,7 +112,7 @@ class PolledPull:
                 self._coming, self._assemble, self._explain = arrays, assemble, explain
 
     def fail(self, error: JdisaggError) -> None:
-        """Ends a pull that is under way; one that has arrived stays so."""
+        """Fails a pull that is under way; an arrived pull is not changed."""
         with self._lock:
             if not self._error and not self._arrived:
                 self._end(error)
@@ -117,8 +126,8 @@ class PolledPull:
             )
             self._coming = arrays
             if not all(map(is_ready, arrays)):
-                return False  # on their way to the devices
-            # all are ready: this raises where the computation or the copy failed
+                return False  # being copied to the devices
+            # All are ready: this does not block, and raises if the computation or copy failed.
             jax.block_until_ready(arrays)
             self._arrays = self._assemble(arrays) if self._assemble is not None else arrays
             self._coming, self._assemble = (), None
@@ -136,6 +145,6 @@ class PolledPull:
 
 
 def is_ready(array: jax.Array | Leaf) -> bool:
-    """Whether it has arrived or failed; never waits."""
-    # It is public, but missing in the abstract class's stub.
+    """Returns whether an array has arrived or failed. Never blocks."""
+    # The method is public but missing in the type stub.
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
