@@ -1,15 +1,14 @@
-"""Checksums on a mesh: what a block's values add up to under a key (ops/checksum.py), over kv
-shards, for the host to read.
+"""Keyed checksums of blocks on a mesh (ops/checksum.py), summed over kv shards and read by the
+host.
 
-The sums of a prefilled block are taken by a program of their own that reads the finished block, not
-inside the program that computes it: there, XLA may compute a value once for the block and once more
-for its sum, and the two may be rounded differently. (The cost is that of reading the block once
-more; benchmarks/LOG.md.) The same body sums what an insert reads back from pages and what an
-extract reads.
+A separate program sums a prefilled block after it is computed. Inside the program that computes the
+block, XLA may compute a value twice, for the block and for its sum, with different rounding. (The
+cost is one more read of the block; benchmarks/LOG.md.) The same code sums what an insert reads back
+from pages and what an extract reads.
 
-A stamp is uint32 [5] a rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal values
-and are counted once. Where one process holds the mesh, each device's share goes to the host by
-itself: to add them up on the devices, all would have to meet."""
+A stamp is uint32 [5] for each rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal
+values and are counted once. If one process holds the mesh, each device's share is read by the host
+directly, because adding them on the devices would synchronise all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,15 +31,21 @@ STAMP_WORDS = 5
 
 
 def first_head(local_heads: int) -> jax.Array:
-    """Inside a program: the global number of this device's first kv head."""
+    """Returns the global number of this device's first KV head, inside a program."""
     return lax.axis_index("kv") * local_heads
 
 
 def local_sum(
     block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array
 ) -> jax.Array:
-    """Inside a program: this device's share of a block's sum over some of its tokens, the
-    `token_T`-th: uint32 [2]."""
+    """Returns this device's share of a block's sum, uint32 [2], inside a program.
+
+    Args:
+      block_CKTH: Values of some tokens of the block.
+      stamp_5: Stamp of the block.
+      token_T: Index of each token in the block.
+      counts_T: Whether each token counts.
+    """
     positions_T = stamp_5[3] + token_T.astype(jnp.uint32)
     rows_KT2 = row_sums(
         (block_CKTH,),
@@ -54,9 +59,9 @@ def local_sum(
 
 
 def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Array:
-    """Inside a program: what this device found in a block, for `Found`: its share of the sum, and
-    whether something is broken. Added up where the mesh spans processes, each of which must read
-    all. uint32 [1, 1, 1, 3]."""
+    """Returns this device's findings in a block for `Found`, uint32 [1, 1, 1, 3], inside a program:
+    its share of the sum and whether something is broken. If the mesh spans processes they are added
+    over all devices, because each process must read the total."""
     broken = (~intact).astype(jnp.uint32)[None]
     if not programs.spans_processes:
         return jnp.concatenate([sum_2, broken])[None, None, None]
@@ -69,22 +74,22 @@ def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Arr
 
 
 def found_spec(programs: Programs) -> PartitionSpec:
-    """How the whole of `found_in` lies: uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] on each device
-    where the mesh spans processes."""
+    """Returns the partitioning of `found_in`'s result: uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] on
+    each device if the mesh spans processes."""
     return PartitionSpec() if programs.spans_processes else PartitionSpec(*MESH_AXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a whole mesh found in a block. Replicas that differ are broken: only one of them counts
-    in the sum."""
+    """Checksum of a block on the whole mesh, and whether it is intact. Replicas that differ are not
+    intact: only one of them counts in the sum."""
 
     checksum: int
     intact: bool
 
     @staticmethod
     def read(found: jax.Array) -> "Found":
-        """Blocks until it is there."""
+        """Blocks until the result is computed."""
         found_DKR3 = jax.device_get(found)
         sums = found_DKR3[..., :2]
         return Found(
@@ -94,13 +99,13 @@ class Found:
 
 
 def _over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The sum over those of the axes that have several devices."""
+    """Sums over those axes that have several devices."""
     real = tuple(axis for axis in axes if programs.mesh.shape[axis] > 1)
     return lax.psum(value, real) if real else value
 
 
 def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
-    """A stamp for one rank; nothing is valid on the others."""
+    """Returns the stamps of all ranks; no token is valid on ranks other than `rank`."""
     stamps = np.zeros((ranks, STAMP_WORDS), np.uint32)
     stamps[:, :3] = stamp_array(stamp)[:3]
     stamps[rank] = stamp_array(stamp)
@@ -108,13 +113,19 @@ def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
 
 
 class PrefillSums:
-    """Sums of a chunk's blocks, a granule of tokens at a time, so that they fit whatever the chunk
-    is cut into. On the dispatch thread."""
+    """Sums of a chunk's blocks for each granule of tokens, so that they fit every cut of the chunk.
+    On the dispatch thread.
+
+    Args:
+      programs: Compiles and caches the mesh's programs.
+      spec: Layout of the blocks.
+      groups: Layers of each layer group.
+      granule_tokens: Tokens of a granule.
+    """
 
     def __init__(
         self, programs: Programs, spec: KVSpec, groups: tuple[range, ...], granule_tokens: int
     ) -> None:
-        """`spec`: what blocks are of."""
         self.spec = spec
         self._programs, self._granule = programs, granule_tokens
         ranks = programs.mesh.shape["dp"]
@@ -125,14 +136,14 @@ class PrefillSums:
         ]
 
     def key(self, key: int) -> np.ndarray:
-        """The key as `run` takes it, once it is on the mesh: uint32 [ranks, 2]."""
+        """Returns the key for `run` as uint32 [ranks, 2], to be put on the mesh."""
         return np.tile(key_words(key), (self._programs.mesh.shape["dp"], 1))
 
     def run(
         self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array
     ) -> jax.Array:
-        """uint32 [ranks, shares, T / granule, 2] of a block [ranks, C, K, T, H], which add up;
-        tokens of segment -1 do not count."""
+        """Returns the shares uint32 [ranks, shares, T / granule, 2] of the sums of a block [ranks,
+        C, K, T, H]. Tokens of segment -1 do not count."""
         programs, granule = self._programs, self._granule
 
         def body(
@@ -163,14 +174,14 @@ class PrefillSums:
 
 @dataclass(frozen=True)
 class ChunkSums:
-    """The sums of one chunk on their way to the host: one array a group."""
+    """The sums of one chunk on their way to the host, one array for each layer group."""
 
     command: PrefillChunk
     granule_tokens: int
     groups: Sequence[jax.Array]
 
     def read(self) -> tuple[BlockChecksum, ...]:
-        """One for each offer. Blocks until they are computed."""
+        """Returns one checksum for each offer. Blocks until they are computed."""
         offers = [(row.rank, offer) for row in self.command.rows for offer in row.offers]
         if not offers:
             return ()

@@ -1,10 +1,10 @@
-"""From hidden states to chosen tokens, the end of both programs: logits, shaping, sampling,
-log-probabilities.
+"""From hidden states to chosen tokens, the end of the prefill and decode programs: logits, shaping,
+sampling, log-probabilities.
 
-Variants, each a program of its own, so that greedy batches pay for nothing they do not use: GREEDY
-(argmax), SAMPLED (temperature and filters), SHAPED (penalties, bias, minimum length,
-log-probabilities as well), and the last two MASKED: some row has a grammar, and a mask says which
-ids it allows. A row's token does not depend on the variant it runs in."""
+Each variant is a program of its own, so that a batch does not pay for features that it does not
+use: GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (also penalties, bias, minimum
+length, log-probabilities), and MASKED variants of the last two for batches in which some row has a
+grammar. A row's token does not depend on the variant."""
 
 import enum
 from dataclasses import replace
@@ -46,10 +46,15 @@ class Variant(enum.Enum):
 
 
 class Chosen(NamedTuple):
-    """`token` int32 [B]: NO_TOKEN where the row is not active, BROKEN_TOKEN where its logits are
-    not finite, STUCK_TOKEN where its mask allows none. The rest is filled by the shaped ones alone:
-    log-probability [B], the top ids and log-probabilities [B, 20], and the rows' new counts
-    [B, V]."""
+    """The choice for each row; only shaped variants fill more than `token`.
+
+    Attributes:
+      token: int32 [B]; NO_TOKEN if the row is not active, BROKEN_TOKEN if its logits are not
+        finite, STUCK_TOKEN if its mask allows no token.
+      logprob: Log-probability of the token, [B].
+      top_ids, top_logprobs: The most likely tokens, [B, 20].
+      counts: New token counts of the rows, [B, V].
+    """
 
     token: jax.Array
     logprob: jax.Array | None = None
@@ -58,8 +63,8 @@ class Chosen(NamedTuple):
     counts: jax.Array | None = None
 
     def on_rank(self, programs: Programs) -> "Chosen":
-        """What leaves a program's body: one dp rank's part, without the counts (they are slot
-        state), readable by the host."""
+        """Returns one dp rank's part as a program's result, readable by the host and without the
+        counts, which are slot state."""
         extra = (
             None if part is None else part[None]
             for part in (self.logprob, self.top_ids, self.top_logprobs)
@@ -68,7 +73,7 @@ class Chosen(NamedTuple):
 
     @staticmethod
     def specs(variant: Variant, programs: Programs) -> "Chosen":
-        """How `on_rank`'s arrays lie on the mesh."""
+        """Returns the partitioning of `on_rank`'s arrays."""
         arrays = 4 if variant.shaped else 1
         return Chosen(*(programs.readable_spec for _ in range(arrays)))  # type: ignore[arg-type]
 
@@ -76,9 +81,9 @@ class Chosen(NamedTuple):
 def logits(
     variant: Variant, stem: Stem, x_BD: jax.Array, shards: Shards, vocabulary: int
 ) -> tuple[jax.Array, VocabularyShard]:
-    """The logits that `choose` takes, and which part of the vocabulary they are. On a GPU each
-    device keeps its own part: to gather them would be the largest message of a step. What shapes
-    or masks logits wants all of them."""
+    """Returns the logits for `choose` and the part of the vocabulary that they cover. On a GPU each
+    device keeps its own part, because gathering them would be the largest message of a step.
+    Shaped and masked variants need all of them."""
     if shards.platform != "gpu" or not shards.tp or variant.shaped or variant.masked:
         return stem.logits(x_BD, shards)[:, :vocabulary], WHOLE
     local_BV = stem.logits(x_BD, replace(shards, tp=()))
@@ -100,9 +105,20 @@ def choose(
     platform: str,
     mask_BW: jax.Array | None = None,
 ) -> Chosen:
-    """Chooses a token for each active row; `position_B` is the position the token will have. The
-    logits are those of `logits`, `shard` with them; `mask_BW`: of the masked variants
-    (`mask_logits`)."""
+    """Chooses a token for each active row.
+
+    Args:
+      variant: What the rows need.
+      rows: Format of `ints_BI` and `floats_BF`.
+      logits_BV: Of `logits`.
+      ints_BI, floats_BF: Packed parameters of the rows.
+      position_B: Position that the token will have.
+      active_B: Rows that choose a token.
+      counts_BV: Token counts, for shaped variants.
+      shard: Of `logits`.
+      platform: Of the mesh.
+      mask_BW: Allowed tokens as bits, for masked variants (`mask_logits`).
+    """
     if variant is Variant.GREEDY:
         return Chosen(_mark(greedy(logits_BV, shard), active_B))
     params = rows.sampling(ints_BI, floats_BF, position_B)

@@ -1,9 +1,9 @@
-"""How the layers of a prefill chunk attend, on one dp rank: each layer's keys and values go into
-its pages first, then its queries attend to the chunk and, where rows go on, to what their pages
-hold.
+"""Attention of the layers of a prefill chunk on one dp rank: each layer's keys and values are first
+written to its pages. Then its queries attend to the chunk and, for rows that continue, to their
+pages.
 
-Traced inside a group's program (`prefill_program.py`); keeps, layer by layer, the pages as they are
-then and what a hand-off sends of them."""
+Traced inside a layer group's program (`prefill_program.py`). Collects the updated pages of each
+layer and the rows that a hand-off sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,18 @@ from jdisagg.ops.quarantine import seal
 
 @dataclass(frozen=True)
 class RankChunk:
-    """A rank's part of a chunk: T tokens of up to R rows, N pages a row. `segment_T`: a token's
-    row, -1 of padding; `past_R`: tokens that a row has in pages already, `continuing`: of how many
-    rows, which come first; `sampling_R`: the last tokens of the rows that sample. `columns` of the
-    table may hold a past: 0: all; None: no row has one. `packed`: there may be several rows."""
+    """A rank's part of a chunk: T tokens of up to R rows with N pages each.
+
+    Attributes:
+      positions_T: Position of each token in its sequence.
+      segment_T: Row of each token; -1 for padding.
+      table_RN: Page table.
+      past_R: Tokens that each row has in pages already.
+      continuing: Number of rows with a past, which come first.
+      sampling_R: Index of the last token of each row that samples.
+      columns: Columns of the table that may hold a past; 0: all, None: no row has one.
+      packed: Whether there may be several rows.
+    """
 
     positions_T: jax.Array
     segment_T: jax.Array
@@ -37,10 +45,16 @@ class RankChunk:
 
 
 class ChunkAttention:
-    """Of the layers of one group, in their order."""
+    """Attention of the layers of one group, called in their order.
+
+    Args:
+      chunk: The rank's part of the chunk.
+      rank_rows: Pages of a rank, dummy pages included.
+      page_size: Tokens of a page.
+      shards: Mesh axes of the model's collectives.
+    """
 
     def __init__(self, chunk: RankChunk, rank_rows: int, page_size: int, shards: Shards) -> None:
-        """`rank_rows`: pages of a rank in its arrays."""
         self.pages: list[LayerPages] = []
         self.sent: list[tuple[jax.Array, ...]] = []
         self._chunk, self._shards = chunk, shards
@@ -49,13 +63,18 @@ class ChunkAttention:
         )
 
     def without_kv(self) -> None:
-        """A layer keeps none, and is not asked to attend."""
+        """Notes a layer without KV."""
         self.pages.append(())
         self.sent.append(())
 
     def over(self, layer_pages: LayerPages, rows_alone: bool, sends: bool) -> Attend:
-        """The next layer's. `rows_alone`: its queries are those of the tokens that sample; `sends`:
-        what it keeps is handed off with the chunk."""
+        """Returns the attention of the next layer.
+
+        Args:
+          layer_pages: The layer's pages.
+          rows_alone: Whether queries come only from the tokens that sample.
+          sends: Whether the layer's KV is handed off with the chunk.
+        """
 
         def attend(
             q_TNH: jax.Array,
@@ -103,8 +122,8 @@ class ChunkAttention:
         return attend
 
     def _write(self, layer_pages: LayerPages, kept: Sequence[jax.Array]) -> LayerPages:
-        """Before they are read, so that the scatter is ordered before the loop over pages without a
-        copy."""
+        """Writes KV before it is read, so that XLA orders the scatter before the loop over pages
+        without a copy."""
         return tuple(
             write_tokens(pages, part, self._page_T, self._slot_T, unique=False)
             for pages, part in zip(layer_pages, kept, strict=True)

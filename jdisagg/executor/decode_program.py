@@ -1,20 +1,22 @@
-"""Decode: one step of every dp rank's batch, and the slot state it runs on.
+"""Decode: one step of every dp rank's batch, and the slot state.
 
 State stays on the device between steps: each slot's token and position advance there, so that the
-host may issue the next step before it has read the last one's tokens. A batch is any subset of
-slots, padded to a bucket; padding rows write to dummy pages of their own and yield no token. A slot
-at its limit stands still. Pages, hot state and counts are donated and come back in place.
+host can issue the next step before it has read the last step's tokens. A batch is any subset of
+slots, padded to a bucket. Padding rows write to dummy pages of their own and yield no token. A slot
+at its limit does not advance. Pages, hot state and counts are donated and updated in place.
 
 One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
-table and trip counts; experts are reached by the model's collectives. Layers are unrolled: a scan
-would copy each layer's weights. A layer whose pages are a ring of each slot's has a page table that
-is worked out from the slot: the ring, over and over, so that a position writes over one that no
-window reaches any more. Where a row has a grammar a step is two programs: the forward pass,
-which gives logits, and the choice, which is issued when the masks are known. The forward pass is
-then under way already. Such a pass may compute a run of forced tokens, several positions of a slot
-at once: all rows write their KV before any attends, and each attends up to its own position, so
-that the rows of a run are what steps one after the other would be. They lie behind the slots' own
-rows, of which each is the last of its run, and only those have logits and are chosen for."""
+table and trip counts; experts are reached by the model's collectives. Layers are unrolled, because
+a scan would copy each layer's weights. The page table of a layer with a ring buffer is computed
+from the slot: the ring's pages repeat, so that a position overwrites one that no window reaches any
+more.
+
+If a row has a grammar, a step is two programs: the forward pass, which returns logits, and the
+choice, which is issued when the masks are known, while the forward pass runs. Such a pass may
+compute a run of forced tokens, several positions of a slot at once. All rows write their KV before
+any row attends, and each attends up to its own position, so that the rows of a run equal successive
+steps. They follow the slots' own rows. A slot's own row is the last of its run; only these rows
+have logits and choose a token."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -43,7 +45,7 @@ ROWS_PER_UPDATE = 8
 
 
 class _Places(NamedTuple):
-    """Where a step's rows read and write in one pool."""
+    """Page table and write coordinates of a step's rows in one pool."""
 
     table_BN: jax.Array
     page_B: jax.Array
@@ -51,7 +53,7 @@ class _Places(NamedTuple):
 
 
 def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
-    """Those that make no step write to the pool's dummy pages."""
+    """Returns the rows' places; inactive rows write to the pool's dummy pages."""
     size, row_B = pool.page_size, jnp.arange(row.slot.shape[0], dtype=jnp.int32)
     page_B, slot_B = decode_coordinates(table_BN, row.at, slots=size)
     return _Places(
@@ -62,13 +64,13 @@ def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
 
 
 def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
-    """The pages of each row's ring, over and over (`MeshLimits.ring`)."""
+    """Returns a page table that repeats the pages of each row's ring (`MeshLimits.ring`)."""
     turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
     return slot_B[:, None] * ring_pages + turn_N[None, :]
 
 
 class SlotState(NamedTuple):
-    """Device arrays, each leading with the dp rank; see `slot_state` for the columns."""
+    """Device arrays; the first dimension is the dp rank (columns: `slot_state`)."""
 
     hot: jax.Array  # int32 [ranks, slots, 2]
     ints: jax.Array  # int32 [ranks, slots, I]
@@ -77,8 +79,7 @@ class SlotState(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a step gives: of some rows, by rank and row, forced tokens that come before the chosen
-    one."""
+    """The result of a step: the choice, and the forced tokens that precede it by (rank, row)."""
 
     chosen: Chosen
     forced: dict[tuple[int, int], list[int]]
@@ -100,7 +101,7 @@ class DecodePrograms:
         self._programs, self._weights, self._shards, self._pools = programs, weights, shards, pools
         self._limits, self._rows, self._grammars = limits, rows, grammars
         ranks, slots = limits.ranks, limits.slots_per_rank
-        # the host's copy: growth changes part of a row
+        # The host keeps a copy, because growth changes part of a row.
         self._ints = np.zeros((ranks, slots, rows.ints), np.int32)
         self._floats = np.zeros((ranks, slots, rows.floats), np.float32)
         hot, counts = (
@@ -111,8 +112,8 @@ class DecodePrograms:
         self._batch: tuple[Slots, jax.Array] | None = None
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Puts sequences into slots and gives running ones more pages, a fixed number of rows a
-        call."""
+        """Puts sequences into slots and gives running ones more pages, ROWS_PER_UPDATE rows at a
+        time."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
             self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit, admit.state)
@@ -125,8 +126,15 @@ class DecodePrograms:
             self._write_counts(changed)
 
     def step(self, slots: Slots, variant: Variant) -> Stepped:
-        """Issues one step. Returns the chosen tokens [ranks, b] (and log-probabilities), rows in
-        the order of `slots[rank]`."""
+        """Issues one step.
+
+        Args:
+          slots: Slots of each rank's batch.
+          variant: What the rows need.
+
+        Returns:
+          Chosen tokens [ranks, b] and log-probabilities, rows in the order of `slots[rank]`.
+        """
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         batch = self._batch_array(slots, bucket)
@@ -147,7 +155,7 @@ class DecodePrograms:
         hot, ints, floats, counts = self._state
         mask = self._programs.argument(self._grammars.masks(slots, bucket))
         arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
-        # the mask may go up within the call
+        # The call may transfer the mask.
         with jax.transfer_guard_host_to_device("allow"):
             hot, chosen, counts_out = self._choice(arguments, variant)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
@@ -155,7 +163,7 @@ class DecodePrograms:
         return Stepped(chosen, {row: run[1:] for row, run in runs.items()})
 
     def _forward(self, batch: jax.Array) -> jax.Array:
-        """Logits [ranks, b, V] of a step in two."""
+        """Issues the forward pass of a step in two programs; returns logits [ranks, b, V]."""
         hot, ints, floats, _ = self._state
         program = self._program(batch.shape[1], None)
         kept, logits_BV = program(*self._model(), hot, (), ints, floats, batch)
@@ -163,12 +171,12 @@ class DecodePrograms:
         return logits_BV
 
     def _forward_runs(self, slots: Slots, bucket: int, runs: Runs) -> jax.Array:
-        """As `_forward`, where some slots take several tokens: these stand at the last of them
-        afterwards."""
+        """As `_forward`, if some slots compute several tokens; these slots advance to the last of
+        them."""
         rows = run_rows(slots, bucket, runs, nobody=self._limits.slots_per_rank)
         hot, ints, floats, _ = self._state
         arguments = (*self._model(), hot, (), ints, floats, self._programs.argument(rows))
-        # the rows may go up within the call
+        # The call may transfer the rows.
         with jax.transfer_guard_host_to_device("allow"):
             kept, hot, logits_BV = self._runs_program(bucket, arguments)(*arguments)
         self._pools.put(0, kept)
@@ -176,7 +184,7 @@ class DecodePrograms:
         return logits_BV
 
     def warm_runs(self, bucket: int) -> None:
-        """Computes runs of nobody's, beside so many rows."""
+        """Compiles the forward pass with runs for a batch bucket."""
         nobody = ((),) * self._limits.ranks
         self._forward_runs(nobody, bucket, {}).block_until_ready()
 
@@ -195,7 +203,7 @@ class DecodePrograms:
 
     def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
         if self._batch is None or self._batch[0] != slots or self._batch[1].shape[1] != bucket:
-            # out of range: no slot
+            # A number out of range is no slot.
             rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)
             for rank, row in enumerate(slots):
                 rows[rank, : len(row)] = row
@@ -203,8 +211,8 @@ class DecodePrograms:
         return self._batch[1]
 
     def _program(self, bucket: int, variant: Variant | None) -> Any:
-        """A step that chooses its tokens itself; None: the forward pass alone, which gives logits
-        [ranks, b, V]."""
+        """Returns the program of a whole step, or, for variant None, of the forward pass alone,
+        which returns logits [ranks, b, V]."""
 
         def build() -> Any:
             hot, ints, floats, counts = self._state
@@ -230,8 +238,8 @@ class DecodePrograms:
         return self._programs.get(("decode", bucket, variant), build)
 
     def _runs_program(self, bucket: int, arguments: tuple[Any, ...]) -> Any:
-        """The forward pass over rows as `run_rows` makes them. Returns what is kept, hot, and the
-        logits [ranks, b, V] of the first `bucket`."""
+        """Returns the program of the forward pass over `run_rows`. Its results are the pools, hot,
+        and the logits [ranks, b, V] of the first `bucket` rows."""
 
         def build() -> Any:
             kept_specs = self._pools.specs()
@@ -248,8 +256,15 @@ class DecodePrograms:
         return self._programs.get(("decode runs", bucket), build)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """The end of a step in two, of hot, counts, ints, floats, logits, batch and mask (uint32
-        [ranks, b, W]). Returns hot, the choice, counts."""
+        """Issues the choice of a step in two programs.
+
+        Args:
+          arguments: hot, counts, ints, floats, logits, batch, and mask (uint32 [ranks, b, W]).
+          variant: What the rows need.
+
+        Returns:
+          hot, the choice, counts.
+        """
         programs, rows, ending = self._programs, self._rows, self._ending(variant)
         counts_spec = RANK if variant.shaped else ()
 
@@ -272,7 +287,7 @@ class DecodePrograms:
         return programs.get(("choice", bucket, variant), build)(*arguments)
 
     def _ending(self, variant: Variant) -> Any:
-        """What a program does with the logits of its rows: the new hot, the choice, the new
+        """Returns the end of a program's body: from logits to the new hot, the choice, and the new
         counts."""
         rows, programs, platform = self._rows, self._programs, self._shards.platform
 
@@ -308,8 +323,13 @@ class DecodePrograms:
         return end
 
     def _step_body(self, variant: Variant | None, chosen_rows: int | None = None) -> Any:
-        """`chosen_rows`: the first of those that `run_rows` makes, which have logits; None: the
-        batch is slots, and all have."""
+        """Returns the body of a step.
+
+        Args:
+          variant: What the rows need; None for the forward pass alone.
+          chosen_rows: Number of leading rows of `run_rows` that have logits; None if the batch is
+            slots, all of which have logits.
+        """
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
         pools, nowhere, ring = self._pools, self._pools.states.rank_rows, self._limits.ring_pages
@@ -387,7 +407,7 @@ class DecodePrograms:
                 )
                 recur = recur_over(layer_states, state_B, None, None, new_states.append)
                 x_BD = layer(x_BD, at_B, attend, shards, row.active, recur=recur)
-                # a layer is not asked for what it does not keep
+                # A layer does not call `attend` or `recur` for what it does not keep.
                 if not layer_pages:
                     new_pages.append(())
                 if not layer_states:

@@ -1,18 +1,18 @@
-"""The rows that have a grammar: masks, which the dispatch thread asks for between a step's forward
-pass and its choice of tokens, and runs of forced tokens, which it asks for before the pass.
+"""Decode slots with a grammar: their token masks, made between a step's forward pass and its
+choice, and their runs of forced tokens, planned before the pass.
 
-A slot's matcher stands where the tokens that were read back have brought it. Steps run ahead: the
-forward pass of step n + 1 is issued, then the tokens of step n are waited for, and their masks are
-made while the device computes. So rows without a grammar lose no run-ahead, and the device waits
-for a mask only where making it takes longer than a forward pass.
+A slot's matcher has consumed the tokens that were read back. Steps run ahead: the forward pass of
+step n + 1 is issued, then the host waits for the tokens of step n and makes the masks while the
+device computes. Rows without a grammar therefore keep their run-ahead, and the device waits for a
+mask only if making it takes longer than a forward pass.
 
-Where the grammar allows one token alone, the matcher goes on with it before it was chosen, and
-finds those that are forced behind it. The next step's forward pass computes all of that run, one
-row a token, and its choice is of the token behind the run. A token is forced whatever the logits
-say, so that no stream depends on whether its run was taken.
+If the grammar allows exactly one token, the matcher consumes it before it is chosen and finds the
+forced tokens that follow. The next forward pass computes the whole run, one row for each token, and
+chooses the token after the run. A forced token does not depend on the logits, so a stream does not
+depend on whether its run was computed at once.
 
-Every process of an instance makes the same masks and runs from the same commands and tokens: where
-a slot stands follows from its admission and its steps."""
+Every process of an instance makes the same masks and runs from the same commands and tokens: a
+slot's position follows from its admission and its steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,27 +27,29 @@ from jdisagg.messages.step_commands import SampleSpec, SlotAdmit, SlotGrow
 from jdisagg.scheduler.executor import MeshLimits
 
 ALL = np.uint32(0xFFFFFFFF)
-LONGEST_RUN = 16  # a longer one goes on in the next step
+LONGEST_RUN = 16  # a longer run continues in the next step
 Slots = tuple[tuple[int, ...], ...]
-# by rank and row, the tokens from the slot's own on that a forward pass computes
+# By (rank, row): tokens that a forward pass computes, the slot's own token first.
 Runs = dict[tuple[int, int], list[int]]
 
 
 def rows_for_runs(bucket: int) -> int:
-    """Rows that a step of so many has beside them for runs of forced tokens, on each rank."""
+    """Returns the additional rows of each rank for runs of forced tokens in a step of this
+    bucket."""
     return max(8, bucket // 2)
 
 
 def pays(extra: int, rows: int, platform: str) -> bool:
-    """Whether a forward pass that takes so many tokens beside those of its rows saves more than it
-    costs. On an accelerator a few rows more are nearly free; on a CPU they made a step of eight
-    rows 18 % longer (benchmarks/LOG.md)."""
+    """Returns whether a forward pass with `extra` additional tokens saves more than it costs. On an
+    accelerator a few more rows are nearly free; on a CPU they made a step of eight rows 18 % longer
+    (benchmarks/LOG.md)."""
     return extra > 0 and (platform != "cpu" or 4 * extra >= rows)
 
 
 def longest_run(limits: MeshLimits) -> int:
-    """Positions of a sequence that one forward pass may compute. A state takes one token after the
-    other; in a ring the last one must leave what the first one's window reaches."""
+    """Returns the largest number of positions of a sequence in one forward pass: one with a
+    recurrent state. In a ring buffer the last position must not overwrite what the first one's
+    window reaches."""
     if limits.kv_spec.has_state:
         return 1
     if not limits.ring_pages:
@@ -58,11 +60,17 @@ def longest_run(limits: MeshLimits) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """A slot whose sequence has a grammar. `position`: of the slot's token when all issued steps
-    are over. `run`: that token, where it was forced, and those that are forced behind it; the
-    matcher is behind them all. `longest`: of a run; with 1 none is looked for."""
+    """A slot whose sequence has a grammar.
 
-    matcher: TokenMatcher | None  # None: its grammar could not be compiled
+    Attributes:
+      matcher: Has consumed all known tokens, `run` included; None if the grammar did not compile.
+      position: Position of the slot's token after all issued steps.
+      limit: First position that may not be written.
+      longest: Longest run; 1 disables runs.
+      run: The slot's token, if it was forced, and the forced tokens that follow it.
+    """
+
+    matcher: TokenMatcher | None
     position: int
     limit: int
     longest: int
@@ -74,25 +82,29 @@ class _Row:
 
 
 class GrammarRows:
-    """Called by the dispatch thread alone. `compiler`: None where the model has no tokenizer; a
-    grammar then allows nothing (workers refuse it before that)."""
+    """The slots with a grammar. Called by the dispatch thread alone.
+
+    Attributes:
+      compiler: Compiles grammars; None without a tokenizer. A grammar then allows no token, but
+        workers refuse such requests before.
+    """
 
     def __init__(self, vocabulary: int, longest: int, platform: str) -> None:
         self.compiler: GrammarCompiler | None = None
         self._vocabulary, self._longest, self._platform = vocabulary, longest, platform
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
-        self._turn = 0  # forward passes so far: another row comes first in each
-        # tokens that were issued and not consumed, with who gets them: (rank, row, matcher)
+        self._turn = 0  # forward passes so far; each one begins with another row
+        # Tokens that are not consumed yet, with their rows and matchers (rank, row, matcher).
         self._issued: list[tuple[jax.Array, list[tuple[int, int, TokenMatcher]]]] = []
 
     def admit(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Slots get other sequences or more pages, from here on."""
+        """Notes new sequences in slots, and more pages of slots."""
         for admit in admits:
             self._rows.pop((admit.rank, admit.slot), None)
             sampling = admit.sample.sampling
             if sampling.grammar is not None:
-                # counts and log-probabilities are of tokens that were chosen, each by a row
+                # Counts and log-probabilities need a row that chooses each token.
                 alone = sampling.penalised or sampling.logprobs is not None
                 self._rows[admit.rank, admit.slot] = _Row(
                     self._matcher(admit.sample),
@@ -105,9 +117,13 @@ class GrammarRows:
                 row.limit = grow.limit
 
     def runs(self, slots: Slots, room: int) -> Runs:
-        """The runs that the next forward pass takes, of two tokens or more; none where that would
-        not pay. `room`: rows beside those of `slots[rank]`, on each rank, which go to another slot
-        first in each step; what does not fit is left to later ones."""
+        """Returns the runs of two or more tokens for the next forward pass; none if that would not
+        pay. Runs that do not fit are left to later steps.
+
+        Args:
+          slots: Slots of each rank's batch.
+          room: Additional rows of each rank, which another slot gets first in each step.
+        """
         taken: Runs = {}
         for rank, rank_slots in enumerate(slots):
             left = room
@@ -131,9 +147,9 @@ class GrammarRows:
         return taken
 
     def masks(self, slots: Slots, width: int) -> np.ndarray:
-        """For the choice of a step's tokens, which `issued` must follow. Waits for the tokens
-        before these, where they were not forced. uint32 [ranks, width, W] in the order of
-        `slots[rank]`."""
+        """Makes the masks of a step's choice, uint32 [ranks, width, W] in the order of
+        `slots[rank]`. Blocks until the previous tokens are read, unless they were forced. `issued`
+        must follow."""
         self._consume()
         masks = np.full((len(slots), width, self._words), ALL, np.uint32)
         for rank, row in enumerate(slots):
@@ -143,7 +159,7 @@ class GrammarRows:
         return masks
 
     def issued(self, slots: Slots, token: jax.Array) -> None:
-        """The step's choice is under way: token [ranks, width]."""
+        """Notes the step's choice, token [ranks, width], which is under way."""
         unknown: list[tuple[int, int, TokenMatcher]] = []
         for rank, rank_slots in enumerate(slots):
             for index, slot in enumerate(rank_slots):
@@ -157,19 +173,19 @@ class GrammarRows:
             self._issued.append((token, unknown))
 
     def first_mask(self, spec: SampleSpec, mask: np.ndarray) -> None:
-        """Fills mask [W] for a sequence that a prefill samples."""
+        """Fills mask [W] for the first token of a sequence."""
         mask[:] = ALL
         if spec.sampling.grammar is not None:
             self._fill(mask, self._matcher(spec))
 
     def empty(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Masks that allow everything: uint32 [*shape, W]."""
+        """Returns masks that allow all tokens, uint32 [*shape, W]."""
         return np.full((*shape, self._words), ALL, np.uint32)
 
     def _consume(self) -> None:
         issued, self._issued = self._issued, []
         for token, rows in issued:
-            # beside `start_reading`, which has begun the copy, the one place that reads back
+            # Besides `start_reading`, which started the copy, only this code reads from devices.
             with jax.transfer_guard_device_to_host("allow"):
                 host = np.asarray(token).tolist()
             for rank, index, matcher in rows:
@@ -183,10 +199,10 @@ class GrammarRows:
         try:
             return self.compiler.matcher(params.grammar, params, spec.stop_ids, spec.output_history)
         except JdisaggError:
-            return None  # the row is stuck, and its worker says so
+            return None  # the row gets STUCK_TOKEN, and its worker reports it
 
     def _fill_next(self, mask: np.ndarray, row: _Row) -> None:
-        """What may come behind the slot's token."""
+        """Fills the mask of the token that follows the slot's token."""
         del row.run[:1]
         if not row.run and row.matcher is not None and row.longest > 1:
             row.run = row.matcher.forced(row.longest, self._vocabulary)

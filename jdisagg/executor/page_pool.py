@@ -1,11 +1,11 @@
-"""The page arrays of one mesh and their one owner.
+"""The page arrays of one mesh and their single owner.
 
-Per layer one array for each component: [ranks * pages, K, S, H], pages sharded over dp, kv heads
-over kv; K is 1 for a component without heads, which every kv shard has whole. Each rank has, after
-its usable pages, a few dummy pages, in which padding rows of a decode batch write side by side. The
-arrays are donated to every program that changes them; `layers` is replaced in the same statement,
-and nobody else may keep a reference: an old reference whose shard was donated aborts the process
-when used (facts measured on JAX 0.10 and 0.12)."""
+Each layer has one array for each component: [ranks * pages, K, S, H], pages sharded over dp, KV
+heads over kv. K is 1 for a component without heads, which every kv shard has whole. After its
+usable pages each rank has a few dummy pages, which padding rows of a decode batch write to. The
+arrays are donated to every program that changes them, and `layers` is replaced in the same
+statement. No other code may keep a reference: using an array whose shard was donated aborts the
+process (measured with JAX 0.10 and 0.12)."""
 
 from typing import NamedTuple
 
@@ -19,12 +19,20 @@ from jdisagg.ops.kv_pages import kept_dtype
 from jdisagg.scheduler.executor import MeshLimits
 
 LayerPages = tuple[jax.Array, ...]
-# of some layers: pages, states, rings
+# pages, states and rings of some layers
 Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class PagePool:
-    """Owns the pages of all layers. Used by the dispatch thread alone."""
+    """Owns the pages of all layers. Used by the dispatch thread alone.
+
+    Args:
+      programs: Compiles and caches the mesh's programs.
+      spec: Layout of the KV.
+      pages_per_rank: Usable pages.
+      page_size: Tokens of a page.
+      dummy_rows: Padding rows that need room in dummy pages.
+    """
 
     def __init__(
         self, programs: Programs, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int
@@ -36,7 +44,8 @@ class PagePool:
         rows = programs.mesh.shape["dp"] * self.rank_rows
 
         def pages(part: KVComponent) -> jax.Array:
-            # they must always hold finite values: masked attention multiplies them by zero
+            # Pages must always hold finite values, because masked attention multiplies them by
+            # zero.
             shape = (rows, max(1, part.heads), page_size, part.width)
             dtype = kept_dtype(spec.dtype_of(part), programs.platform)
             return programs.zeros(shape, dtype, _pages_spec(part))
@@ -50,20 +59,20 @@ class PagePool:
         return sum(array.nbytes for layer in self.layers for array in layer)
 
     def view(self, spec: KVSpec) -> "PagePool | PageView":
-        """The pages of the layers of which `spec` is, the others empty."""
+        """Returns the pages of the layers in `spec`; the other layers are empty."""
         return self if spec == self.spec else PageView(self, spec)
 
     def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
-        """How the pages of these layers lie, or of all."""
+        """Returns the partitioning of the pages of these layers, or of all."""
         return _layer_specs(self.spec, layers)
 
     def put(self, first: int, layers: list[LayerPages]) -> None:
-        """Replaces layers from `first` on by what a program returned for them."""
+        """Replaces the pages of the layers from `first` on by a program's results."""
         self.layers[first : first + len(layers)] = layers
 
 
 class PageView:
-    """Some layers of a pool, as if there were no others. It keeps no array."""
+    """A view of some layers of a pool. It holds no array."""
 
     def __init__(self, pool: PagePool, spec: KVSpec) -> None:
         self._pool = pool
@@ -87,9 +96,14 @@ class PageView:
 
 
 class Pools(NamedTuple):
-    """`pages`: of what is kept of each position. `states`: of what is kept of a sequence as a
-    whole, a slot of which is a page of one. `rings`: of layers with a window, where these have
-    pages apart: each slot so many, one behind the other."""
+    """The pools of a mesh.
+
+    Attributes:
+      pages: KV of positions.
+      states: Recurrent states of sequences; a slot is a page of one token.
+      rings: Sliding-window ring buffers, if windowed layers have pages of their own; each slot has
+        `MeshLimits.ring_pages` consecutive pages.
+    """
 
     pages: PagePool
     states: PagePool
@@ -102,7 +116,7 @@ class Pools(NamedTuple):
         rings = limits.state_slots_per_rank * limits.ring_pages
         return Pools(
             PagePool(programs, limits.paged, limits.pages_per_rank, size, padding),
-            # padding rows write nothing there: a dummy state each would be as large as any
+            # Padding rows write no state, because each dummy state would be as large as a real one.
             PagePool(programs, spec.state, limits.state_slots_per_rank, 1, 0),
             PagePool(programs, spec.windowed if rings else limits.nothing, rings, size, padding),
         )
@@ -112,7 +126,7 @@ class Pools(NamedTuple):
         return self.pages.bytes + self.states.bytes + self.rings.bytes
 
     def kept(self, layers: range | None = None) -> Kept:
-        """What these layers (None: all) keep, as arguments of a program that changes it."""
+        """Returns the arrays of these layers (None: all), as arguments of a program."""
         layers = range(len(self.pages.layers)) if layers is None else layers
         part = slice(layers.start, layers.stop)
         return self.pages.layers[part], self.states.layers[part], self.rings.layers[part]
@@ -121,7 +135,7 @@ class Pools(NamedTuple):
         return self.pages.specs(layers), self.states.specs(layers), self.rings.specs(layers)
 
     def put(self, first: int, kept: Kept) -> None:
-        """Replaces what the layers from `first` on keep."""
+        """Replaces the arrays of the layers from `first` on."""
         self.pages.put(first, kept[0])
         self.states.put(first, kept[1])
         self.rings.put(first, kept[2])

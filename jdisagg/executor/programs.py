@@ -1,13 +1,13 @@
-"""Compiled programs by key: compiled ahead of time, counted, never recompiled; and the arrays that
-go up to their mesh.
+"""Compiled programs by key, compiled ahead of time and never recompiled; and host arrays put on
+their mesh.
 
 A program is lowered from abstract arguments with explicit shardings and kept as a compiled
-executable: a call whose shapes differ raises instead of compiling (rule 12). `compilations` counts
-what was compiled; it stands still in steady state.
+executable: a call with other shapes raises instead of compiling (rule 12). `compilations` counts
+the compiled programs and does not grow in steady state.
 
-A mesh may span several processes, each of which runs the same programs in the same order: host
-arrays then go up by callback (a `device_put` would talk to the other processes), and what a host
-reads is gathered over dp inside the program."""
+A mesh may span several processes, each of which runs the same programs in the same order. Host
+arrays are then put by callback (a `device_put` would communicate with the other processes), and
+results for the host are gathered over dp inside the program."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -24,7 +24,7 @@ BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_shard
 
 
 class Programs:
-    """One mesh's executables. Building is thread-safe, so that warm-up may compile several at
+    """The executables of one mesh. Building is thread-safe, so that warm-up can compile several at
     once."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -41,13 +41,13 @@ class Programs:
 
     @property
     def readable_spec(self) -> PartitionSpec:
-        """How arrays lie that `readable` gave: by rank, or replicated where the mesh spans
-        processes."""
+        """The partitioning of arrays returned by `readable`: by rank, or replicated if the mesh
+        spans processes."""
         return PartitionSpec() if self.spans_processes else RANK
 
     def readable(self, local: Any) -> Any:
-        """At the end of a program's body: arrays [1, ...] of this rank, made readable by every
-        process of the mesh."""
+        """Makes this rank's arrays [1, ...] readable by every process of the mesh. Called at the
+        end of a program's body."""
         if not self.spans_processes or self.mesh.shape["dp"] == 1:
             return local
         return jax.tree.map(
@@ -55,13 +55,13 @@ class Programs:
         )
 
     def put(self, host: Any) -> Any:
-        """Host arrays [ranks, ...] (every process holds the same), each rank's part to its devices.
-        Does not wait for other processes."""
+        """Puts each rank's part of host arrays [ranks, ...] on its devices. Every process passes
+        the same arrays; none waits for another."""
         if not self.spans_processes:
             return jax.device_put(host, self._by_rank)
 
         def by_callback(array: np.ndarray) -> jax.Array:
-            # the callback's slices may be aliased, and callers reuse their arrays
+            # The callback's slices may be aliased, and callers reuse their arrays.
             kept = array.copy()
             return jax.make_array_from_callback(
                 array.shape, self._by_rank, lambda index: kept[index]
@@ -70,18 +70,18 @@ class Programs:
         return jax.tree.map(by_callback, host)
 
     def argument(self, host: np.ndarray) -> Any:
-        """As `put`, of an array that goes into one call of a compiled program and that nobody
-        writes to again. On a mesh of one device the call itself takes it there, for a tenth of what
-        `put` costs its caller; on others that would cost more."""
+        """As `put`, for the argument of one call, which is not modified afterwards. On a mesh of
+        one device the call itself transfers the array, in a tenth of the time of `put`; on other
+        meshes that takes longer."""
         return host if self.mesh.size == 1 else self.put(host)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
-        """Zeros made on each device."""
+        """Makes zeros on each device."""
         sharding = NamedSharding(self.mesh, spec)
         return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """The executable of `key`, built on first use."""
+        """Returns the executable of `key`, built on first use."""
         program = self._built.get(key)
         if program is None:
             built = build()
@@ -91,8 +91,8 @@ class Programs:
         return program
 
     def adopt(self, earlier: "Programs") -> None:
-        """Takes over the executables of an instance that was like this one (role, layout, limits,
-        model) on an equal mesh."""
+        """Takes over the executables of an earlier instance with the same role, layout, limits,
+        model and mesh."""
         assert earlier.mesh == self.mesh, "executables are made for their mesh"
         self._built.update(earlier._built)
         self.compilations += earlier.compilations
@@ -105,12 +105,16 @@ class Programs:
         out_specs: Any,
         donate: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
-        """`shard_map`s `body` over the mesh, compiles it for `arguments` (arrays or shapes) and
-        donates the named ones.
+        """Compiles a `shard_map` of `body` over the mesh.
 
-        in_specs and out_specs are pytrees of PartitionSpec that match the arguments and results
-        leaf by leaf; shardings of donated arguments and their results are equal and explicit, else
-        XLA would not alias them."""
+        Args:
+          body: Runs on each device with its shards.
+          arguments: Arrays or shapes.
+          in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf by
+            leaf. Donated arguments and their results need equal, explicit shardings; otherwise XLA
+            does not alias them.
+          donate: Indices of donated arguments.
+        """
         lowered = self._lower(self.mesh, body, arguments, in_specs, out_specs, donate)
         return lowered.compile(compiler_options=self.compiler_options)
 
@@ -123,7 +127,7 @@ class Programs:
         out_specs: Any,
         donate: tuple[int, ...],
     ) -> jax.stages.Lowered:
-        """`mesh`: what `body` is traced for."""
+        """Lowers `body`, traced for `mesh`, with this mesh's shardings."""
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -134,7 +138,7 @@ class Programs:
         jitted = jax.jit(
             mapped, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate
         )
-        # NVIDIA's default multiplies float32 as TF32, with a mantissa of 10 bits
+        # By default NVIDIA GPUs multiply float32 as TF32, with a mantissa of 10 bits.
         precision = "highest" if self.platform == "gpu" else None
         with jax.default_matmul_precision(precision):
             return jitted.lower(*abstract)

@@ -33,8 +33,8 @@ class Copy(Protocol):
     """Copies under way. Thread-safe."""
 
     def is_done(self) -> bool:
-        """Returns whether the copies have ended. Never blocks. Raises HandoffError if they failed.
-        """
+        """Returns whether the copies have ended. Never blocks. Raises HandoffError if they
+        failed."""
         ...
 
     def wait(self) -> None:
@@ -105,8 +105,9 @@ class CudaDriver:
 
     def open(self, device: int, handle: bytes) -> int:
         if len(handle) != HANDLE_BYTES:
-            raise HandoffError(f"a handle of CUDA memory has {HANDLE_BYTES} bytes, not
-            {len(handle)}")
+            raise HandoffError(
+                f"a handle of CUDA memory has {HANDLE_BYTES} bytes, not {len(handle)}"
+            )
         opened = self._cuda.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
         lazily = self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
