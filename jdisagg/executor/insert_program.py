@@ -1,14 +1,14 @@
-"""Inside the insert program, on one device: a block's tokens go into their pages, are read back,
-and are summed.
+"""The insert program on one device: writes a block's tokens to their pages, reads them back, and
+sums them.
 
-On a CPU (`write_and_read`) a run of tokens at a time: a piece of one page, which moves as one (by
-rows it took three times as long); what is left at a block's two ends goes row by row. All is
-written before anything is read: where one loop did both, XLA of JAX 0.10 made one fusion of a run's
-writing and reading, which copied the pool, twice a run. Ranks that take no part do nothing. On a
-GPU (`write_whole`) the whole block at once.
+On a CPU (`write_and_read`) this is done by runs of tokens within a page, each of which moves as one
+(row by row took three times as long); the two ends of a block are written row by row. All is
+written before anything is read: with one loop for both, XLA of JAX 0.10 fused the write and read of
+a run, which copied the pool twice for each run. Ranks that take no part do nothing. On a GPU
+(`write_whole`) the whole block is written at once.
 
-Invariants: a block's pages differ from each other, so that what was read back stays as it was read;
-nothing is written but valid tokens."""
+Invariants: the pages of a block are distinct, so that the values read back stay valid; only valid
+tokens are written."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,14 +26,20 @@ from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_r
 from jdisagg.ops.kv_rows import block_of, components_of
 from jdisagg.transfer.codec import Codec
 
-# At most so much at a time, of all layers (1 MB: half as long again).
+# Limits of a run over all layers. (With 1 MB an insert takes half as long again.)
 RUN_TOKENS = 128
 RUN_BYTES = 4 << 20
 
 
 class Places(NamedTuple):
-    """Where a block's tokens lie on this rank. `stamp_5`: of `transfer.codec.stamp_array`;
-    `page_N`: its pages, the first token's first."""
+    """Where a block's tokens lie on this rank.
+
+    Attributes:
+      stamp_5: `transfer.codec.stamp_array` of the block.
+      page_N: Pages of the block, the first token's page first.
+      page_size: Tokens of a page.
+      nowhere: Page number out of range, to which nothing is written.
+    """
 
     stamp_5: jax.Array
     page_N: jax.Array
@@ -42,34 +48,34 @@ class Places(NamedTuple):
 
     @staticmethod
     def of(words: jax.Array, page_size: int, nowhere: int) -> "Places":
-        """`words`: uint32, the stamp's and then the pages."""
+        """Decodes uint32 words: the stamp, then the pages."""
         return Places(
             words[:STAMP_WORDS], words[STAMP_WORDS:].astype(jnp.int32), page_size, nowhere
         )
 
     @property
     def start(self) -> jax.Array:
-        """The position of the block's first token."""
+        """Position of the block's first token."""
         return self.stamp_5[3].astype(jnp.int32)
 
     @property
     def valid(self) -> jax.Array:
-        """How many tokens count."""
+        """Number of valid tokens."""
         return self.stamp_5[4].astype(jnp.int32)
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Page and slot of the block's tokens with these indices, all of them valid."""
+        """Returns page and slot of the block's tokens with these indices, all of them valid."""
         place = self.start % self.page_size + token
         return self.page_N[place // self.page_size], place % self.page_size
 
     def some(self, token_T: jax.Array, wanted_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same; nowhere for those that are not wanted."""
+        """As `at`, with page `nowhere` for tokens that are not wanted."""
         page_T, slot_T = self.at(token_T)
         return jnp.where(wanted_T, page_T, self.nowhere), slot_T
 
 
 class BlockForm(NamedTuple):
-    """What a block is of: `layers` of the spec, packed by a codec."""
+    """The layout of a block: `layers` of the spec, encoded by a codec."""
 
     spec: KVSpec
     layers: tuple[KVLayer, ...]
@@ -85,29 +91,37 @@ class BlockForm(NamedTuple):
         block_CKTH: jax.Array,
         insert: Callable[[jax.Array, jax.Array], jax.Array],
     ) -> list[LayerPages]:
-        """The pages with each component of the block, which `insert` puts into its own."""
+        """Writes each component of a block into its pages by `insert`; returns the pages."""
         parts = components_of(block_CKTH, self.layers, self.spec)
         kept = {self.spec.dtype_of(part) for layer in self.layers for part in layer.components}
         mixed = self.spec.row_dtype not in kept
-        fresh = map(_finite, parts) if mixed else parts  # else its values are finite already
+        fresh = map(_finite, parts) if mixed else parts  # otherwise values are finite already
         return [tuple(insert(part, next(fresh)) for part in layer) for layer in pages]
 
     def read(self, pages: list[LayerPages], take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """The block again, of what `take` gives of each component's pages."""
+        """Assembles a block from what `take` reads of each component's pages."""
         parts = [[take(part) for part in layer] for layer in pages]
         return block_of(self.layers, parts, self.spec)
 
 
-Sums = tuple[jax.Array, jax.Array]  # of what was read back, and whether it is what was packed
+Sums = tuple[jax.Array, jax.Array]  # of the values read back, and whether they are intact
 Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 
 
 def write_and_read(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """The pages with the block, the sum of what lies there (uint32 [2], this device's share), and
-    whether it is what was packed. `arrays`: [1, C', G, T', x], the block's heads in parts, each as
-    its codec's leaves."""
+    """Writes a block by runs of tokens, then reads it back.
+
+    Args:
+      pages: Pages of the block's layers.
+      arrays: [1, C', G, T', x]: the block's heads in parts, each as its codec's leaves.
+      places: Where its tokens lie.
+      form: Its layout.
+
+    Returns:
+      The pages, this device's share of the sum (uint32 [2]), and whether the block is intact.
+    """
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens, valid = parts[0].shape[2], places.valid
     run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))
@@ -138,7 +152,7 @@ def write_and_read(
     ends = jnp.where(head > 0, 0, 1), jnp.where(tail < valid, 2, 1)
     pages = lax.fori_loop(0, runs, write_run, pages)
     pages = lax.fori_loop(*ends, write_end, pages)
-    pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
+    pages = lax.optimization_barrier(pages)  # the sum must be of values read from the pages
 
     def read_back(
         found: Sums, read_CKTH: jax.Array, token_T: jax.Array, counts_T: jax.Array
@@ -166,8 +180,8 @@ def write_and_read(
 def write_whole(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """As `write_and_read`, all tokens at once: scattered, gathered back, summed. It costs a copy of
-    the block, and no loop: on a GPU the host would drive one, and decode would wait for it."""
+    """As `write_and_read`, all tokens at once: one scatter, one gather, one sum. It needs a copy of
+    the block but no loop. On a GPU the host would drive a loop, and decode would wait for it."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens = parts[0].shape[2]
     token_T = jnp.arange(tokens, dtype=jnp.int32)
@@ -176,7 +190,7 @@ def write_whole(
     block_CKTH = _heads(parts, jnp.int32(0), tokens)
     put = lambda part, new: insert_block(part, new, page_T, slot_T)  # noqa: E731
     pages = form.write(pages, block_CKTH, put)
-    pages = lax.optimization_barrier(pages)  # what is summed has been in the pages
+    pages = lax.optimization_barrier(pages)  # the sum must be of values read from the pages
     read_CKTH = form.read(pages, lambda part: gather_tokens(part, page_T, slot_T))
     if form.lossy:
         intact &= jnp.all(
@@ -186,7 +200,7 @@ def write_whole(
 
 
 def _run_tokens(pages: Sequence[LayerPages]) -> int:
-    """How many tokens of these layers make a run."""
+    """Returns the tokens of a run in these layers."""
     each = sum(
         part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer
     )
@@ -194,7 +208,7 @@ def _run_tokens(pages: Sequence[LayerPages]) -> int:
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
-    """All of this device's heads of so many tokens [C, K, t, H]."""
+    """Returns `tokens` tokens of all of this device's heads, [C, K, t, H]."""
     block_CKTH = jnp.concatenate(
         [lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1
     )
@@ -202,8 +216,8 @@ def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Arr
 
 
 def _finite(values: jax.Array) -> jax.Array:
-    """Senders' values are finite. Damaged ones may not be, and would outlive the pages' return:
-    others multiply them by zero."""
+    """Replaces values that are not finite. Senders' values are finite, but damaged ones may not be.
+    They would stay in the pages, where masked attention multiplies them by zero."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))
@@ -212,8 +226,8 @@ def _finite(values: jax.Array) -> jax.Array:
 def _unpack(
     form: BlockForm, arrays: Sequence[jax.Array], stamp_5: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
-    """This device's parts [C, G, T, H] of a block, in the order of their heads, and whether all are
-    what was packed."""
+    """Decodes this device's parts [C, G, T, H] of a block, in the order of their heads. Returns
+    them, and whether all match the checksums of their codec."""
     spec, how = form.spec, form.codec
     local_heads, dtype = spec.row_heads // lax.axis_size("kv"), jnp.dtype(spec.row_dtype)
     count = local_heads // arrays[0].shape[2]

@@ -1,9 +1,8 @@
 """The JAX executor: runs step commands on one mesh, in order, on its two threads.
 
-It obeys: it knows pages, slots and offers by number and keeps no account of who owns them; that is
-the scheduler's. One instance may prefill, decode, or both (one-mesh modes); it builds only the
-programs that its role uses. All device state (pages, slots, offered and pulled blocks) belongs to
-the dispatch thread."""
+Commands name pages, slots and offers by number; the scheduler tracks which sequence owns them. One
+instance may prefill, decode, or both (one-mesh modes), and builds only the programs of its role.
+All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -55,17 +54,23 @@ from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC
 
-QUIET_SECONDS = 0.2  # without a command; longer than those of work under way lie apart
+QUIET_SECONDS = 0.2  # longer than the pauses between commands of work under way
 
 
 @dataclass(frozen=True)
 class MeshRole:
-    """What an instance does. `emit`: prefilled KV is returned and offered. `codec`: how blocks come
-    to it. `extracts`: it may send what lies in its pages: running sequences that it hands on (and
-    takes those of others), or what it has kept. `host_tokens`: of the blocks that it keeps in host
-    memory; 0: it keeps none there. `spills`: it sets sequences aside there. `disk`: the directory
-    of the blocks that it keeps on disk; empty: none. `peer_tokens`: of the blocks that a mesh which
-    does not decode fetches from others; 0: it fetches none."""
+    """What an instance does.
+
+    Attributes:
+      prefill, decode: Which programs it runs.
+      emit: Whether prefilled KV is returned and offered.
+      codec: Encoding of the blocks that it receives.
+      extracts: Whether it sends blocks out of its pages: running sequences, or its prefix cache.
+      host_tokens: Longest block of its prefix cache in host memory; 0: none.
+      spills: Whether sequences are swapped out to host memory.
+      disk: Directory of its prefix cache on disk; "": none.
+      peer_tokens: Longest block that a prefill mesh fetches from peers; 0: none.
+    """
 
     prefill: bool
     decode: bool
@@ -95,7 +100,7 @@ class MeshExecutor:
         self.role = role
         self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
-        check_codec(role.codec, limits.kv_spec)  # not at the first pull, and so for all its parts
+        check_codec(role.codec, limits.kv_spec)  # here rather than at the first pull
         self.platform = platform = programs.platform
         self.programs = programs
         self._channel = channel
@@ -146,14 +151,14 @@ class MeshExecutor:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the pages, states and rings of all layers, on all devices together."""
+        """Bytes of the pages, states and rings of all layers on all devices."""
         return self._pools.bytes
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         return self._threads.submit(lambda: self._issue(command))
 
     def on_dispatch_thread(self, work: Callable[[], None]) -> asyncio.Future[StepResult]:
-        """Runs `work` between commands (warm-up, inspection); resolves when it returned."""
+        """Runs `work` between commands (warm-up, inspection); resolves when it has returned."""
 
         def issue() -> Waiting:
             work()
@@ -162,7 +167,7 @@ class MeshExecutor:
         return self._threads.submit(issue, beside=True)
 
     async def quiet(self) -> None:
-        """Returns when no command has come for `QUIET_SECONDS` and none is under way."""
+        """Returns when no command is under way and none has arrived for `QUIET_SECONDS`."""
         await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
@@ -171,23 +176,22 @@ class MeshExecutor:
         self.host.close()
 
     def expect(self, card: MeshCard) -> None:
-        """Blocks will come from a mesh like this one: warm-up prepares for it, and a pull that
-        names no peer means it. Before the first command."""
+        """Sets the mesh that warm-up prepares for and that a pull without a peer comes from. Called
+        before the first command."""
         self.blocks.connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Grammars are compiled by this; None: nobody asks for any. Before the first command, and
-        before warm-up."""
+        """Sets the compiler of grammars; None: no request has one. Called before warm-up."""
         self._grammars.compiler = grammars
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
-        """Runs a command on the calling thread: for warm-up and tests, while the threads are
+        """Runs a command on the calling thread, for warm-up and tests while the threads are
         idle."""
         return self._issue(command).result()
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Those that may come: masked ones where grammars can be compiled."""
+        """The variants that may be needed; masked ones only if grammars can be compiled."""
         masked = self._grammars.compiler is not None
         return tuple(variant for variant in Variant if masked or not variant.masked)
 
@@ -261,7 +265,7 @@ class MeshExecutor:
     def _run_prefill(self, command: PrefillChunk) -> Waiting:
         chunk = ChunkArrays.build(command, self.limits.computed, platform=self.platform)
         x, blocks, sums = self._prefill.run(chunk)
-        # before all that is offered: somebody waits for the first token
+        # Sampled before blocks are cut and offered, because the client waits for the first token.
         chosen = self._sampler.run(command, x, chunk.form.every_token)
         scores = self._scorer.run(command, x) if chunk.form.every_token else None
         start_reading((*(chosen or ()), *sums, *(scores or ())))

@@ -1,23 +1,22 @@
 """Prefill: one packed chunk per dp rank, run as a chain of layer-group programs.
 
 embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes
-its keys and values into this mesh's pages (donated; for the later chunks of the same sequences)
-and, where the instance hands off, RETURNS them as one block [ranks, C, K, T, H] (C: the rows of the
-group's layers, see `layout/kv_spec.py`, one after the other), so that the block is ready, and can
-leave, while the next group computes; a small program sums each block for its checksum. Page arrays
-themselves are never offered. Layers with a window that are sent apart are left out of blocks: most
-of what they compute is never seen again, and the rest is extracted from the pages behind the last
-chunk.
+its keys and values into this mesh's pages (donated), for later chunks of the same sequences. If the
+instance hands off KV, the group also RETURNS them as one block [ranks, C, K, T, H] (C: the rows of
+the group's layers, see `layout/kv_spec.py`), so that the block can be transferred while the next
+group computes. A small program sums each block for its checksum. Page arrays are never offered.
+Windowed layers that are sent apart are left out of these blocks: most of their KV is never used
+again, and the rest is extracted from the pages after the last chunk.
 
-Of the model's last layer only keys and values are needed of every token. The rest of it is computed
-for the last tokens of the rows that sample, which attend as a decode step does, to pages alone:
-their keys have just been written. A chunk that samples nothing (the earlier part of a long prompt)
-does without. This saves up to 1 / layers of a prefill. Where log-probabilities of prompts are
-wanted it is computed for all tokens, by a program that is compiled when they first are.
+Every token needs the keys and values of the model's last layer. The rest of that layer is computed
+only for the last tokens of the rows that sample; they attend to pages alone, as a decode step does,
+because their keys are written first. A chunk that samples nothing (the earlier part of a long
+prompt) skips it. This saves up to 1 / layers of a prefill. If log-probabilities of prompts are
+requested, the last layer is computed for all tokens, by a program compiled at the first request.
 
-Groups of equal structure, other than the last, share one executable; there is one per chunk bucket.
-Inside `shard_map` each dp rank sees its own chunk and its own pages; tensor parallelism is in the
-model's collectives."""
+Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
+`shard_map` each dp rank has its own chunk and pages; tensor parallelism is in the model's
+collectives."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -42,12 +41,17 @@ from jdisagg.scheduler.executor import MeshLimits, buckets
 
 @dataclass(frozen=True, slots=True)
 class ChunkForm:
-    """What is known of a chunk when its program is compiled. `packed`: some rank has several rows,
-    or one that does not come first. `past`: rows may go on with earlier chunks (a packed chunk's
-    always may on a CPU; a whole fresh prompt is 1 % faster without). `samples`: rows may sample
-    (only chunks of the largest bucket are compiled without: the earlier part of a prompt fills
-    one). `columns`: of the page table that the past may reach; 0: all of them. `every_token`: all
-    of them leave the last layer, and not those alone that sample."""
+    """The static properties of a chunk's program.
+
+    Attributes:
+      packed: Whether some rank has several rows, or one that is not first.
+      past: Whether rows may continue earlier chunks. On a CPU a packed chunk's rows always may; a
+        whole new prompt is 1 % faster without.
+      samples: Whether rows may sample. Only chunks of the largest bucket, which earlier parts of
+        prompts fill, are also compiled without.
+      columns: Columns of the page table that the past may reach; 0: all of them.
+      every_token: Whether the last layer is computed for all tokens.
+    """
 
     packed: bool = False
     past: bool = False
@@ -57,9 +61,9 @@ class ChunkForm:
 
 
 def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
-    """The widths of the page table that chunks with a past are compiled for. A GPU gathers all of
-    it, so: those of one chunk, and four times as many, up to the context's. A CPU walks as far as
-    the past reaches."""
+    """Returns the widths of the page table that chunks with a past are compiled for. A GPU gathers
+    the whole table, so the widths grow by factors of four from one chunk to the context. A CPU
+    reads only as far as the past reaches."""
     if platform != "gpu":
         return (0,)
     tokens = buckets(limits.chunk_buckets[-1], limits.context_tokens, factor=4)
@@ -67,7 +71,7 @@ def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
 
 
 def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[ChunkForm, ...]:
-    """All forms that a chunk of this bucket may have."""
+    """Returns all forms that a chunk of this bucket may have."""
     columns = past_columns(limits, platform)
     forms = [ChunkForm(), *(ChunkForm(past=True, columns=count) for count in columns)]
     packed = [ChunkForm(True, True, columns=count) for count in columns]
@@ -80,8 +84,8 @@ def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[
 
 @dataclass(frozen=True)
 class ChunkArrays:
-    """A packed chunk on the host; every array leads with the dp rank. Rows with a past come first
-    in `table` and `past`."""
+    """A packed chunk on the host; the first dimension of every array is the dp rank. Rows with a
+    past come first in `table` and `past`."""
 
     tokens: np.ndarray  # int32 [ranks, T]
     positions: np.ndarray  # int32 [ranks, T]
@@ -89,11 +93,11 @@ class ChunkArrays:
     table: np.ndarray  # int32 [ranks, R, N]
     past: np.ndarray  # int32 [ranks, R]: tokens already in pages
     continuing: np.ndarray  # int32 [ranks]: rows that have a past
-    # int32 [ranks, R, or 1 unless packed]: where in the chunk a row's last token lies; -1 where it
+    # int32 [ranks, R, or 1 unless packed]: index of a row's last token in the chunk; -1 if the row
     # does not sample
     sampling: np.ndarray
     form: ChunkForm
-    # int32 as `sampling`: the slot of a row's state; at or beyond the last slot: nobody's
+    # int32 as `sampling`: slot of a row's state; a number beyond the last slot is no slot
     states: np.ndarray
     checksum_key: int = 0
 
@@ -106,7 +110,13 @@ class ChunkArrays:
         platform: str = "cpu",
     ) -> "ChunkArrays":
         """Packs a command's rows. Rows that continue come first on their rank; on a GPU there is at
-        most one, at the chunk's beginning. `form`: what it is compiled as, if not for these rows.
+        most one, at the chunk's beginning.
+
+        Args:
+          command: The chunk.
+          limits: Limits of the mesh.
+          form: Form of its program; None: the form that its rows need.
+          platform: Of the mesh.
         """
         form = form or _form_of(command, limits, platform)
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
@@ -160,23 +170,34 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
     enough = (count for count in columns if count * limits.page_size >= reach)
     form = ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
     if asks_of_prompts(command):
-        # the most general forms, for each is compiled while others wait: of a CPU one a bucket
+        # The most general forms, because requests wait while one is compiled: on a CPU one for each
+        # bucket.
         past = platform != "gpu" or form.past
         return dataclasses.replace(form, packed=True, past=past, samples=True, every_token=True)
     return form
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
-    """Whether log-probabilities of some prompt's tokens are wanted."""
+    """Returns whether log-probabilities of some prompt's tokens are requested."""
     return any(row.prompt_logprobs is not None for row in command.rows)
 
 
-# A row that has a chunk to itself goes through a recurrence by so many tokens at a time.
+# Tokens of a recurrence step in a chunk of one row.
 _LONG_GRAIN = 64
 
 
 class PrefillPrograms:
-    """Builds and runs the chain. Called by the dispatch thread alone."""
+    """Builds and runs the chain. Called by the dispatch thread alone.
+
+    Args:
+      programs: Compiles and caches the mesh's programs.
+      weights: The model's weights.
+      shards: Mesh axes of the model's collectives.
+      pools: Pages and states.
+      groups: Layers of each layer group.
+      sums: Sums blocks; None if chunks are not handed off.
+      granule_tokens: Alignment of rows in a packed chunk.
+    """
 
     def __init__(
         self,
@@ -188,18 +209,21 @@ class PrefillPrograms:
         sums: PrefillSums | None,
         granule_tokens: int,
     ) -> None:
-        """`sums` where chunks are handed off: their blocks are returned and summed."""
         self._programs, self._weights, self._shards = programs, weights, shards
         self._pool, self._states = pools.pages, pools.states
         self._groups, self._sums, self._emit = groups, sums, sums is not None
-        # rows of a packed chunk begin at multiples of it; the recurrence wants a power of two
+        # Rows of a packed chunk begin at multiples of this power of two, as the recurrence needs.
         self._grain = granule_tokens & -granule_tokens
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Issues the chain. Returns the last activations of the rows that sample [ranks, R, D],
-        numbered as in `ChunkArrays.sampling` (something to wait for where none may), or those of
-        every token [ranks, T, D] where the form says so, and, where emitting, one KV block per
-        group and its sums."""
+        """Issues the chain.
+
+        Returns:
+          The last activations of the rows that sample, [ranks, R, D], numbered as in
+          `ChunkArrays.sampling` (if no row may sample, an array to wait for), or of every token,
+          [ranks, T, D], if the form says so. If chunks are handed off, also one KV block for each
+          group, and its sums.
+        """
         on_host = (
             chunk.tokens,
             chunk.positions,
@@ -277,7 +301,7 @@ class PrefillPrograms:
     def _group(self, group: range, chunk: ChunkArrays) -> Any:
         parts = [self._weights.layers[index] for index in group]
         width, last = chunk.tokens.shape[1], group.stop == len(self._weights.layers)
-        # the others are one program, whoever samples
+        # The program of the other groups does not depend on sampling.
         form = chunk.form
         if not last:
             form = dataclasses.replace(form, samples=True, every_token=False)
@@ -303,7 +327,7 @@ class PrefillPrograms:
             in_specs = ([part.specs for part in parts], page_specs, state_specs, *(RANK,) * 8)
             out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, states, x, *meta)
-            # the last group returns fewer activations than it is given
+            # The last group returns fewer activations than its input has.
             donate = (1, 2) if last else (1, 2, 3)
             return self._programs.compile(
                 self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
@@ -357,7 +381,7 @@ class PrefillPrograms:
                     asked_R,
                     recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append),
                 )
-                # a layer is not asked for what it does not keep
+                # A layer does not call `attend` or `recur` for what it does not keep.
                 if not layer_pages:
                     attention.without_kv()
                 if not layer_states:

@@ -1,7 +1,7 @@
-"""The end of a prefill chunk: logits of the rows that sample, and a token for each.
+"""The end of a prefill chunk: logits of the rows that sample, and a token for each sample.
 
 A chunk has at most `samples_per_chunk` samples per dp rank; several children of one sequence sample
-the same row. No program here depends on the chunk bucket."""
+the same row. The programs do not depend on the chunk bucket."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from jdisagg.scheduler.executor import MeshLimits
 
 
 class _SampledRows(NamedTuple):
-    """What is known of each sample, [ranks, samples, ...]; the last two are () where the variant
-    does without."""
+    """Parameters of each sample, [ranks, samples, ...]; `counts` and `mask` are () if the variant
+    does not use them."""
 
     ints: Any
     floats: Any
@@ -56,9 +56,17 @@ class PrefillSampler:
         self._grammars = grammars
 
     def run(self, command: PrefillChunk, x: jax.Array, every_token: bool = False) -> Chosen | None:
-        """Issues the choice of the chunk's samples; None where nothing samples. x [ranks, R, D]:
-        the last activations of each row's last token, rows numbered on their rank in the command's
-        order; or, with `every_token`, those of all tokens [ranks, T, D]."""
+        """Issues the choice of the chunk's samples.
+
+        Args:
+          command: The chunk.
+          x: Last activations [ranks, R, D] of each row's last token, rows numbered on their rank in
+            the command's order; with `every_token` those of all tokens [ranks, T, D].
+          every_token: Form of `x`.
+
+        Returns:
+          The choice, or None if no row samples.
+        """
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:
             return None
@@ -87,14 +95,14 @@ class PrefillSampler:
         return self._head(variant, self._pick(x, source), rows)
 
     def warm_up(self, variant: Variant, x: jax.Array) -> None:
-        """Runs the programs of one variant on activations that a chunk of padding has given."""
+        """Runs the programs of one variant on the activations of a chunk of padding."""
         for samples in {1, self._limits.samples_per_chunk}:
             source, rows = self._empty(variant, samples)
             jax.block_until_ready(self._head(variant, self._pick(x, source), rows).token)
 
     def _empty(self, variant: Variant, samples: int) -> tuple[np.ndarray, _SampledRows]:
-        """Arrays for so many samples a rank: one, or room for as many as a chunk may hold. (A head
-        over 16 rows for the one sample of a long prompt would cost 1 % of its prefill.)"""
+        """Returns arrays for one sample per rank, or for as many as a chunk may hold. (A head over
+        16 rows for the one sample of a long prompt would take 1 % of its prefill.)"""
         shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
         return np.zeros(shape, np.int32), _SampledRows(
             ints=np.zeros((*shape, self._rows.ints), np.int32),
@@ -105,7 +113,7 @@ class PrefillSampler:
         )
 
     def _pick(self, x: jax.Array, source: np.ndarray) -> jax.Array:
-        """x[rank, source[rank]]: [ranks, samples, D]."""
+        """Returns x[rank, source[rank]], [ranks, samples, D]."""
 
         def body(x: jax.Array, source: jax.Array) -> jax.Array:
             return jnp.take(x[0], source[0], axis=0, mode="clip")[None]

@@ -1,9 +1,8 @@
-"""Log-probabilities of a chunk's own tokens: the head, over all tokens of a chunk instead of those
-that sample.
+"""Log-probabilities of a chunk's own tokens: the head over all tokens of a chunk.
 
-It runs in blocks of tokens, so that logits of a whole chunk never exist (but for whoever asks for
-just these), and each device keeps its part of the vocabulary. One program a chunk bucket, compiled
-when it is first asked for unless warm-up has: most instances never are."""
+The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
+(except by `PromptScorer.logits`), and each device keeps its part of the vocabulary. There is one
+program for each chunk bucket, compiled at the first request unless warm-up has run it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,7 @@ from jdisagg.ops.token_scores import TokenScores, token_scores
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import MAX_TOP_LOGPROBS
 
-# Of logits in float32: 32 MB for a vocabulary of 128k that one device holds.
+# 32 MB of float32 logits for a vocabulary of 128k on one device.
 BLOCK_TOKENS = 64
 
 
@@ -39,7 +38,8 @@ class PromptScorer:
         self._vocabulary = vocabulary
 
     def run(self, command: PrefillChunk, x: jax.Array) -> TokenScores:
-        """Of each token's successor. x [ranks, T, D]: the last activations of all tokens."""
+        """Issues the scores of each token's successor; `x` [ranks, T, D] are the last activations
+        of all tokens."""
         following = np.zeros(x.shape[:2], np.int32)
         for row in command.rows:
             span = slice(row.offset, row.offset + len(row.tokens))
@@ -47,8 +47,8 @@ class PromptScorer:
         return self._program(x)(self._weights.stem.leaves, x, self._programs.put(following))
 
     def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
-        """Of each token of a row, those of its successor: float32 [T, V], on the host, on a mesh of
-        one process. x as in `run`. Blocks; those of all tokens of the chunk exist at once."""
+        """Returns the logits of the successor of each token of a row, float32 [T, V] on the host.
+        Only on a mesh of one process. Blocks; the logits of the whole chunk are materialised."""
         stem, shards = self._weights.stem, self._shards
         assert not self._programs.spans_processes
 
@@ -65,7 +65,7 @@ class PromptScorer:
         return whole[row.rank, span, : self._vocabulary]
 
     def _local_logits(self, leaves: tuple[jax.Array, ...], x_TD: jax.Array) -> jax.Array:
-        """This device's part of the vocabulary."""
+        """Returns the logits of this device's part of the vocabulary."""
         head: Any = self._weights.stem.merge(leaves)
         return head.logits(reveal(x_TD), replace(self._shards, tp=()))
 
@@ -107,7 +107,8 @@ class PromptScorer:
 def read_scores(
     command: PrefillChunk, scores: TokenScores
 ) -> tuple[tuple[int, PromptLogprobs], ...]:
-    """What the rows of a chunk have asked for. Blocks until it is computed."""
+    """Returns the log-probabilities that rows of a chunk request. Blocks until they are
+    computed."""
     host = TokenScores(*map(jax.device_get, scores))
     return tuple(
         (row.sequence, _of_row(row, row.prompt_logprobs, host))

@@ -1,5 +1,5 @@
-"""What the completion thread waits for: device arrays on their way to plain results. Reading
-blocks; issuing does not."""
+"""Results of commands that the completion thread waits for: device arrays that become plain data.
+Reading blocks; issuing does not."""
 
 import math
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ Tokens = tuple[tuple[tuple[int, ...], ...], ...]  # by rank and row
 
 
 def start_reading(arrays: Iterable[jax.Array | None]) -> None:
-    """Asks for the copies to the host, so that they are under way before anyone waits."""
-    # the one place that reads back: a guard may forbid all others
+    """Starts the copies to the host, before the completion thread waits for them."""
+    # Only this code may read from devices; a transfer guard can forbid all other reads.
     with jax.transfer_guard_device_to_host("allow"):
         for array in arrays:
             if array is not None:
@@ -44,7 +44,7 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
 
 @dataclass
 class Finished:
-    """Nothing to wait for."""
+    """A command that has ended when it is issued."""
 
     step: int
     in_order: bool = True
@@ -58,8 +58,8 @@ class Finished:
 
 @dataclass
 class PrefillReading:
-    """The tokens sampled at the end of a chunk, the checksums of what it offers, and what was asked
-    of its prompts. A chunk that samples nothing is over when its last activations are there."""
+    """The tokens sampled at the end of a chunk, the checksums of its offers, and requested
+    log-probabilities of prompts. A chunk that samples nothing ends with its last activations."""
 
     command: PrefillChunk
     last: jax.Array
@@ -99,8 +99,8 @@ class PrefillReading:
 
 @dataclass
 class BlockReading:
-    """The sum of a block that was inserted or extracted, and whether it is broken. `copy`: to host
-    memory, for which nothing else waits."""
+    """The checksum of an inserted or extracted block, and whether it is intact. `copy` is its copy
+    to host memory, if any."""
 
     step: int
     offer_id: int
@@ -135,7 +135,7 @@ class DecodeReading:
 
     def result(self) -> DecodeResult:
         chosen_steps = [step.chosen for step in self.stepped]
-        # one conversion for all: token by token took 2 ms of a step of 8 ranks of 256 rows
+        # One conversion for all, because token by token took 2 ms for 8 ranks of 256 rows.
         by_rank = np.stack([jax.device_get(chosen.token) for chosen in chosen_steps], -1).tolist()
         tokens = tuple(
             tuple(map(tuple, by_rank[rank][: len(slots)]))
@@ -145,7 +145,7 @@ class DecodeReading:
             tokens = self._with_forced(tokens)
         if not any(count is not None for row in self.wanted for count in row):
             return DecodeResult(self.command.step, tokens)
-        # rows that want any have no forced tokens beside the chosen ones
+        # Rows with log-probabilities have no forced tokens.
         steps = [_Host(chosen) for chosen in chosen_steps]
         rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
         logprobs = tuple(
@@ -158,7 +158,7 @@ class DecodeReading:
         return DecodeResult(self.command.step, tokens, logprobs)
 
     def _with_forced(self, chosen: Tokens) -> Tokens:
-        """Each step's forced tokens come before its chosen one."""
+        """Inserts each step's forced tokens before its chosen one."""
         return tuple(
             tuple(
                 tuple(
@@ -174,8 +174,8 @@ class DecodeReading:
 
 @dataclass
 class PullReading:
-    """A transfer under way; a failed one is a result, not an exception: the scheduler decides what
-    next."""
+    """A transfer under way. A failure is a result, not an exception, because the worker decides
+    whether to retry."""
 
     step: int
     offer_id: int
@@ -211,6 +211,6 @@ class _Host:
         pairs = zip(
             top_ids[rank, row, :wanted].tolist(), top[rank, row, :wanted].tolist(), strict=True
         )
-        # of ids that may not come, there is none
+        # Masked ids have no log-probability.
         possible = tuple(pair for pair in pairs if pair[1] > -math.inf)
         return TokenLogprobs(float(logprob[rank, row]), possible)

@@ -1,8 +1,7 @@
-"""Commands on disk, of one mesh: blocks go from host memory to files and back.
+"""Disk commands of one mesh: copy blocks from host memory to files and back.
 
-Called on the dispatch thread; threads of the disk's do the work (`transfer/disk_store.py`), and
-nothing waits for them beyond a command's deadline. What comes later than that is dropped where
-nobody expects it any more."""
+Called on the dispatch thread. Threads of the disk store do the work (`transfer/disk_store.py`). A
+command fails at its deadline; a block that is loaded later is dropped if it was forgotten."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from jdisagg.transfer.host_store import HostStore, Shards
 
 @dataclass
 class DiskReading:
-    """A command on disk under way until instant `until`, or until its mesh is `closed`."""
+    """A disk command under way until time `until`, or until its mesh is `closed`."""
 
     step: int
     done: "Future[DiskOutcome]"
@@ -53,9 +52,15 @@ class DiskReading:
 
 
 class SavedBlocks:
-    """`directory`: "" where nothing is kept on disk: every command fails. `shards`: over how many
-    devices the heads of a block lie. That is part of the namespace, and so are the versions of what
-    computes it: another may round otherwise."""
+    """The blocks of one mesh on disk. Their namespace includes the number of head shards and the
+    versions of the software that computes KV, which may round differently.
+
+    Args:
+      directory: Where blocks are stored; "" if none are, and every command fails.
+      name: Name of the mesh.
+      host: Blocks in host memory.
+      shards: Number of devices over which the heads of a block are sharded.
+    """
 
     def __init__(self, directory: str, name: str, host: HostStore, shards: int) -> None:
         self._disk = DiskStore(directory, name) if directory else None
@@ -69,7 +74,8 @@ class SavedBlocks:
         return DiskReading(command.step, self._begin(command), self._clock.now, until, self._closed)
 
     def close(self) -> None:
-        """Before the threads that wait for commands: a disk that hangs holds up no end."""
+        """Ends the commands under way. Called before the executor's threads end, so that a disk
+        that hangs does not delay them."""
         self._closed.set()
         if self._disk is not None:
             self._disk.close()
@@ -97,7 +103,7 @@ class SavedBlocks:
                 return self._disk.remove(command.names)
 
     def _load(self, disk: DiskStore, command: LoadBlock) -> "Future[DiskOutcome]":
-        """Ends when the block lies in host memory."""
+        """Loads a block into host memory."""
         for offer_id in command.offer_ids:
             self._host.expect(offer_id)
         loaded: Future[DiskOutcome] = Future()
@@ -122,7 +128,7 @@ class SavedBlocks:
 
 
 def _arrays(pieces: Sequence[Shards]) -> list[SavedArray]:
-    """Views, where host memory is the host's."""
+    """Returns NumPy arrays, as views if host memory is not pinned."""
     with jax.transfer_guard_device_to_host("allow"):
         return [
             SavedArray(number, box, np.asarray(array))

@@ -1,12 +1,12 @@
-"""What a mesh keeps for each decode slot, packed: two matrices of parameters, and the running token
-and position.
+"""The packed state of each decode slot: two matrices of parameters, and the running token and
+position.
 
-Per rank and slot: `hot` int32 [2] (token, position) changes every step; `ints` and `floats`
-(limits, sampling parameters, stop and bias ids, page table) change on admission and growth;
-`counts` int32 [V] holds which tokens were seen, for penalties, and is used only by shaped rows.
-Packing keeps a step's arguments, and the uploads of an admission, few.
+For each rank and slot, `hot` int32 [2] (token, position) changes every step. `ints` and `floats`
+(limits, sampling parameters, stop and bias ids, page table) change on admission and growth.
+`counts` int32 [V] counts seen tokens for penalties; only shaped rows use it. Packing keeps the
+arguments of a step, and the transfers of an admission, few.
 
-The same packing describes the rows that a prefill chunk samples. Everything here is derived from a
+The rows that a prefill chunk samples are packed in the same way. Everything is derived from a
 `SampleSpec` (rule 9)."""
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ _FLOATS = 6
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Column positions for page tables of `table_columns` entries."""
+    """Columns of `ints` and `floats` for page tables of `table_columns` entries."""
 
     table_columns: int
     vocabulary: int
@@ -51,9 +51,17 @@ class RowFormat:
         limit: int = 0,
         state: int = 0,
     ) -> None:
-        """Fills one row, `ints` [I] and `floats` [F], in place."""
+        """Fills one row, `ints` [I] and `floats` [F], in place.
+
+        Args:
+          ints, floats: The row.
+          spec: Parameters of the sequence.
+          pages: Its pages.
+          limit: First position that may not be written.
+          state: Slot of its recurrent state.
+        """
         params = spec.sampling
-        # a grammar's mask knows when stop ids may come
+        # With a grammar its mask decides when stop ids are allowed.
         min_position = spec.min_position if params.grammar is None else 0
         ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position, state)
         ints[_SEED : _SEED + 2] = np.array(
@@ -85,20 +93,20 @@ class RowFormat:
         ints[_TABLE : _TABLE + len(row)] = row
 
     def pack_history(self, spec: SampleSpec) -> np.ndarray:
-        """One row of `counts` from the tokens so far: int32 [V]."""
+        """Returns one row of `counts`, int32 [V], from the tokens so far."""
         return token_counts(spec.prompt_history, spec.output_history, self.vocabulary)
 
     def limit_and_table(self, ints_BI: jax.Array) -> tuple[jax.Array, jax.Array]:
         return ints_BI[:, _LIMIT], ints_BI[:, _TABLE : _TABLE + self.table_columns]
 
     def state(self, ints_BI: jax.Array) -> jax.Array:
-        """Each row's slot of state."""
+        """Returns each row's slot of recurrent state."""
         return ints_BI[:, _STATE]
 
     def sampling(
         self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array
     ) -> SamplingRows:
-        """`position_B`: index in the sequence of the token being chosen."""
+        """Returns the sampling parameters of rows that choose the token at `position_B`."""
         return SamplingRows(
             temperature=floats_BF[:, 0],
             top_k=ints_BI[:, _TOP_K],
@@ -112,7 +120,7 @@ class RowFormat:
     def batch(
         self, slot_B: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
     ) -> "BatchRows":
-        """The state of a step's rows; a slot out of range is nobody's."""
+        """Returns the state of a step's rows; a slot number out of range is an inactive row."""
         ints_BI = jnp.take(ints_SI, slot_B, axis=0, mode="clip")
         token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
         return BatchRows(
@@ -127,8 +135,8 @@ class RowFormat:
     def run_batch(
         self, run_B3: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
     ) -> "BatchRows":
-        """As `batch`, where a slot may have several rows: each is a slot, how far behind the slot's
-        own position its position lies, and its token, -1 for the slot's own."""
+        """As `batch`, if a slot may have several rows. A row of `run_B3` is a slot, the offset of
+        its position from the slot's position, and its token (-1: the slot's own)."""
         slot_B, ahead_B, token_B = run_B3.T
         row = self.batch(slot_B, hot_S2, ints_SI, floats_SF)
         position_B = row.position + ahead_B
@@ -160,7 +168,7 @@ class RowFormat:
 
 
 class BatchRows(NamedTuple):
-    """The slots of one step, on one dp rank. `active`: those that make one."""
+    """The rows of one step on one dp rank. `active` rows advance."""
 
     slot: jax.Array  # int32 [B]
     ints: jax.Array  # int32 [B, I]
@@ -171,16 +179,16 @@ class BatchRows(NamedTuple):
 
     @property
     def at(self) -> jax.Array:
-        """int32 [B]: `position`, 0 where there is no step."""
+        """`position`, 0 for inactive rows: int32 [B]."""
         return jnp.where(self.active, self.position, 0)
 
     def stand_at(self, hot_S2: jax.Array, count: int) -> jax.Array:
-        """`hot` where the slots of the first so many rows stand at their tokens and positions."""
+        """Returns `hot` with the slots of the first `count` rows at their tokens and positions."""
         there_B2 = jnp.stack((self.token[:count], self.position[:count]), axis=1)
         return hot_S2.at[self.slot[:count]].set(there_B2, mode="drop")
 
     def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
-        """`hot` after these tokens were chosen."""
+        """Returns `hot` after these tokens were chosen."""
         next_B2 = jnp.stack(
             (
                 jnp.where(self.active, chosen_B, self.token),

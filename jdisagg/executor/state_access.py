@@ -1,8 +1,9 @@
-"""Inside a program: the states of one layer's sequences, read from their slots, given to the layer,
-written back.
+"""Access to a layer's recurrent states inside a program: read from their slots, passed to the
+layer, written back.
 
-A layer's states are pages of one slot (`layout/kv_spec.py`), [slots, K, 1, H] by component; slots
-at or beyond the end are nobody's: what is read there counts for nothing and nothing is written."""
+A layer's states are pages of one token (`layout/kv_spec.py`), [slots, K, 1, H] for each component.
+A slot number beyond the end belongs to no sequence: its values are ignored and nothing is
+written."""
 
 from collections.abc import Callable
 
@@ -21,14 +22,14 @@ def recur_over(
     runs: Runs | None,
     keep: Callable[[LayerPages], None],
 ) -> Recur:
-    """What a layer with state is called with.
+    """Returns the function that a layer calls to advance its states.
 
     Args:
-        pages: its states.
-        slot_R: each row's slot.
-        fresh_R: rows that begin a sequence: their state is zeros. None: none does.
-        runs: where rows lie among the tokens; None: each token is a row.
-        keep: told the states that the layer leaves.
+      pages: States of the layer.
+      slot_R: Slot of each row.
+      fresh_R: Rows that begin a sequence, whose state is zero; None: no row does.
+      runs: Tokens of each row; None: each token is a row.
+      keep: Called with the new states.
     """
 
     def read(part_PK1H: jax.Array) -> jax.Array:
@@ -51,8 +52,14 @@ def recur_over(
 
 
 def runs_of(segment_T: jax.Array, positions_T: jax.Array, past_R: jax.Array, grain: int) -> Runs:
-    """Where a chunk's rows lie: `segment_T` is each token's row, -1 for padding; `past_R` the
-    position of each row's first token."""
+    """Returns the tokens of a chunk's rows.
+
+    Args:
+      segment_T: Row of each token; -1 for padding.
+      positions_T: Position of each token.
+      past_R: Position of each row's first token.
+      grain: Tokens of a recurrence step; rows begin at multiples of it.
+    """
     row_R = jnp.arange(past_R.shape[0], dtype=jnp.int32)
     mine_RT = segment_T[None, :] == row_R[:, None]
     index_T = positions_T - jnp.take(past_R, segment_T, mode="clip")

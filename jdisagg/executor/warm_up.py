@@ -1,9 +1,9 @@
-"""Compiles and runs every program that an instance can be asked for, so that nothing is compiled in
-steady state (rule 12).
+"""Compiles and runs every program that an instance may need, so that nothing is compiled in steady
+state (rule 12).
 
-Each program is run with arguments that change nothing: chunks of padding, slots of nobody, blocks
-of no valid token. On a GPU it is run three times, since the second run of a command buffer builds
-the graph. Runs on the dispatch thread, before there is work."""
+Each program runs with arguments that change nothing: chunks of padding, empty slots, blocks without
+a valid token. On a GPU it runs three times, because the second run of a command buffer builds the
+graph. Runs on the dispatch thread, before the first command."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +18,7 @@ GPU_RUNS = 3
 
 
 def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
-    """One callable a program (or a few that belong together), in the order in which they are best
-    run."""
+    """Returns one callable for each program (or a few related ones), in the order to run them."""
     limits, role = executor.limits, executor.role
     steps: list[Callable[[], None]] = []
     if role.prefill or limits.append_buckets:
@@ -40,7 +39,7 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             for size, variant in sizes
         ]
         steps += [executor.warm_updates]
-        # else it is the one mesh of an embedded cluster: nobody is there to send it anything
+        # Otherwise it is the only mesh of an embedded cluster and receives no blocks.
         if role.extracts or not role.prefill:
             steps += [
                 lambda band=band, tokens=tokens: executor.warm_insert(band, tokens)
@@ -77,7 +76,7 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
 
 
 def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
-    """The blocks that so many kept tokens go out and come back as; 0: none."""
+    """Returns the shapes of the blocks of `tokens` cached tokens; 0: none."""
     largest = limits.chunk_buckets[-1]
     lengths = {
         length

@@ -1,8 +1,8 @@
-"""A model's weights as programs want them: flat tuples of arrays per part, merged back into modules
-while tracing.
+"""A model's weights as arguments of programs: a flat tuple of arrays for each part, merged back
+into modules while tracing.
 
 A part is the stem or one layer. Layers of the same structure have equal `structure`, so that one
-compiled program serves every layer group of that structure. Nothing here copies a weight."""
+compiled program serves every layer group of that structure. No weight is copied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from jdisagg.ops.parameters import param_specs
 
 @dataclass(frozen=True)
 class Part:
-    """One module: its arrays in leaf order, how they are partitioned, and what is needed to rebuild
-    it around other arrays."""
+    """One module: its arrays in leaf order, their partitioning, and what rebuilds the module around
+    other arrays."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
@@ -29,18 +29,18 @@ class Part:
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """Equal for parts that one program can serve."""
+        """A key that is equal for parts that one program can serve."""
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in self.leaves)
         return (self.graphdef, self.treedef, shapes, self.specs)
 
     def merge(self, leaves: Sequence[jax.Array]) -> nnx.Module:
-        """The module around (possibly local, possibly traced) `leaves`."""
+        """Returns the module around `leaves`, which may be local or traced."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """`width` and `dtype` are those of the activations between layers."""
+    """The parts of a model, and `width` and `dtype` of the activations between layers."""
 
     stem: Part
     layers: tuple[Part, ...]
@@ -67,8 +67,8 @@ def _part(module: object, layout: Layout) -> Part:
 
 
 def mesh_shards(mesh: Mesh, layout: Layout, platform: str) -> Shards:
-    """The axis names programs on this mesh use: axes of one device are left out, so that they cost
-    no collective."""
+    """Returns the axis names that programs on this mesh use. Axes of one device are left out, so
+    that they need no collective."""
 
     def real(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if mesh.shape[axis] > 1)

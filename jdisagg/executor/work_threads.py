@@ -1,9 +1,9 @@
-"""The two threads of a mesh: one issues programs in order, one waits for what they give.
+"""The two threads of a mesh: one issues programs in order, one waits for their results.
 
-The event loop never touches JAX. `submit` puts a job on the dispatch thread, which calls `issue()`:
-it starts device work and returns what to wait for. The completion thread waits (results in order,
-transfers as they come) and resolves the caller's future on the event loop. A failed job fails its
-own future; nothing is lost when the other thread is behind."""
+The event loop never calls JAX. `submit` puts a job on the dispatch thread, which calls `issue()` to
+start device work and get an object to wait for. The completion thread waits (results in order,
+transfers as they arrive) and resolves the caller's future on the event loop. A failed job fails
+only its own future."""
 
 import asyncio
 import queue
@@ -20,15 +20,14 @@ POLL_SECONDS = 2e-4
 
 
 class Waiting(Protocol):
-    """Something under way on the device."""
+    """Work under way on the device."""
 
     in_order: bool
 
     def is_ready(self) -> bool: ...
 
     def result(self) -> StepResult:
-        """Blocks until ready. In-order results are asked for in the order in which they were
-        issued."""
+        """Blocks until ready. In-order results are read in the order of their issue."""
         ...
 
 
@@ -47,7 +46,7 @@ class WorkThreads:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._issued: queue.SimpleQueue[tuple[_Job, Waiting] | None] = queue.SimpleQueue()
         self._closed = False
-        self._asked = 0  # jobs under way that somebody waits for
+        self._asked = 0  # jobs under way, except those beside
         self._quiet_since = time.monotonic()
         self._threads = [
             threading.Thread(target=self._dispatch, name=f"{name}-dispatch", daemon=True),
@@ -59,7 +58,15 @@ class WorkThreads:
     def submit(
         self, issue: Callable[[], Waiting], *, beside: bool = False
     ) -> asyncio.Future[StepResult]:
-        """`beside`: nobody's work, which `quiet` does not count."""
+        """Queues a job.
+
+        Args:
+          issue: Starts device work on the dispatch thread.
+          beside: Whether `quiet` ignores the job.
+
+        Returns:
+          A future of the result on the running event loop.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
         if self._closed:
@@ -74,7 +81,7 @@ class WorkThreads:
         return future
 
     async def quiet(self, seconds: float) -> None:
-        """Returns when nothing has been asked for so long, and nothing that was is under way."""
+        """Returns when no job is under way and none was for `seconds`."""
         while self._asked or time.monotonic() - self._quiet_since < seconds:
             await asyncio.sleep(seconds / 4)
 
@@ -83,7 +90,7 @@ class WorkThreads:
         self._quiet_since = time.monotonic()
 
     def close(self) -> None:
-        """Lets what was issued finish, then ends the threads. Blocks until they have ended."""
+        """Finishes the issued jobs and ends the threads. Blocks until they have ended."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -101,7 +108,7 @@ class WorkThreads:
 
     def _complete(self) -> None:
         """Blocks on results while there are no transfers; with transfers under way it polls both.
-        Holds nothing of what is done: a job holds its whole executor."""
+        Keeps no reference to a finished job, which would keep its executor alive."""
         steps: list[tuple[_Job, Waiting]] = []
         transfers: list[tuple[_Job, Waiting]] = []
         open_ = True
@@ -137,7 +144,7 @@ class WorkThreads:
 
 
 def _finish_ready(transfers: list[tuple[_Job, Waiting]]) -> bool:
-    """Whether there were any."""
+    """Resolves the transfers that have ended; returns whether there were any."""
     ready = [item for item in transfers if item[1].is_ready()]
     for item in ready:
         transfers.remove(item)
@@ -170,4 +177,4 @@ def _resolve(job: _Job, outcome: StepResult | Exception) -> None:
     try:
         job.loop.call_soon_threadsafe(settle)
     except RuntimeError:
-        return  # the event loop has ended: nobody is waiting
+        return  # the event loop has ended, and with it the caller
