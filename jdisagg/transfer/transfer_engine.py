@@ -1,8 +1,8 @@
 """The backend over `jax.experimental.transfer`, used only in ways that were measured to be safe. No
 other module of jdisagg calls the engine.
 
-Failure modes of the engine, each reproduced in tests/transfer/test_engine_dangers.py, and the
-countermeasure:
+Failure modes of the engine (those whose outcome matters here are tested in test_engine_dangers.py)
+and the countermeasure:
 - One stalled puller stalls a whole server: an `EngineOutlet` (server) serves one receiver process,
   an `EngineInlet` connects to one sender process.
 - No transport addresses, or fewer than the other side: hang or abort. Both sides use `transports`

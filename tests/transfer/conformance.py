@@ -5,6 +5,7 @@ The two ends may be one object (in process) or a sender and a receiver in one pr
 a wire. The sender's meshes use devices 0-3, the receiver's 4-7. The oracle is numpy: what each
 device must hold is cut out of the whole block."""
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import transfer
 
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.axes import Layout
@@ -460,3 +462,45 @@ class ChannelConformance:
             finished(
                 ends.receiver.pull(7, PullTarget(block.zeros, 0, codec="int8"), LONG_SECONDS)
             ).arrays()
+
+    def test_a_block_whose_computation_failed_fails_its_pull_and_no_other(self, ends: Ends) -> None:
+        block = case("tp=1", "tp=1")
+        aval = jax.ShapeDtypeStruct(
+            block.block.shape, block.block.dtype, sharding=block.block.sharding
+        )
+        ends.sender.offer(7, transfer.make_error_array(aval, "prefill broke"), 0)
+        ends.sender.offer(8, block.block, 0)
+        broken, whole = ends.pull(7, block), ends.pull(8, block)
+        with pytest.raises(HandoffError, match="prefill broke"):
+            finished(broken).arrays()
+        arrives(whole, block)
+
+    def test_no_array_is_kept_of_pulls_that_have_ended(self, ends: Ends) -> None:
+        block = case("dp=2,tp=2", "tp=4")
+
+        def pulls(numbers: range) -> None:
+            for number in numbers:
+                ends.sender.offer(number, block.block + 0, 0)
+                pull = ends.pull(number, block)
+                match number % 4:
+                    case 0:
+                        finished(pull)
+                        ends.sender.release(number)
+                    case 1:
+                        pull.cancel()
+                        ends.sender.release(number)
+                    case 2:
+                        ends.sender.revoke(number, "enough")
+                        finished(pull)
+                    case _:
+                        ends.pull(number + 100, block).cancel()
+                        finished(pull)
+                        pull.cancel()
+                        ends.sender.release(number)
+
+        pulls(range(2))  # connections and programs
+        settled(lambda: gc.collect() >= 0 and ends.sender.offered() == Offered(0, 0))
+        time.sleep(0.1)
+        before = len(jax.live_arrays())
+        pulls(range(2, 10))
+        settled(lambda: gc.collect() >= 0 and len(jax.live_arrays()) <= before)

@@ -1,13 +1,15 @@
-"""Both ends of the channel between processes, in one process. (Other suites of this folder have
-`ends` of their own.)"""
+"""Both ends of the channel between processes, in one process.
+
+A module chooses the backend by a fixture `memories` of its own; without one all goes through the
+transfer engine. The in-process suite has `ends` of its own."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
-from tests.transfer.conformance import Ends, ManualClock
-from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+from jdisagg.transfer.backend_choice import Memories
+from tests.transfer.conformance import Ends
+from tests.transfer.loopback import Loopback, Pair
 
 
 @pytest.fixture
@@ -16,12 +18,17 @@ def loopback() -> Loopback:
 
 
 @pytest.fixture
-def ends(loopback: Loopback) -> Iterator[Ends]:
-    clock = ManualClock()
-    for end in (SENDER, RECEIVER):
-        loopback.channels[end] = NegotiatedChannel(clock, end, loopback.of(end), transports=2)
-    sender, receiver = loopback.channels[SENDER], loopback.channels[RECEIVER]
-    receiver.connect("", card(SENDER))
-    yield Ends(sender, receiver, clock)
-    receiver.close()
-    sender.close()
+def memories() -> tuple[Memories, Memories]:
+    return Memories(), Memories()
+
+
+@pytest.fixture
+def pair(loopback: Loopback, memories: tuple[Memories, Memories]) -> Iterator[Pair]:
+    pair = Pair.of(loopback, *memories)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def ends(pair: Pair) -> Ends:
+    return pair.ends

@@ -1,10 +1,8 @@
-"""KV from device to device between processes of one host: the channel's rules hold, over a stand-in
-of the CUDA driver that reads the other process's very arrays; nothing passes through the transfer
-engine, and nothing is kept or open once it is not needed."""
+"""KV from device to device between processes of one host: the suite of backends, over a stand-in of
+the CUDA driver that reads the other process's arrays, and that nothing stays open or kept."""
 
 import dataclasses
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import jax
@@ -13,14 +11,11 @@ import numpy as np
 import pytest
 
 from jdisagg.errors import ConfigError, HandoffError
-from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import (
     KvBackend,
     KvMessage,
-    Leave,
     LentAllocation,
     OnDevice,
-    Opened,
     Posted,
     Pulled,
     PullRequest,
@@ -29,129 +24,85 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer import device_memory
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import PullTarget
-from jdisagg.transfer.channel_thread import ComputeWait
 from jdisagg.transfer.cuda_driver import HANDLE_BYTES, Allocation, CudaDriver
 from jdisagg.transfer.device_memory import DeviceInlet, DeviceOutlet, LentMemory, this_host
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.pieces import _blank, leaf_zeros, warm_blanks
 from jdisagg.transfer.shared_memory import SharedMemory
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    ChannelConformance,
-    Ends,
-    ManualClock,
     answer,
     arrives,
-    behind_work,
     case,
     finished,
     one_piece,
     settled,
 )
 from tests.transfer.cuda_stand_in import StandIn
-from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+from tests.transfer.loopback import SENDER, Loopback, Pair
+from tests.transfer.process_conformance import MemoryConformance, fails_and_the_next_arrives
 
 NOTHING = (0, 0, 0)  # of `LentMemory.kept`
 
 
+@pytest.fixture
+def memories() -> Iterator[tuple[Memories, Memories]]:
+    """Both have shared memory, too, which must then not be used."""
+    drivers = StandIn(), StandIn()
+    memories = tuple(Memories(SharedMemory(), None, LentMemory(driver)) for driver in drivers)
+    yield memories  # type: ignore[misc]
+    for memory, driver in zip(memories, drivers, strict=True):
+        assert memory.device is not None
+        memory.device.close()
+        assert memory.device.kept() == NOTHING
+        assert not driver.opened
+
+
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One end of the channel, and what it is made of."""
-
-    channel: NegotiatedChannel
-    memories: Memories
+    memory: LentMemory
     driver: StandIn
-    end: KvEnd
-
-    @property
-    def memory(self) -> LentMemory:
-        assert self.memories.device is not None
-        return self.memories.device
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    sender: Side
-    receiver: Side
-    clock: ManualClock
-    messages: list[KvMessage]
-
-    @property
-    def ends(self) -> Ends:
-        return Ends(self.sender.channel, self.receiver.channel, self.clock)
-
-    def of(self, kind: type[KvMessage]) -> list[KvMessage]:
-        return [message for message in self.messages if isinstance(message, kind)]
+def sides(pair: Pair) -> tuple[Side, Side]:
+    """The sender's memory and driver, and the receiver's."""
+    lent = [memories.device for memories in pair.memories]
+    return tuple(Side(one, one.driver) for one in lent)  # type: ignore[return-value,union-attr,arg-type]
 
 
-def side(
-    clock: ManualClock, loopback: Loopback, end: KvEnd, memories: Memories
-) -> NegotiatedChannel:
-    channel = NegotiatedChannel(clock, end, loopback.of(end), transports=2, memories=memories)
-    loopback.channels[end] = channel
-    return channel
+class TestDeviceMemoryChannel(MemoryConformance):
+    title, memory, early = "CUDA memory", OnDevice, False
 
-
-@pytest.fixture
-def pair(loopback: Loopback) -> Iterator[Pair]:
-    """Both have shared memory, too, which must then not be used."""
-    clock, sides, messages = ManualClock(), [], loopback.heard()
-    for each in (SENDER, RECEIVER):
-        driver = StandIn()
-        memories = Memories(SharedMemory(), None, LentMemory(driver))
-        end = memories.end(each.control, each.boot_id)
-        sides.append(Side(side(clock, loopback, end, memories), memories, driver, end))
-    sender, receiver = sides
-    receiver.channel.connect("", card(sender.end))
-    yield Pair(sender, receiver, clock, messages)
-    for one in (receiver, sender):
-        one.channel.close()
-    for one in sides:
-        assert one.memory.kept() == NOTHING
-        assert not one.driver.opened
-
-
-@pytest.fixture
-def ends(pair: Pair) -> Ends:
-    return pair.ends
-
-
-class TestDeviceMemoryChannel(ChannelConformance):
-    pass
+    def check_nothing_is_kept(self, pair: Pair) -> None:
+        sender, receiver = sides(pair)
+        settled(lambda: sender.memory.kept() == NOTHING and receiver.memory.kept()[2] == 0)
 
 
 def test_every_byte_is_copied_once_from_device_to_device_and_by_nothing_else(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = case("tp=2", "tp=4")
-    for name in ("transfer_engine.EngineOptions.start_server", "pieces.RequestedPieces.in_host"):
-        monkeypatch.setattr(f"jdisagg.transfer.{name}", None)
-    pair.sender.channel.offer(7, block.block, 0)
+    block, (sender, receiver) = case("tp=2", "tp=4"), sides(pair)
+    monkeypatch.setattr("jdisagg.transfer.pieces.RequestedPieces.in_host", None)
+    pair.sender.offer(7, block.block, 0)
     arrives(pair.ends.pull(7, block), block)
-    assert pair.receiver.driver.copied_bytes == block.values.nbytes
-    assert pair.sender.driver.copied_bytes == 0
-    assert pair.receiver.channel.channels() == (f"{SENDER.control} CUDA memory",)
-    answers = pair.of(Posted)
-    assert answers
-    assert all(isinstance(answer.memory, OnDevice) for answer in answers)  # type: ignore[union-attr]
-    assert not pair.of(Opened)
+    assert receiver.driver.copied_bytes == block.values.nbytes
+    assert sender.driver.copied_bytes == 0
 
 
 def test_an_allocation_is_exported_once_and_opened_once_for_each_device(pair: Pair) -> None:
     block = case("tp=2", "tp=4")
     for number in range(5):
-        pair.sender.channel.offer(number, block.block, 0)
+        pair.sender.offer(number, block.block, 0)
         arrives(pair.ends.pull(number, block), block)
     allocations = {
         allocation
-        for answer in pair.of(Posted)
+        for answer in pair.heard(Posted)
         for allocation in answer.memory.allocations  # type: ignore[union-attr]
     }
-    assert pair.sender.driver.exports <= 2 * len(allocations)  # by two devices
-    assert pair.receiver.driver.openings <= 4 * len(allocations)
-    assert len(pair.receiver.driver.opened) == pair.receiver.memory.kept()[1] > 0
-    pair.receiver.channel.disconnect("")
-    settled(lambda: not pair.receiver.driver.opened)
+    assert sides(pair)[0].driver.exports <= 2 * len(allocations)  # by two devices
+    assert sides(pair)[1].driver.openings <= 4 * len(allocations)
+    assert len(sides(pair)[1].driver.opened) == sides(pair)[1].memory.kept()[1] > 0
+    pair.receiver.disconnect("")
+    settled(lambda: not sides(pair)[1].driver.opened)
 
 
 def test_after_warm_up_a_pull_makes_room_by_programs_that_are_there(pair: Pair) -> None:
@@ -161,46 +112,46 @@ def test_after_warm_up_a_pull_makes_room_by_programs_that_are_there(pair: Pair) 
         target = PullTarget(block.zeros, 1, codec=codec_name, leaves=leaves)
         warm_blanks(target.resident)
         made = _blank.cache_info()
-        pair.sender.channel.offer(number, block.block, 0)
-        finished(pair.receiver.channel.pull(number, target, LONG_SECONDS)).arrays()
+        pair.sender.offer(number, block.block, 0)
+        finished(pair.receiver.pull(number, target, LONG_SECONDS)).arrays()
         assert _blank.cache_info().hits > made.hits
         assert _blank.cache_info().misses == made.misses
 
 
 def test_the_sender_keeps_what_it_offered_until_its_receiver_has_copied_it(pair: Pair) -> None:
     block = case("tp=1", "tp=1")
-    pair.receiver.driver.gate.clear()
-    pair.sender.channel.offer(1, block.block, 0)
+    sides(pair)[1].driver.gate.clear()
+    pair.sender.offer(1, block.block, 0)
     pull = pair.ends.pull(1, block)
-    settled(lambda: pair.receiver.memory.kept()[2] == 1)
+    settled(lambda: sides(pair)[1].memory.kept()[2] == 1)
     assert not pull.is_ready()
-    pair.sender.channel.release(1)
-    assert pair.sender.channel.postings() == 1
-    pair.receiver.driver.gate.set()
+    pair.sender.release(1)
+    assert pair.sender.postings() == 1
+    sides(pair)[1].driver.gate.set()
     arrives(pull, block)
-    settled(lambda: pair.sender.channel.postings() == 0 and bool(pair.of(Pulled)))
+    settled(lambda: pair.sender.postings() == 0 and bool(pair.heard(Pulled)))
 
 
 def test_what_is_revoked_while_it_is_copied_stays_as_it_is_until_its_receiver_is_done(
     pair: Pair,
 ) -> None:
     block = case("tp=1", "tp=1")
-    pair.receiver.driver.gate.clear()
-    pair.sender.channel.offer(1, block.block, 0)
+    sides(pair)[1].driver.gate.clear()
+    pair.sender.offer(1, block.block, 0)
     pull = pair.ends.pull(1, block)
-    settled(lambda: pair.receiver.memory.kept()[2] == 1 and pair.sender.channel.postings() == 1)
+    settled(lambda: sides(pair)[1].memory.kept()[2] == 1 and pair.sender.postings() == 1)
     pair.messages.clear()
-    pair.sender.memory.forget = (forgotten := []).append  # type: ignore[method-assign]
-    pair.sender.channel.revoke(1, "the client went away")
-    settled(lambda: pair.sender.memory.kept()[0] == 1)
+    sides(pair)[0].memory.forget = (forgotten := []).append  # type: ignore[method-assign]
+    pair.sender.revoke(1, "the client went away")
+    settled(lambda: sides(pair)[0].memory.kept()[0] == 1)
     with pytest.raises(HandoffError, match="the client went away"):
         finished(pull).arrays()
     settled(lambda: bool(forgotten))  # it was told that nobody wants it
-    del pair.sender.memory.forget
-    pair.sender.memory.forget(forgotten[0])
-    assert pair.sender.memory.kept() == NOTHING
-    pair.receiver.driver.gate.set()
-    settled(lambda: pair.receiver.memory.kept()[2] == 0)
+    del sides(pair)[0].memory.forget
+    sides(pair)[0].memory.forget(forgotten[0])
+    assert sides(pair)[0].memory.kept() == NOTHING
+    sides(pair)[1].driver.gate.set()
+    settled(lambda: sides(pair)[1].memory.kept()[2] == 0)
 
 
 def test_what_nobody_fetches_is_kept_until_the_pulls_deadline_and_no_longer() -> None:
@@ -242,77 +193,6 @@ def test_what_comes_after_the_deadline_counts_for_nothing(late: str) -> None:
     assert memory.kept() == NOTHING
 
 
-def test_a_block_that_is_still_computed_is_told_when_it_is_there_and_keeps_no_other_waiting(
-    pair: Pair,
-) -> None:
-    block, there = case("tp=2", "tp=2"), case("tp=1", "tp=2")
-    pair.sender.channel.offer(1, behind_work(block.block), 0)
-    slow = pair.ends.pull(1, block)
-    pair.sender.channel.offer(2, jax.block_until_ready(there.block), 0)
-    arrives(pair.ends.pull(2, there), there)
-    arrives(slow, block)
-
-
-def test_nothing_is_said_of_a_block_before_it_is_computed(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The computation is held in this test's hand."""
-    computed: list[Callable[[], object]] = []
-    monkeypatch.setattr("jdisagg.transfer.kv_sender.is_ready", lambda array: False)
-    monkeypatch.setattr(ComputeWait, "then", lambda self, number, arrays, job: computed.append(job))
-    block = case("tp=2", "tp=2")
-    pair.sender.channel.offer(1, block.block, 0)
-    pull = pair.ends.pull(1, block)
-    settled(lambda: bool(computed))
-    assert not pair.of(Posted)
-    for job in computed:
-        job()
-    arrives(pull, block)
-
-
-def test_a_lost_answer_is_given_again(pair: Pair, loopback: Loopback) -> None:
-    lost: list[KvMessage] = []
-
-    def lose(message: KvMessage) -> list[KvMessage]:
-        if isinstance(message, Posted) and not lost:
-            lost.append(message)
-            return []
-        return [message]
-
-    loopback.tamper = lose
-    block = case("tp=2", "tp=2")
-    pair.sender.channel.offer(1, block.block, 0)
-    pull = pair.ends.pull(1, block)
-    settled(lambda: bool(lost))
-    pair.clock.seconds += 10.0  # then it is asked again
-    arrives(pull, block)
-
-
-def test_a_storm_of_pulls_cancelled_and_revoked_leaves_nothing(pair: Pair) -> None:
-    block = case("tp=2", "tp=4")
-    for number in range(30):
-        pair.receiver.driver.gate.clear()
-        pair.sender.channel.offer(number, block.block, 0)
-        pull = pair.ends.pull(number, block)
-        if number % 3 == 0:
-            pull.cancel()
-        pair.receiver.driver.gate.set()
-        if number % 3:
-            finished(pull)
-        if number % 5 == 0:
-            pair.sender.channel.revoke(number, "enough")
-        else:
-            pair.sender.channel.release(number)
-    del pull
-    for one in (pair.receiver, pair.sender):
-        settled(lambda one=one: one.channel.under_way() == one.channel.postings() == 0)
-    settled(lambda: pair.sender.memory.kept() == NOTHING)
-    settled(lambda: pair.receiver.memory.kept()[2] == 0)
-    for one in (pair.receiver, pair.sender):
-        one.channel.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
-
-
 def spoilt(lies: OnDevice, **changes: object) -> OnDevice:
     return msgspec.structs.replace(lies, **changes)
 
@@ -341,27 +221,10 @@ def with_handle(lies: OnDevice, handle: bytes) -> OnDevice:
     ],
 )
 def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_another_way(
-    pair: Pair, loopback: Loopback, spoil: Callable[[OnDevice], OnDevice]
+    pair: Pair, spoil: Callable[[OnDevice], OnDevice]
 ) -> None:
-    block, spoiled, left = case("tp=2", "tp=2"), [], []
-
-    def tamper(message: KvMessage) -> list[KvMessage]:
-        if isinstance(message, Posted) and isinstance(message.memory, OnDevice) and not spoiled:
-            spoiled.append(message)
-            return [msgspec.structs.replace(message, memory=spoil(message.memory))]
-        if isinstance(message, Leave):
-            left.append(pair.receiver.channel.under_way())
-        return [message]
-
-    loopback.tamper = tamper
-    pair.sender.channel.offer(1, block.block, 0)
-    with pytest.raises(HandoffError):
-        finished(pair.ends.pull(1, block)).arrays()
-    assert spoiled
-    settled(lambda: pair.receiver.channel.under_way() == 0)
-    assert left == [1], "a pull is under way until its connection is dropped"
-    arrives(pair.ends.pull(1, block), block)
-    (said,) = pair.receiver.channel.channels()
+    fails_and_the_next_arrives(pair, spoil)
+    (said,) = pair.receiver.channels()
     assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
 
 
@@ -380,17 +243,17 @@ def test_an_answer_that_comes_after_its_connection_was_dropped_fails_the_pull_an
         return [msgspec.structs.replace(message, memory=with_handle(message.memory, b""))]
 
     loopback.tamper = tamper
-    pair.sender.channel.offer(1, block.block, 0)
+    pair.sender.offer(1, block.block, 0)
     waiting = pair.ends.pull(1, block)
     settled(lambda: bool(held))
     with pytest.raises(HandoffError, match="no handle"):
         finished(pair.ends.pull(1, block)).arrays()
     assert len(spoiled) == 1
-    settled(lambda: not pair.receiver.channel.channels())  # it is dropped
-    pair.receiver.channel.handle(pair.sender.end, held[0])
+    settled(lambda: not pair.receiver.channels())  # it is dropped
+    pair.receiver.handle(pair.sender_end, held[0])
     with pytest.raises(HandoffError, match="was dropped before the pieces came; pull again"):
         finished(waiting).arrays()
-    assert not pair.receiver.driver.openings
+    assert not sides(pair)[1].driver.openings
     arrives(pair.ends.pull(1, block), block)
 
 
@@ -405,7 +268,7 @@ def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: L
 
     loopback.tamper = tamper
     block = case("tp=2", "tp=2")
-    pair.sender.channel.offer(1, block.block, 0)
+    pair.sender.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match="memory that was not asked for"):
         finished(pair.ends.pull(1, block)).arrays()
     assert asked
@@ -416,41 +279,41 @@ def test_where_the_driver_refuses_to_read_the_next_pull_comes_another_way_and_it
     pair: Pair, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As between devices that do not reach each other."""
-    pair.receiver.driver.refuses.add(call)
+    sides(pair)[1].driver.refuses.add(call)
     block = case("tp=2", "tp=2")
-    pair.sender.channel.offer(1, block.block, 0)
+    pair.sender.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match=f"{call} says: refused"):
         finished(pair.ends.pull(1, block)).arrays()
-    settled(lambda: pair.receiver.channel.under_way() == 0)
+    settled(lambda: pair.receiver.under_way() == 0)
     arrives(pair.ends.pull(1, block), block)
-    (said,) = pair.receiver.channel.channels()
+    (said,) = pair.receiver.channels()
     assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
     assert f"{call} says: refused" in said
     assert "cannot be read by CUDA memory" in caplog.text
-    settled(lambda: not pair.receiver.driver.opened)
+    settled(lambda: not sides(pair)[1].driver.opened)
 
 
 def test_a_copy_that_fails_later_is_tried_again_the_same_way(pair: Pair) -> None:
     block = case("tp=2", "tp=2")
-    pair.sender.channel.offer(1, block.block, 0)
+    pair.sender.offer(1, block.block, 0)
     arrives(pair.ends.pull(1, block), block)
-    settled(lambda: pair.receiver.channel.under_way() == 0)
-    pair.receiver.driver.refuses.add("read")
+    settled(lambda: pair.receiver.under_way() == 0)
+    sides(pair)[1].driver.refuses.add("read")
     with pytest.raises(HandoffError, match="read says: refused"):
         finished(pair.ends.pull(1, block)).arrays()
-    pair.receiver.driver.refuses.clear()
-    settled(lambda: pair.receiver.channel.under_way() == 0)
+    sides(pair)[1].driver.refuses.clear()
+    settled(lambda: pair.receiver.under_way() == 0)
     arrives(pair.ends.pull(1, block), block)
-    assert pair.receiver.channel.channels() == (f"{SENDER.control} CUDA memory",)
+    assert pair.receiver.channels() == (f"{SENDER.control} CUDA memory",)
 
 
 def test_a_sender_that_can_lend_no_more_refuses_the_pull(pair: Pair) -> None:
-    pair.sender.driver.refuses.add("allocation")
+    sides(pair)[0].driver.refuses.add("allocation")
     block = case("tp=2", "tp=2")
-    pair.sender.channel.offer(1, block.block, 0)
+    pair.sender.offer(1, block.block, 0)
     with pytest.raises(HandoffError, match="allocation says: refused"):
         finished(pair.ends.pull(1, block)).arrays()
-    assert pair.sender.channel.postings() == 0
+    assert pair.sender.postings() == 0
 
 
 @pytest.mark.parametrize(
@@ -466,21 +329,17 @@ def test_a_sender_that_can_lend_no_more_refuses_the_pull(pair: Pair) -> None:
 def test_it_is_chosen_where_both_lend_on_one_host_and_else_it_is_said_why_not(
     loopback: Loopback, sender: str, receiver: str, way: str
 ) -> None:
-    clock, channels, block = ManualClock(), [], case("tp=2", "tp=2")
-    for each, has in ((SENDER, sender), (RECEIVER, receiver)):
+    block, sides = case("tp=2", "tp=2"), []
+    for has in (sender, receiver):
         host = "another" if has == "another host" else None
         device = LentMemory(StandIn(), host) if has in ("lends", "another host") else None
         why = "legacy IPC is refused" if has == "refused" else ""
-        memories = Memories(SharedMemory(), None, device, why)
-        end = memories.end(each.control, each.boot_id)
-        channels.append((side(clock, loopback, end, memories), end))
-    (sending, end), (receiving, _) = channels
-    receiving.connect("", card(end))
-    sending.offer(7, block.block, 0)
-    arrives(receiving.pull(7, block.target(0), LONG_SECONDS), block)
-    assert receiving.channels() == (f"{SENDER.control} {way}",)
-    for channel, _ in channels:
-        channel.close()
+        sides.append(Memories(SharedMemory(), None, device, why))
+    pair = Pair.of(loopback, *sides)
+    pair.sender.offer(7, block.block, 0)
+    arrives(pair.ends.pull(7, block), block)
+    assert pair.receiver.channels() == (f"{SENDER.control} {way}",)
+    pair.close()
 
 
 def test_another_process_of_the_same_host_has_the_same_name_for_it() -> None:
@@ -536,15 +395,15 @@ def test_without_a_cuda_driver_a_gpu_worker_says_why_and_uses_another_way(
 
 def test_a_withdrawn_pull_is_told_to_the_sender(pair: Pair) -> None:
     block = case("tp=1", "tp=1")
-    pair.receiver.driver.gate.clear()
-    pair.sender.channel.offer(1, block.block, 0)
+    sides(pair)[1].driver.gate.clear()
+    pair.sender.offer(1, block.block, 0)
     pull = pair.ends.pull(1, block)
-    settled(lambda: pair.receiver.memory.kept()[2] == 1)
+    settled(lambda: sides(pair)[1].memory.kept()[2] == 1)
     pull.cancel()
-    settled(lambda: bool(pair.of(Withdraw)) and pair.sender.channel.postings() == 0)
-    assert pair.sender.memory.kept() == NOTHING
-    pair.receiver.driver.gate.set()
-    settled(lambda: pair.receiver.memory.kept()[2] == 0)
+    settled(lambda: bool(pair.heard(Withdraw)) and pair.sender.postings() == 0)
+    assert sides(pair)[0].memory.kept() == NOTHING
+    sides(pair)[1].driver.gate.set()
+    settled(lambda: sides(pair)[1].memory.kept()[2] == 0)
 
 
 def test_an_allocation_that_two_connections_use_is_closed_with_the_last() -> None:

@@ -1,14 +1,10 @@
 """The channel between processes, over the real transfer engine: both ends in this process."""
 
 import dataclasses
-import gc
 import os
-import threading
 
-import jax
 import msgspec
 import pytest
-from jax.experimental import transfer
 
 from jdisagg.errors import ConfigError, HandoffError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd
@@ -22,54 +18,13 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions, EngineOutlet
-from tests.transfer.conformance import (
-    LONG_SECONDS,
-    ChannelConformance,
-    Ends,
-    arrives,
-    behind_work,
-    case,
-    finished,
-    settled,
-)
+from tests.transfer.conformance import LONG_SECONDS, Ends, arrives, case, finished, settled
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+from tests.transfer.process_conformance import ProcessConformance
 
 
-class TestNegotiatedChannel(ChannelConformance):
+class TestEngineChannel(ProcessConformance):
     pass
-
-
-def test_nothing_is_kept_of_pulls_that_are_over(ends: Ends, loopback: Loopback) -> None:
-    block = case("tp=2", "tp=4")
-    sender, receiver = loopback.channels[SENDER], loopback.channels[RECEIVER]
-    for number in range(2):  # connections and programs
-        ends.sender.offer(number, block.block + 0, 0)
-        arrives(ends.pull(number, block), block)
-        ends.sender.release(number)
-    settled(lambda: sender.postings() == 0 and receiver.under_way() == 0)
-    gc.collect()
-    before = len(jax.live_arrays())
-    for number in range(2, 10):
-        ends.sender.offer(number, block.block + 0, 0)
-        pull = ends.receiver.pull(number, block.target(0), LONG_SECONDS)
-        match number % 4:
-            case 0:
-                finished(pull)
-                ends.sender.release(number)
-            case 1:
-                pull.cancel()
-                ends.sender.release(number)
-            case 2:
-                ends.sender.revoke(number, "enough")
-                finished(pull)
-            case _:
-                ends.receiver.pull(number + 100, block.target(0), LONG_SECONDS).cancel()
-                finished(pull)
-                pull.cancel()
-                ends.sender.release(number)
-    del pull
-    settled(lambda: sender.postings() == 0 and receiver.under_way() == 0)
-    settled(lambda: gc.collect() >= 0 and len(jax.live_arrays()) <= before)
 
 
 def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(
@@ -87,34 +42,6 @@ def test_a_doubled_request_is_posted_once_and_a_doubled_answer_pulled_once(
     for _ in range(5):
         arrives(ends.pull(7, block), block)
     assert {type(message) for message in doubled} >= {PullRequest, Posted}
-    settled(lambda: loopback.channels[SENDER].postings() == 0)
-
-
-@pytest.mark.parametrize("lost", [PullRequest, Posted, Refused])
-def test_what_is_lost_is_asked_for_again(
-    ends: Ends, loopback: Loopback, lost: type[KvMessage]
-) -> None:
-    block, dropped = case("tp=2", "tp=2"), []
-
-    def lose_first(message: KvMessage) -> list[KvMessage]:
-        if isinstance(message, lost) and not dropped:
-            dropped.append(message)
-            return []
-        return [message]
-
-    loopback.tamper = lose_first
-    ends.sender.offer(7, block.block, 0)
-    if lost is Refused:
-        ends.sender.release(7)
-    pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
-    settled(lambda: len(dropped) == 1)
-    assert not pull.is_ready()
-    ends.clock.seconds = 1.0
-    if lost is Refused:
-        with pytest.raises(HandoffError, match="released"):
-            finished(pull).arrays()
-    else:
-        arrives(pull, block)
     settled(lambda: loopback.channels[SENDER].postings() == 0)
 
 
@@ -249,35 +176,6 @@ def test_connections_that_are_made_anew_leave_no_threads_behind(
     settled(lambda: len(os.listdir("/proc/self/task")) <= before)
 
 
-def test_a_revocation_ends_pulls_that_wait_in_the_engine(ends: Ends, loopback: Loopback) -> None:
-    block = case("tp=2", "tp=2")
-    computing = behind_work(block.block)
-    ends.sender.offer(7, computing, 0)
-    pull = ends.receiver.pull(7, block.target(0), LONG_SECONDS)
-    settled(lambda: loopback.channels[SENDER].postings() == 1)
-    ends.sender.revoke(7, "prefill was aborted")
-    with pytest.raises(HandoffError, match="prefill was aborted"):
-        finished(pull).arrays()
-    jax.block_until_ready(computing)
-    settled(
-        lambda: (
-            loopback.channels[SENDER].postings() == 0
-            and loopback.channels[RECEIVER].under_way() == 0
-        )
-    )
-
-
-def test_a_block_whose_computation_failed_fails_its_pull_and_no_other(ends: Ends) -> None:
-    block = case("tp=1", "tp=1")
-    aval = jax.ShapeDtypeStruct(block.block.shape, block.block.dtype, sharding=block.block.sharding)
-    ends.sender.offer(7, transfer.make_error_array(aval, "prefill broke"), 0)
-    ends.sender.offer(8, block.block, 0)
-    broken, whole = (ends.receiver.pull(number, block.target(0), LONG_SECONDS) for number in (7, 8))
-    with pytest.raises(HandoffError, match="prefill broke"):
-        finished(broken).arrays()
-    finished(whole).arrays()
-
-
 def test_a_deleted_block_fails_its_pull_and_the_process_lives(ends: Ends) -> None:
     block = case("tp=2", "tp=2")
     copy = block.block + 0
@@ -353,18 +251,6 @@ def test_pulls_of_a_peer_that_is_disconnected_fail_and_the_other_peers_go_on(end
         ).arrays()
     ends.sender.offer(7, block.block, 0)
     finished(waiting).arrays()
-
-
-def test_a_closed_channel_ends_its_pulls_and_its_threads(ends: Ends, loopback: Loopback) -> None:
-    block = case("tp=2", "tp=2")
-    ends.sender.offer(7, block.block, 0)
-    arrives(ends.pull(7, block), block)
-    pull = ends.receiver.pull(8, block.target(0), LONG_SECONDS)
-    loopback.channels[RECEIVER].close()
-    with pytest.raises(HandoffError, match="closed"):
-        finished(pull).arrays()
-    loopback.channels[SENDER].close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
 def test_the_kv_plane_never_listens_on_every_interface() -> None:

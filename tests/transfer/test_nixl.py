@@ -1,7 +1,7 @@
-"""KV over NIXL: the channel's rules hold, nothing passes through the transfer engine, whoever dies
-or lies harms nobody else, and no memory is used twice at once.
+"""KV over NIXL: the suite of backends, deaths and invalid answers, and that no memory is used twice
+at once.
 
-UCX goes over TCP on loopback here, as it does between hosts without RDMA."""
+UCX uses TCP on loopback here, as it does between hosts without RDMA."""
 
 import dataclasses
 import gc
@@ -18,19 +18,16 @@ import pytest
 
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import InRegistered, KvMessage, Opened, Posted
+from jdisagg.messages.kv_plane import InRegistered, KvMessage, Posted
 from jdisagg.transfer import nixl_agent
 from jdisagg.transfer import nixl_memory as nixl_memory_module
 from jdisagg.transfer.backend_choice import Memories
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
 from jdisagg.transfer.nixl_memory import NixlInlet, NixlMemory, NixlOutlet, nixl_memory
 from tests import time_scale
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    ChannelConformance,
     Ends,
-    ManualClock,
     answer,
     arrives,
     case,
@@ -39,7 +36,8 @@ from tests.transfer.conformance import (
     settled,
 )
 from tests.transfer.kv_processes import Block, Introduce, MakePull, Process
-from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+from tests.transfer.loopback import SENDER, Loopback, Pair
+from tests.transfer.process_conformance import MemoryConformance, fails_and_the_next_arrives
 from tests.transfer.world import PATIENCE_SECONDS, World
 from tests.transfer.world import card as process_card
 
@@ -61,73 +59,33 @@ def _as_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def memories() -> Iterator[tuple[NixlMemory, NixlMemory]]:
-    sender, receiver = (NixlMemory(NixlAgent("127.0.0.1")) for _ in range(2))
-    yield sender, receiver
-    sender.close()
-    receiver.close()
+def regions() -> tuple[NixlMemory, NixlMemory]:
+    return NixlMemory(NixlAgent("127.0.0.1")), NixlMemory(NixlAgent("127.0.0.1"))
 
 
 @pytest.fixture
-def ends(loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]) -> Iterator[Ends]:
-    clock = ManualClock()
-    channels: list[NegotiatedChannel] = []
-    for end, memory in zip((SENDER, RECEIVER), memories, strict=True):
-        end = dataclasses.replace(end, nixl=True)
-        channel = NegotiatedChannel(
-            clock, end, loopback.of(end), transports=2, memories=Memories(nixl=memory)
-        )
-        loopback.channels[end] = channel
-        channels.append(channel)
-    sender, receiver = channels
-    receiver.connect("", card(next(iter(loopback.channels))))
-    yield Ends(sender, receiver, clock)
-    for channel in channels:
-        channel.close()
+def memories(regions: tuple[NixlMemory, NixlMemory]) -> tuple[Memories, ...]:
+    return tuple(Memories(nixl=memory) for memory in regions)
 
 
 @needs_nixl
-class TestNixlChannel(ChannelConformance):
-    pass
+class TestNixlChannel(MemoryConformance):
+    title, memory, early = "NIXL", InRegistered, False
 
-
-OVER_NIXL = dataclasses.replace(RECEIVER, nixl=True)
-
-
-@needs_nixl
-def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
-    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    messages, block = loopback.heard(), case("tp=2", "tp=4")
-    monkeypatch.setattr("jdisagg.transfer.transfer_engine.EngineOptions.start_server", None)
-    ends.sender.offer(7, block.block, 0)
-    arrives(ends.pull(7, block), block)
-    assert loopback.channels[OVER_NIXL].channels() == (f"{SENDER.control} NIXL",)
-    answers = [message for message in messages if isinstance(message, Posted)]
-    assert answers
-    assert all(isinstance(answer.memory, InRegistered) for answer in answers)
-    assert not any(isinstance(message, Opened) for message in messages)
+    def check_nothing_is_kept(self, pair: Pair) -> None:
+        for memories in pair.memories:
+            assert memories.nixl is not None
+            settled(lambda nixl=memories.nixl: gc.collect() >= 0 and nixl.regions()[1] == 0)
 
 
 @needs_nixl
-def test_who_has_no_nixl_is_served_through_the_engine(
-    loopback: Loopback, memories: tuple[NixlMemory, NixlMemory]
-) -> None:
-    clock, messages = ManualClock(), loopback.heard()
-    has = dataclasses.replace(SENDER, nixl=True)
-    sender = NegotiatedChannel(
-        clock, has, loopback.of(has), transports=2, memories=Memories(nixl=memories[0])
-    )
-    receiver = NegotiatedChannel(clock, RECEIVER, loopback.of(RECEIVER), transports=2)
-    loopback.channels |= {has: sender, RECEIVER: receiver}
-    receiver.connect("", card(has))
+def test_who_has_no_nixl_is_served_through_the_engine(loopback: Loopback) -> None:
+    pair = Pair.of(loopback, Memories(nixl=NixlMemory(NixlAgent("127.0.0.1"))), Memories())
     block = case("tp=2", "tp=2")
-    sender.offer(7, block.block, 0)
-    arrives(Ends(sender, receiver, clock).pull(7, block), block)
-    assert all(each.memory is None for each in messages if isinstance(each, Posted))
-    assert receiver.channels() == (f"{SENDER.control} transfer engine",)
-    receiver.close()
-    sender.close()
+    pair.sender.offer(7, block.block, 0)
+    arrives(pair.ends.pull(7, block), block)
+    assert pair.receiver.channels() == (f"{SENDER.control} transfer engine",)
+    pair.close()
 
 
 @needs_nixl
@@ -145,30 +103,15 @@ def test_who_has_no_nixl_is_served_through_the_engine(
     ],
 )
 def test_an_answer_that_cannot_be_read_fails_its_pull_and_the_next_one_comes_through_the_engine(
-    ends: Ends, loopback: Loopback, spoil: Callable[[InRegistered], InRegistered]
+    pair: Pair, spoil: Callable[[InRegistered], InRegistered]
 ) -> None:
-    block, seen = case("tp=1", "tp=1"), loopback.heard()
-
-    def tamper(message: KvMessage) -> list[KvMessage]:
-        seen.append(message)
-        if isinstance(message, Posted) and isinstance(message.memory, InRegistered):
-            return [msgspec.structs.replace(message, memory=spoil(message.memory))]
-        return [message]
-
-    loopback.tamper = tamper
-    ends.sender.offer(1, block.block, 0)
-    with pytest.raises(HandoffError):
-        arrives(ends.pull(1, block), block)
-    settled(lambda: loopback.channels[OVER_NIXL].under_way() == 0)
-    arrives(ends.pull(1, block), block)
-    answers = [message for message in seen if isinstance(message, Posted)]
-    assert isinstance(answers[0].memory, InRegistered)
-    assert answers[-1].memory is None
+    fails_and_the_next_arrives(pair, spoil)
+    assert pair.heard(Posted)[-1].memory is None  # type: ignore[union-attr]
 
 
 @needs_nixl
 def test_regions_are_used_again_once_nobody_needs_them_and_not_before(
-    ends: Ends, memories: tuple[NixlMemory, NixlMemory]
+    ends: Ends, regions: tuple[NixlMemory, NixlMemory]
 ) -> None:
     block = case("tp=1", "tp=1")
     other = dataclasses.replace(block, block=block.block + 1, values=block.values + 1)
@@ -179,17 +122,17 @@ def test_regions_are_used_again_once_nobody_needs_them_and_not_before(
         arrives(ends.pull(2, other), other)
     arrives(kept, block)
     del kept
-    for memory in memories:
+    for memory in regions:
         settled(lambda memory=memory: gc.collect() >= 0 and memory.regions()[1] == 0)
         assert memory.regions()[0] <= 6
 
 
 @needs_nixl
 def test_a_posting_past_its_deadline_keeps_its_region_from_others_until_then(
-    memories: tuple[NixlMemory, NixlMemory],
+    regions: tuple[NixlMemory, NixlMemory],
 ) -> None:
     """The receiver may be reading it; what was read or given up is free at once."""
-    memory, _ = memories
+    memory, _ = regions
     outlet = NixlOutlet(memory)
     for pull_id, seconds in ((1, 1000.0), (2, 0.0), (3, 1000.0)):
         outlet.reserve(pull_id, one_piece(np.ones((1, 1, 1, 4, 4), np.float32)), seconds)
@@ -203,10 +146,10 @@ def test_a_posting_past_its_deadline_keeps_its_region_from_others_until_then(
 
 @needs_nixl
 def test_what_is_read_after_the_deadline_counts_for_nothing(
-    memories: tuple[NixlMemory, NixlMemory],
+    regions: tuple[NixlMemory, NixlMemory],
 ) -> None:
     """By then the sender may have written something else there."""
-    outlet, sender = NixlOutlet(memories[0]), NixlInlet(memories[1])
+    outlet, sender = NixlOutlet(regions[0]), NixlInlet(regions[1])
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     aval = jax.ShapeDtypeStruct((1, 1, 1, 4, 4), np.float32, sharding=place)
     for pull_id, in_time in ((1, True), (2, False)):

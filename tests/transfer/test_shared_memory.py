@@ -1,31 +1,18 @@
-"""KV between processes of one host by shared memory: the channel's rules hold, nothing passes
-through the transfer engine, and no memory outlives who needs it."""
+"""KV between processes of one host by shared memory: the suite of backends, and that no memory
+outlives its last user."""
 
 import dataclasses
 import gc
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 import pytest
 
 from jdisagg.errors import HandoffError
-from jdisagg.messages.kv_plane import (
-    InMemory,
-    KvMessage,
-    Opened,
-    Posted,
-    Pulled,
-    PullRequest,
-    Withdraw,
-)
+from jdisagg.messages.kv_plane import InMemory, Opened, Posted, Pulled, Withdraw
 from jdisagg.transfer import shared_memory
 from jdisagg.transfer.backend_choice import Memories
-from jdisagg.transfer.channel_thread import ComputeWait
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.shared_memory import (
     Region,
     SharedInlet,
@@ -35,9 +22,7 @@ from jdisagg.transfer.shared_memory import (
 )
 from tests.transfer.conformance import (
     LONG_SECONDS,
-    ChannelConformance,
     Ends,
-    ManualClock,
     answer,
     arrives,
     behind_work,
@@ -47,28 +32,14 @@ from tests.transfer.conformance import (
     settled,
 )
 from tests.transfer.kv_processes import Block, MakePull
-from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
+from tests.transfer.loopback import SENDER, Loopback, Pair, card
+from tests.transfer.process_conformance import MemoryConformance, fails_and_the_next_arrives
 from tests.transfer.world import PATIENCE_SECONDS, World
 
 
 @pytest.fixture
-def ends(loopback: Loopback) -> Iterator[Ends]:
-    clock = ManualClock()
-    channels: list[NegotiatedChannel] = []
-    for end in (SENDER, RECEIVER):
-        memory = SharedMemory()
-        end = dataclasses.replace(end, memory=memory.name)
-        channel = NegotiatedChannel(
-            clock, end, loopback.of(end), transports=2, memories=Memories(memory)
-        )
-        loopback.channels[end] = channel
-        channels.append(channel)
-    sender, receiver = channels
-    (sender_end, _) = loopback.channels
-    receiver.connect("", card(sender_end))
-    yield Ends(sender, receiver, clock)
-    for channel in channels:
-        channel.close()
+def memories() -> tuple[Memories, Memories]:
+    return Memories(SharedMemory()), Memories(SharedMemory())
 
 
 def regions() -> int:
@@ -84,33 +55,30 @@ def regions() -> int:
     return mapped
 
 
+PROBE = 2  # a descriptor and a mapping, for the life of a `SharedMemory`
+
+
 def collected() -> bool:
     """JAX lets go of what arrays were made of at its next chance."""
     return gc.collect() >= 0
 
 
-class TestSharedMemoryChannel(ChannelConformance):
-    pass
+class TestSharedMemoryChannel(MemoryConformance):
+    title, memory, early = "shared memory", InMemory, True
 
-
-def test_the_answer_says_where_the_pieces_lie_and_the_engine_is_not_used(
-    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    messages, block = loopback.heard(), case("tp=2", "tp=4")
-    monkeypatch.setattr("jdisagg.transfer.transfer_engine.EngineOptions.start_server", None)
-    ends.sender.offer(7, block.block, 0)
-    arrives(ends.pull(7, block), block)
-    assert list(loopback.channels.values())[1].channels() == (f"{SENDER.control} shared memory",)
-    answers = [message for message in messages if isinstance(message, Posted)]
-    assert answers
-    assert all(answer.memory is not None for answer in answers)
-    assert not any(isinstance(message, Opened) for message in messages)
+    def check_nothing_is_kept(self, pair: Pair) -> None:
+        for memories in pair.memories:
+            assert memories.shared is not None
+            memories.shared.drop_spare()
+        pair.receiver.disconnect("")  # it keeps mappings for the sender's next use
+        settled(lambda: collected() and regions() == 2 * PROBE)
+        pair.receiver.connect("", card(pair.sender_end))
 
 
 def test_a_region_is_used_again_once_nothing_of_it_is_needed_and_not_before(
-    ends: Ends, loopback: Loopback
+    ends: Ends, pair: Pair
 ) -> None:
-    messages, block = loopback.heard(), case("tp=1", "tp=1")
+    messages, block = pair.messages, case("tp=1", "tp=1")
     ends.sender.offer(1, block.block, 0)
     kept = finished(ends.receiver.pull(1, block.target(0), LONG_SECONDS))
     other = dataclasses.replace(block, block=block.block + 1, values=block.values + 1)
@@ -121,63 +89,25 @@ def test_a_region_is_used_again_once_nothing_of_it_is_needed_and_not_before(
     assert not any(isinstance(message, Pulled) for message in messages)
     del kept, pull, second
     settled(lambda: collected() and sum(isinstance(each, Pulled) for each in messages) == 2)
-    sender = next(iter(loopback.channels.values()))
-    settled(lambda: sender.postings() == 0)
+    settled(lambda: pair.sender.postings() == 0)
     arrives(ends.pull(1, block), block)
-    places = [each.memory for each in messages if isinstance(each, Posted)]
-    assert places[0] is not None and places[1] is not None and places[2] is not None
-    assert places[0].inode != places[1].inode
-    assert places[2].inode in (places[0].inode, places[1].inode)
+    first, second, third = (each.memory.inode for each in messages if isinstance(each, Posted))  # type: ignore[union-attr]
+    assert first != second
+    assert third in (first, second)
 
 
 def test_what_was_taken_back_while_its_receiver_maps_it_stays_as_it_was(
-    ends: Ends, loopback: Loopback
+    ends: Ends, pair: Pair
 ) -> None:
     block = case("tp=1", "tp=1")
     ends.sender.offer(1, block.block, 0)
     pull = finished(ends.receiver.pull(1, block.target(0), LONG_SECONDS))
     ends.clock.seconds = 2 * LONG_SECONDS  # beyond the posting's time
-    sender = next(iter(loopback.channels.values()))
-    settled(lambda: sender.postings() == 0)
+    settled(lambda: pair.sender.postings() == 0)
     for number in range(2, 6):  # none of them may take its region
         ends.sender.offer(number, block.block + number, 0)
         finished(ends.receiver.pull(number, block.target(0), LONG_SECONDS)).arrays()
     arrives(pull, block)
-
-
-def test_a_block_that_is_still_computed_is_written_when_it_is_there_and_keeps_no_other_waiting(
-    ends: Ends, loopback: Loopback
-) -> None:
-    messages, block = loopback.heard(), case("tp=2", "tp=2")
-    late = behind_work(block.block)
-    ends.sender.offer(1, late, 0)
-    slow = ends.receiver.pull(1, block.target(0), LONG_SECONDS)
-    there = case("tp=1", "tp=2")
-    ends.sender.offer(2, jax.block_until_ready(there.block), 0)
-    arrives(ends.pull(2, there), there)
-    arrives(slow, block)
-    answered = [each.pull_id for each in messages if isinstance(each, Posted)]
-    asked = [each.pull_id for each in messages if isinstance(each, PullRequest)]
-    assert sorted(set(answered)) == sorted(set(asked))
-
-
-def test_where_a_block_will_lie_is_said_before_it_is_computed_and_no_message_after(
-    ends: Ends, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The computation is held in this test's hand."""
-    computed: list[Callable[[], object]] = []
-    monkeypatch.setattr("jdisagg.transfer.kv_sender.is_ready", lambda array: False)
-    monkeypatch.setattr(ComputeWait, "then", lambda self, number, arrays, job: computed.append(job))
-    messages, block = loopback.heard(), case("tp=2", "tp=2")
-    ends.sender.offer(1, block.block, 0)
-    pull = ends.receiver.pull(1, block.target(0), LONG_SECONDS)
-    settled(lambda: any(isinstance(message, Posted) for message in messages) and bool(computed))
-    assert not pull.is_ready()
-    before = list(messages)
-    for job in computed:
-        job()
-    arrives(pull, block)
-    assert messages == before
 
 
 def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None:
@@ -203,60 +133,23 @@ def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None
 
 
 def test_a_withdrawn_pull_of_a_block_that_is_still_computed_keeps_no_memory(
-    ends: Ends, loopback: Loopback
+    ends: Ends, pair: Pair
 ) -> None:
-    messages, block = loopback.heard(), case("tp=2", "tp=2")
+    messages, block = pair.messages, case("tp=2", "tp=2")
     before = regions()
     ends.sender.offer(1, behind_work(block.block), 0)
     ends.receiver.pull(1, block.target(0), LONG_SECONDS).cancel()
     settled(lambda: any(isinstance(message, Withdraw) for message in messages))
-    sender = next(iter(loopback.channels.values()))
-    settled(lambda: sender.postings() == 0)
+    settled(lambda: pair.sender.postings() == 0)
     ends.sender.revoke(1, "over")
     ends.receiver.disconnect("")  # what it had mapped by then it would keep for the next
     settled(lambda: collected() and regions() <= before)
 
 
-def test_no_memory_is_kept_when_all_is_over(loopback: Loopback, ends: Ends) -> None:
-    block = case("tp=2", "tp=4")
-    for number in range(30):
-        ends.sender.offer(number, block.block, 0)
-        pull = ends.receiver.pull(number, block.target(0), LONG_SECONDS)
-        if number % 3:
-            finished(pull)
-        else:
-            pull.cancel()
-        if number % 5 == 0:
-            ends.sender.revoke(number, "enough")
-        else:
-            ends.sender.release(number)
-    del pull
-    for channel in loopback.channels.values():
-        settled(lambda channel=channel: channel.under_way() == 0)
-    for channel in loopback.channels.values():
-        channel.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
-    settled(lambda: collected() and regions() == 0)
-
-
 def test_an_answer_that_names_memory_which_is_not_there_fails_the_pull_and_the_next_arrives(
-    ends: Ends, loopback: Loopback
+    pair: Pair,
 ) -> None:
-    block, spoiled = case("tp=2", "tp=2"), []
-
-    def spoil(message: KvMessage) -> list[KvMessage]:
-        if isinstance(message, Posted) and message.memory and not spoiled:
-            spoiled.append(message)
-            other = InMemory(message.memory.descriptor, 1, message.memory.offsets)
-            return [Posted(message.pull_id, message.link, "", 4, message.pieces, other)]
-        return [message]
-
-    loopback.tamper = spoil
-    ends.sender.offer(1, block.block, 0)
-    with pytest.raises(HandoffError, match="taken back"):
-        arrives(ends.pull(1, block), block)
-    assert spoiled
-    arrives(ends.pull(1, block), block)
+    fails_and_the_next_arrives(pair, lambda lies: InMemory(lies.descriptor, 1, lies.offsets))
 
 
 @pytest.mark.parametrize(
@@ -287,26 +180,19 @@ def test_a_name_of_no_memory_is_not_reachable(name: str) -> None:
 
 def test_who_cannot_map_the_sender_pulls_through_the_engine(loopback: Loopback) -> None:
     """As another host sees it: the same numbers, another secret."""
-    clock, memory, own = ManualClock(), SharedMemory(), SharedMemory()
+    memory = SharedMemory()
     pid, descriptor, _ = memory.name.split(":")
-    elsewhere = dataclasses.replace(SENDER, memory=f"{pid}:{descriptor}:{'00' * 16}")
-    messages = loopback.heard()
-    sender = NegotiatedChannel(
-        clock, elsewhere, loopback.of(elsewhere), transports=2, memories=Memories(memory)
+    memory.name = f"{pid}:{descriptor}:{'00' * 16}"
+    pair, block = (
+        Pair.of(loopback, Memories(memory), Memories(SharedMemory())),
+        case("tp=2", "tp=2"),
     )
-    receiver = NegotiatedChannel(
-        clock, RECEIVER, loopback.of(RECEIVER), transports=2, memories=Memories(own)
-    )
-    loopback.channels |= {elsewhere: sender, RECEIVER: receiver}
-    receiver.connect("", card(elsewhere))
-    block = case("tp=2", "tp=2")
-    sender.offer(7, block.block, 0)
-    arrives(Ends(sender, receiver, clock).pull(7, block), block)
-    assert any(isinstance(message, Opened) for message in messages)
-    assert all(each.memory is None for each in messages if isinstance(each, Posted))
-    assert receiver.channels() == (f"{elsewhere.control} transfer engine",)
-    receiver.close()
-    sender.close()
+    pair.sender.offer(7, block.block, 0)
+    arrives(pair.ends.pull(7, block), block)
+    assert pair.heard(Opened)
+    assert all(each.memory is None for each in pair.heard(Posted))  # type: ignore[union-attr]
+    assert pair.receiver.channels() == (f"{SENDER.control} transfer engine",)
+    pair.close()
 
 
 def test_spare_regions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +207,9 @@ def test_spare_regions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     memory.close()
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
-def test_processes_that_are_killed_leave_no_memory_and_their_receivers_keep_what_they_have(
-    death: signal.Signals,
-) -> None:
+def test_processes_that_are_killed_leave_no_memory_and_their_receivers_keep_what_they_have() -> (
+    None
+):
     world = World(Memories(SharedMemory()))
     try:
         job = world.start("job")
@@ -335,7 +220,6 @@ def test_processes_that_are_killed_leave_no_memory_and_their_receivers_keep_what
         world.channel.offer(2, block.block, 0)
         job.do(MakePull(2, "here", Block("tp=4"), 0, 1, PATIENCE_SECONDS))
         assert job.answer().error == ""
-        job.signal(death)
         job.end_it()
         arrives(pull, block)
         with pytest.raises(HandoffError):
