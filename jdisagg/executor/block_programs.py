@@ -6,11 +6,8 @@ the whole mesh (`shard_map`, equal explicit shardings, pages donated), so that n
 executable is built and no shard is donated on its own. Token ranges are cut to power-of-two
 lengths, so that shapes and programs are few. Ranks that take no part get coordinates "nowhere" and
 write nothing. `PullTargets` makes the destination of a pull. `MeshBlocks` holds both for each
-`KvKind` and runs the step commands that concern blocks. All of it belongs to the dispatch thread.
-
-Words: a *block* is the KV of some tokens of consecutive layer groups of one sequence. A *piece* is
-the part of it, `granule` heads, that one device sends to another. A *row* is the smallest part of a
-component that blocks are made of (layout/kv_spec.py)."""
+`KvKind` and runs the step commands that concern blocks. All of it belongs to the dispatch
+thread."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -371,7 +368,9 @@ class MeshBlocks:
         apart = limits.windows_apart
         windowed = spec.windowed if apart else limits.nothing
         rings = pools.rings if limits.ring_pages else pools.pages.view(windowed)
-        bands = layer_groups(windowed.positioned, layers, limits.window_groups) if apart else ()
+        window_groups = (
+            layer_groups(windowed.positioned, layers, limits.window_groups) if apart else ()
+        )
         self._kinds = {
             KvKind.POSITIONS: _Kind(
                 BlockPrograms(programs, pools.pages.view(limits.sent), groups),
@@ -385,7 +384,7 @@ class MeshBlocks:
                 spec.has_state,
             ),
             KvKind.WINDOW: _Kind(
-                BlockPrograms(programs, rings, bands, "window"),
+                BlockPrograms(programs, rings, window_groups, "window"),
                 PullTargets(programs, windowed),
                 apart,
             ),
@@ -468,7 +467,7 @@ class MeshBlocks:
 
     def warm_insert(
         self,
-        band: range,
+        groups: range,
         tokens: int,
         kind: KvKind = KvKind.POSITIONS,
         codec: str = NO_CODEC,
@@ -477,15 +476,15 @@ class MeshBlocks:
         """Inserts a block in pieces of each size that peers may send.
 
         Args:
-          band: Layer groups of the block.
+          groups: Layer groups of the block.
           tokens: Tokens of the block.
           kind: What it holds.
           codec: Encoding of its pieces.
           blanks: Whether pieces arrive in arrays that are allocated first (`warm_blanks`).
         """
         programs, targets = self._kinds[kind].programs, self._kinds[kind].targets
-        pull, insert = _empty(band, tokens, kind, codec)
-        layers = programs.layers(band.start, len(band))
+        pull, insert = _empty(groups, tokens, kind, codec)
+        layers = programs.layers(groups.start, len(groups))
         for granule in targets.granules():
             resident = targets.target(pull, layers, granule).resident
             if blanks:
@@ -493,33 +492,35 @@ class MeshBlocks:
             parts = resident * (targets.local_heads // granule)
             programs.insert(insert, parts).block_until_ready()
 
-    def warm_restore(self, band: range, tokens: int) -> None:
+    def warm_restore(self, groups: range, tokens: int) -> None:
         """Inserts a block from host memory."""
-        pull, insert = _empty(band, tokens, KvKind.POSITIONS, NO_CODEC, HOST)
+        pull, insert = _empty(groups, tokens, KvKind.POSITIONS, NO_CODEC, HOST)
         programs = self._kinds[KvKind.POSITIONS].programs
         programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
 
-    def warm_pieces(self, band: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
+    def warm_pieces(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Cuts a block into pieces of each size that peers in other processes may want. (A codec's
         programs are compiled when a receiver first wants it.)"""
         targets = self._kinds[kind].targets
         spec = targets.spec
-        rows = spec.rows(self._kinds[kind].programs.layers(band.start, len(band)))
+        rows = spec.rows(self._kinds[kind].programs.layers(groups.start, len(groups)))
         shape = (rows, targets.local_heads, tokens, spec.row_width)
         for granule in targets.granules():
             warm_pieces(self._programs.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
-    def warm_extract(self, band: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
+    def warm_extract(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Extracts a block."""
-        command = ExtractBlock(-1, 0, 0, band.start, 0, 0, tokens, (), groups=len(band), kind=kind)
+        command = ExtractBlock(
+            -1, 0, 0, groups.start, 0, 0, tokens, (), groups=len(groups), kind=kind
+        )
         self._kinds[kind].programs.extract(command)[1].block_until_ready()
 
 
 def _empty(
-    band: range, tokens: int, kind: KvKind, codec: str, peer: str = ""
+    groups: range, tokens: int, kind: KvKind, codec: str, peer: str = ""
 ) -> tuple[PullBlock, InsertBlock]:
     """Commands for a block without a valid token."""
-    start, groups = band.start, len(band)
-    pull = PullBlock(-1, 0, 0, start, tokens, 0.0, peer, codec, groups=groups, kind=kind)
-    insert = InsertBlock(-1, 0, 0, start, tokens, 0, 0, (), codec=codec, groups=groups, kind=kind)
+    first, count = groups.start, len(groups)
+    pull = PullBlock(-1, 0, 0, first, tokens, 0.0, peer, codec, groups=count, kind=kind)
+    insert = InsertBlock(-1, 0, 0, first, tokens, 0, 0, (), codec=codec, groups=count, kind=kind)
     return pull, insert

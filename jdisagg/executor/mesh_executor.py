@@ -200,9 +200,9 @@ class MeshExecutor:
         x, blocks, _ = self._prefill.run(
             ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         )
-        for band, tokens in self.limits.block_shapes() if blocks else ():
+        for groups, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
-                self._prefill.cut(blocks[band.start : band.stop], 0, 0, tokens)
+                self._prefill.cut(blocks[groups.start : groups.stop], 0, 0, tokens)
         x.block_until_ready()
         for variant in self.variants if form.samples else ():
             self._sampler.warm_up(variant, x)
@@ -222,11 +222,11 @@ class MeshExecutor:
         self._decode.warm_updates()
         self.blocks.warm_copy()
 
-    def warm_insert(self, band: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
+    def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Inserts an empty block as peers send it; a recurrent state has no codec."""
         codec = NO_CODEC if kind is KvKind.STATE else self.role.codec
         blanks = bool(self.card.ends) and self.platform == "gpu" and kind is not KvKind.STATE
-        self.blocks.warm_insert(band, tokens, kind, codec, blanks)
+        self.blocks.warm_insert(groups, tokens, kind, codec, blanks)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
         """Returns the destination of a block on this mesh. On the dispatch thread."""
@@ -272,8 +272,8 @@ class MeshExecutor:
         for row in command.rows:
             for offer in row.offers:
                 assert self._sums is not None, "this instance hands nothing off"
-                band = blocks[offer.group : offer.group + offer.groups]
-                block = self._prefill.cut(band, row.rank, offer.offset, offer.block_tokens)
+                parts = blocks[offer.group : offer.group + offer.groups]
+                block = self._prefill.cut(parts, row.rank, offer.offset, offer.block_tokens)
                 at = offer.offset - row.offset
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)

@@ -42,28 +42,28 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
         # Otherwise it is the only mesh of an embedded cluster and receives no blocks.
         if role.extracts or not role.prefill:
             steps += [
-                lambda band=band, tokens=tokens: executor.warm_insert(band, tokens)
-                for band, tokens in limits.block_shapes()
+                partial(executor.warm_insert, groups, tokens)
+                for groups, tokens in limits.block_shapes()
             ]
     if role.extracts or role.spills:
         steps += [
-            lambda band=band, tokens=tokens: executor.blocks.warm_extract(band, tokens)
-            for band, tokens in limits.block_shapes()
+            partial(executor.blocks.warm_extract, groups, tokens)
+            for groups, tokens in limits.block_shapes()
         ]
     back = limits.block_shapes() if role.spills else _shapes_of(limits, role.host_tokens)
-    steps += [partial(executor.blocks.warm_restore, band, tokens) for band, tokens in back]
+    steps += [partial(executor.blocks.warm_restore, groups, tokens) for groups, tokens in back]
     steps += [
-        partial(executor.warm_insert, band, tokens)
-        for band, tokens in _shapes_of(limits, role.peer_tokens)
+        partial(executor.warm_insert, groups, tokens)
+        for groups, tokens in _shapes_of(limits, role.peer_tokens)
     ]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [
-            lambda band=band, tokens=tokens: executor.blocks.warm_pieces(band, tokens)
-            for band, tokens in limits.block_shapes()
+            partial(executor.blocks.warm_pieces, groups, tokens)
+            for groups, tokens in limits.block_shapes()
         ]
     alone = role.prefill and role.decode and not role.extracts
     apart = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
-    apart += [(band, tokens, KvKind.WINDOW) for band, tokens in limits.window_shapes()]
+    apart += [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
     for shape in apart:
         if role.decode:
             steps += [partial(executor.warm_insert, *shape)]
@@ -85,4 +85,4 @@ def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
             min(largest, tokens - first), limits.granule_tokens, limits.whole_blocks
         )
     }
-    return [(band, length) for length in sorted(lengths) for band in limits.bands(length)]
+    return [(groups, length) for length in sorted(lengths) for groups in limits.bands(length)]

@@ -97,7 +97,7 @@ def pieces_by_sender(
     process, found = jax.process_index(), {}
     holder = dict(zip(card.devices, card.processes, strict=True))
     for piece in plan:
-        want = assembly.wanted[piece.place]
+        want = assembly.wanted[piece.receiver]
         if want.process == process:
             found.setdefault(holder[piece.source], []).append(
                 PostedPiece(piece.source, want.device, piece.part)

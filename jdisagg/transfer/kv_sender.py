@@ -252,7 +252,7 @@ class KvSender:
             raise HandoffError(f"offer {request.offer_id:#x} was {ended}")
         pieces = _pieces(offer, request)
         posted = tuple(
-            PostedPiece(piece.source, request.wanted[piece.place].device, piece.part)
+            PostedPiece(piece.source, request.wanted[piece.receiver].device, piece.part)
             for piece in pieces
         )
         if request.address and posted != request.pieces:

@@ -189,7 +189,7 @@ class NixlOutlet(Outlet):
         region = self._memory.take(size)
         self._posted[pull_id] = region, offsets, time.monotonic() + seconds
         self._unwritten[pull_id] = leaves
-        lies = tuple(offsets[place] for place in leaves.places)
+        lies = tuple(offsets[index] for index in leaves.order)
         memory = InRegistered(region.metadata, region.address, size, lies)
         return Reserved(len(lies), leaves.sources, memory)
 

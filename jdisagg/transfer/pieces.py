@@ -1,9 +1,5 @@
 """Common to all channels before a block is moved: the offer's shards, the check that both sides
-fit, the plan of its pieces, and cutting and encoding them. Moves nothing.
-
-Words: an *offer* is one dp rank's block. A *piece* is `granule` heads of it that one device sends
-to another; the receiving device stores it as its `part`-th piece. A piece travels as one or more
-*leaves*: the arrays of its codec, or the heads themselves."""
+fit, the plan of its pieces, and cutting and encoding them. Moves nothing."""
 
 import collections
 import functools
@@ -117,12 +113,12 @@ def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], in
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """Piece `source_part` of the shard on device `source` is sent to the `place`-th wanted device,
-    as its piece `part`. `first_head` is the global number of its first head."""
+    """Piece `source_part` of the shard on device `source` is sent to the `receiver`-th wanted
+    device, as its piece `part`. `first_head` is the global number of its first head."""
 
     source: int
     source_part: int
-    place: int
+    receiver: int
     part: int
     first_head: int
 
@@ -142,7 +138,8 @@ def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedP
     return tuple(
         piece
         for piece in pieces
-        if piece.source in offer.shards and request.wanted[piece.place].process == request.process
+        if piece.source in offer.shards
+        and request.wanted[piece.receiver].process == request.process
     )
 
 
@@ -241,12 +238,12 @@ class HostLeaves:
     Attributes:
       sources: Device arrays that the leaves are read from, perhaps still being computed.
       cuts: For each distinct array the index of its source and the heads to take (None: all).
-      places: For each leaf of each piece, in order, the index of its array in `cuts`.
+      order: For each leaf of each piece, in order, the index of its array in `cuts`.
     """
 
     sources: tuple[jax.Array, ...]
     cuts: tuple[tuple[int, slice | None], ...]
-    places: tuple[int, ...]
+    order: tuple[int, ...]
 
     @property
     def sizes(self) -> list[int]:

@@ -165,7 +165,7 @@ class SharedOutlet(Outlet):
         region.set_written(False)
         self._posted[pull_id] = region, offsets
         self._unwritten[pull_id] = leaves
-        lies = tuple(offsets[place] for place in leaves.places)
+        lies = tuple(offsets[index] for index in leaves.order)
         memory = InMemory(region.descriptor, region.inode, lies)
         return Reserved(len(lies), leaves.sources, memory)
 
