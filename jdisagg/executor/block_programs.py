@@ -46,14 +46,8 @@ COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """The programs of one pool: of pages, of recurrent states, or of the pages of windowed layers.
-
-    Args:
-      programs: Compiles and caches the mesh's programs.
-      pool: The pool.
-      groups: Layers of each layer group.
-      name: Name of the pool in the keys of its programs.
-    """
+    """The programs of one pool: of pages, of recurrent states, or of the pages of windowed
+    layers."""
 
     def __init__(
         self,
@@ -67,15 +61,8 @@ class BlockPrograms:
         self._ranks = programs.mesh.shape["dp"]
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """Writes a pulled block into its pages and sums what the pages then hold.
-
-        Args:
-          command: The block and its pages.
-          arrays: `Pull.arrays()`: the block's heads in parts, each as its codec's leaves.
-
-        Returns:
-          The sum, to be read by `block_sums.Found`.
-        """
+        """Writes a pulled block (`arrays` of `Pull.arrays()`) into its pages and sums what the
+        pages then hold. Returns the sum for `block_sums.Found`."""
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
         kinds = self._kinds(layers)
         held = self._pool.layers[layers.start : layers.stop]
@@ -198,11 +185,7 @@ class BlockPrograms:
         return Places.of(words[0], self._pool.page_size, self._pool.rank_rows)
 
     def copy(self, copies: tuple[tuple[int, int, int], ...]) -> None:
-        """Copies pages in all layers, COPIES_PER_CALL at a time.
-
-        Args:
-          copies: (rank, source page, destination page) of each copy.
-        """
+        """Copies pages (rank, source, destination) in all layers, COPIES_PER_CALL at a time."""
         for first in range(0, len(copies), COPIES_PER_CALL):
             pairs = np.full((self._ranks, 2, COPIES_PER_CALL), self._pool.rank_rows, np.int32)
             pairs[:, 0] = 0
@@ -231,12 +214,7 @@ class BlockPrograms:
 
 class PullTargets:
     """Destinations of pulls into one mesh: how many heads each peer sends in a piece, and the zeros
-    that stand in for ranks that receive nothing (made once for each shape).
-
-    Args:
-      programs: Compiles and caches the mesh's programs.
-      spec: Layout of the blocks.
-    """
+    that stand in for ranks that receive nothing (made once for each shape)."""
 
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self._mesh = programs, programs.mesh
@@ -338,18 +316,7 @@ class _Kind:
 
 class MeshBlocks:
     """All blocks of one mesh: runs the step commands that extract, pull, insert and copy them.
-
-    Args:
-      programs: Compiles and caches the mesh's programs.
-      pools: Pages, states and rings.
-      limits: Limits of the mesh.
-      groups: Layers of each layer group.
-      channel: Moves blocks between meshes.
-      host: Blocks in host memory.
-
-    Attributes:
-      granule: Heads of a piece that every pull uses; 0: as each peer's layout needs.
-    """
+    Pulls use pieces of `granule` heads; 0: as each peer's layout needs."""
 
     def __init__(
         self,

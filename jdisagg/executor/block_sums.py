@@ -38,14 +38,8 @@ def first_head(local_heads: int) -> jax.Array:
 def local_sum(
     block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array
 ) -> jax.Array:
-    """Returns this device's share of a block's sum, uint32 [2], inside a program.
-
-    Args:
-      block_CKTH: Values of some tokens of the block.
-      stamp_5: Stamp of the block.
-      token_T: Index of each token in the block.
-      counts_T: Whether each token counts.
-    """
+    """Returns this device's share of a block's sum over its `token_T`-th tokens, uint32 [2], inside
+    a program."""
     positions_T = stamp_5[3] + token_T.astype(jnp.uint32)
     rows_KT2 = row_sums(
         (block_CKTH,),
@@ -114,14 +108,7 @@ def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
 
 class PrefillSums:
     """Sums of a chunk's blocks for each granule of tokens, so that they fit every cut of the chunk.
-    On the dispatch thread.
-
-    Args:
-      programs: Compiles and caches the mesh's programs.
-      spec: Layout of the blocks.
-      groups: Layers of each layer group.
-      granule_tokens: Tokens of a granule.
-    """
+    On the dispatch thread."""
 
     def __init__(
         self, programs: Programs, spec: KVSpec, groups: tuple[range, ...], granule_tokens: int

@@ -45,14 +45,7 @@ class RankChunk:
 
 
 class ChunkAttention:
-    """Attention of the layers of one group, called in their order.
-
-    Args:
-      chunk: The rank's part of the chunk.
-      rank_rows: Pages of a rank, dummy pages included.
-      page_size: Tokens of a page.
-      shards: Mesh axes of the model's collectives.
-    """
+    """Attention of the layers of one group, called in their order."""
 
     def __init__(self, chunk: RankChunk, rank_rows: int, page_size: int, shards: Shards) -> None:
         self.pages: list[LayerPages] = []

@@ -126,15 +126,8 @@ class DecodePrograms:
             self._write_counts(changed)
 
     def step(self, slots: Slots, variant: Variant) -> Stepped:
-        """Issues one step.
-
-        Args:
-          slots: Slots of each rank's batch.
-          variant: What the rows need.
-
-        Returns:
-          Chosen tokens [ranks, b] and log-probabilities, rows in the order of `slots[rank]`.
-        """
+        """Issues one step. Returns chosen tokens [ranks, b] and log-probabilities, rows in the
+        order of `slots[rank]`."""
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         batch = self._batch_array(slots, bucket)
@@ -256,15 +249,8 @@ class DecodePrograms:
         return self._programs.get(("decode runs", bucket), build)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """Issues the choice of a step in two programs.
-
-        Args:
-          arguments: hot, counts, ints, floats, logits, batch, and mask (uint32 [ranks, b, W]).
-          variant: What the rows need.
-
-        Returns:
-          hot, the choice, counts.
-        """
+        """Issues the choice of a step in two programs. Arguments: hot, counts, ints, floats,
+        logits, batch, mask (uint32 [ranks, b, W]). Returns hot, the choice, counts."""
         programs, rows, ending = self._programs, self._rows, self._ending(variant)
         counts_spec = RANK if variant.shaped else ()
 

@@ -118,12 +118,8 @@ class GrammarRows:
 
     def runs(self, slots: Slots, room: int) -> Runs:
         """Returns the runs of two or more tokens for the next forward pass; none if that would not
-        pay. Runs that do not fit are left to later steps.
-
-        Args:
-          slots: Slots of each rank's batch.
-          room: Additional rows of each rank, which another slot gets first in each step.
-        """
+        pay. Each rank has `room` additional rows, which another slot gets first in each step; runs
+        that do not fit are left to later steps."""
         taken: Runs = {}
         for rank, rank_slots in enumerate(slots):
             left = room

@@ -111,17 +111,9 @@ Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 def write_and_read(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """Writes a block by runs of tokens, then reads it back.
-
-    Args:
-      pages: Pages of the block's layers.
-      arrays: [1, C', G, T', x]: the block's heads in parts, each as its codec's leaves.
-      places: Where its tokens lie.
-      form: Its layout.
-
-    Returns:
-      The pages, this device's share of the sum (uint32 [2]), and whether the block is intact.
-    """
+    """Writes a block by runs of tokens, then reads it back. `arrays` [1, C', G, T', x] are the
+    heads in parts, each as its codec's leaves. Returns the pages, this device's share of the sum
+    (uint32 [2]), and whether the block is intact."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens, valid = parts[0].shape[2], places.valid
     run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))

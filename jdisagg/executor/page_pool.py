@@ -24,15 +24,7 @@ Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class PagePool:
-    """Owns the pages of all layers. Used by the dispatch thread alone.
-
-    Args:
-      programs: Compiles and caches the mesh's programs.
-      spec: Layout of the KV.
-      pages_per_rank: Usable pages.
-      page_size: Tokens of a page.
-      dummy_rows: Padding rows that need room in dummy pages.
-    """
+    """Owns the pages of all layers. Used by the dispatch thread alone."""
 
     def __init__(
         self, programs: Programs, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int

@@ -110,14 +110,7 @@ class ChunkArrays:
         platform: str = "cpu",
     ) -> "ChunkArrays":
         """Packs a command's rows. Rows that continue come first on their rank; on a GPU there is at
-        most one, at the chunk's beginning.
-
-        Args:
-          command: The chunk.
-          limits: Limits of the mesh.
-          form: Form of its program; None: the form that its rows need.
-          platform: Of the mesh.
-        """
+        most one, at the chunk's beginning."""
         form = form or _form_of(command, limits, platform)
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
         columns = -(-limits.context_tokens // limits.page_size)
@@ -187,17 +180,7 @@ _LONG_GRAIN = 64
 
 
 class PrefillPrograms:
-    """Builds and runs the chain. Called by the dispatch thread alone.
-
-    Args:
-      programs: Compiles and caches the mesh's programs.
-      weights: The model's weights.
-      shards: Mesh axes of the model's collectives.
-      pools: Pages and states.
-      groups: Layers of each layer group.
-      sums: Sums blocks; None if chunks are not handed off.
-      granule_tokens: Alignment of rows in a packed chunk.
-    """
+    """Builds and runs the chain. Called by the dispatch thread alone."""
 
     def __init__(
         self,

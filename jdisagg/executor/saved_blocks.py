@@ -53,14 +53,7 @@ class DiskReading:
 
 class SavedBlocks:
     """The blocks of one mesh on disk. Their namespace includes the number of head shards and the
-    versions of the software that computes KV, which may round differently.
-
-    Args:
-      directory: Where blocks are stored; "" if none are, and every command fails.
-      name: Name of the mesh.
-      host: Blocks in host memory.
-      shards: Number of devices over which the heads of a block are sharded.
-    """
+    versions of the software that computes KV, which may round differently."""
 
     def __init__(self, directory: str, name: str, host: HostStore, shards: int) -> None:
         self._disk = DiskStore(directory, name) if directory else None

@@ -51,15 +51,7 @@ class RowFormat:
         limit: int = 0,
         state: int = 0,
     ) -> None:
-        """Fills one row, `ints` [I] and `floats` [F], in place.
-
-        Args:
-          ints, floats: The row.
-          spec: Parameters of the sequence.
-          pages: Its pages.
-          limit: First position that may not be written.
-          state: Slot of its recurrent state.
-        """
+        """Fills one row, `ints` [I] and `floats` [F], in place."""
         params = spec.sampling
         # With a grammar its mask decides when stop ids are allowed.
         min_position = spec.min_position if params.grammar is None else 0

@@ -44,16 +44,8 @@ class Memories:
 
     @staticmethod
     def of_worker(channel: str, host: str, devices: Sequence[Device]) -> "Memories":
-        """Returns the memory of a worker.
-
-        Args:
-          channel: `ServiceConfig.kv_channel`.
-          host: Address of the worker.
-          devices: Devices of the worker.
-
-        Raises:
-          ConfigError: NIXL is configured by name and cannot be used.
-        """
+        """Returns the memory of a worker with this `ServiceConfig.kv_channel`. Raises ConfigError
+        if NIXL is configured by name and cannot be used."""
         nixl = nixl_memory(channel, host)
         return Memories(SharedMemory.of_host(), nixl, *lent_memory(channel, devices))
 
@@ -77,12 +69,7 @@ class Memories:
 
 
 class BackendChoice:
-    """Chooses the backend for each sender process. The caller guards it by a lock.
-
-    Args:
-      memories: What this process has.
-      backends: Its backends, the preferred one first; the last one reaches every process.
-    """
+    """Chooses the backend for each sender process. The caller guards it by a lock."""
 
     def __init__(self, memories: Memories, backends: Sequence[Backend]) -> None:
         self._memories, self._backends = memories, backends

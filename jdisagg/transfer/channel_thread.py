@@ -18,13 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """Runs jobs in order on one daemon thread.
-
-    Args:
-      name: Name of the thread.
-      regularly: Short function that runs after each job; returns the seconds until its next run if
-        no job comes.
-    """
+    """Runs jobs in order on one daemon thread. `regularly` runs after each job, must be short, and
+    returns the seconds until its next run if no job comes."""
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly

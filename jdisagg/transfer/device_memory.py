@@ -84,12 +84,8 @@ class Mapping:
 
 
 class LentMemory(Backend):
-    """The device memory that this process exports to others and has opened of others. Thread-safe.
-
-    Args:
-      driver: The CUDA driver.
-      host: Name of this host; None: the kernel's boot id.
-    """
+    """The device memory that this process exports to others and has opened of others.
+    Thread-safe."""
 
     kind = KvBackend.CUDA
 

@@ -70,12 +70,7 @@ class DiskOutcome:
 
 
 class DiskStore:
-    """The blocks of one worker.
-
-    Args:
-      directory: Created if missing; its parent must exist.
-      name: Prefix of the threads' names.
-    """
+    """The blocks of one worker."""
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory = Path(directory).expanduser()
@@ -105,14 +100,7 @@ class DiskStore:
         arrays: Callable[[], Sequence[SavedArray]],
         checksums: tuple[int, ...],
     ) -> "Future[DiskOutcome]":
-        """Writes a block.
-
-        Args:
-          name: Name of the block.
-          index: Place of the block in its chain of prefixes.
-          arrays: Called on the writing thread; returns arrays that do not change.
-          checksums: Sums of its pieces.
-        """
+        """Writes a block."""
 
         def write() -> DiskOutcome:
             path = self._path(name)

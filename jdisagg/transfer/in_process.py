@@ -123,13 +123,7 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles the cuts and the codec of pulls from this mesh to targets like this one.
-
-        Args:
-          source_mesh: Mesh of the blocks.
-          target: Destination of the pulls.
-          kv_heads: KV heads of a block.
-        """
+        """Compiles the cuts and the codec of pulls from this mesh to targets like this one."""
         _, components, _, tokens, head_size = target.zeros.shape
         shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)

@@ -65,14 +65,7 @@ _log = logging.getLogger(__name__)
 
 class KvPuller:
     """See the module's docstring. `_cards`, `_peers`, `_choice` and `_requests` are under the lock;
-    `_watched` and `_stuck` belong to the thread.
-
-    Args:
-      clock: The channel's clock.
-      link: Carries messages to senders.
-      options: Options of the transfer engine, and the channel's time-outs.
-      choice: Chooses the backend for each sender process.
-    """
+    `_watched` and `_stuck` belong to the thread."""
 
     def __init__(
         self, clock: Clock, link: KvLink, options: EngineOptions, choice: BackendChoice

@@ -113,16 +113,7 @@ def request_of(
     transports: int,
     turn: int,
 ) -> PullRequest:
-    """Makes the message of a request.
-
-    Args:
-      sent: The request.
-      offer_id: Offer to pull.
-      target: Destination of the block.
-      deadline_seconds: Time that remains.
-      transports: Connections of the transfer engine.
-      turn: Replica of the sender that begins.
-    """
+    """Makes the message of a request."""
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(

@@ -93,15 +93,7 @@ class _PeerState:
 
 class KvSender:
     """See the module's docstring. `_offers`, `_waiting` and `_ended` are under the lock; `_peers`
-    and `_seen` belong to the thread.
-
-    Args:
-      clock: The channel's clock.
-      end: This process.
-      link: Carries messages to receivers.
-      options: Options of the transfer engine, and the channel's time-outs.
-      backends: Backends of this process.
-    """
+    and `_seen` belong to the thread."""
 
     def __init__(
         self,

@@ -40,15 +40,8 @@ _SMALLEST_BYTES = 1 << 16
 
 
 def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
-    """Returns a worker's NIXL memory, or None if its KV is not read over NIXL.
-
-    Args:
-      channel: `ServiceConfig.kv_channel`.
-      host: Address of the worker.
-
-    Raises:
-      ConfigError: NIXL is configured by name and cannot be used.
-    """
+    """Returns the NIXL memory of a worker with this `ServiceConfig.kv_channel`, or None if its KV
+    is not read over NIXL. Raises ConfigError if NIXL is configured by name and cannot be used."""
     if channel == "nixl":
         return NixlMemory(NixlAgent(host), first=True)
     if channel not in ("auto", "cuda"):

@@ -58,17 +58,9 @@ class OfferedBlock:
 
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
-    """Checks that an offer fits a pull; the handshake should have refused such a peer before. A
-    process without shards of the rank does not check the dtype.
-
-    Args:
-      offer: The offer.
-      dtype, shape: Of the `PullTarget`'s zeros.
-      granule: Heads of a piece.
-
-    Raises:
-      IncompatiblePeerError: A property differs; the error names it and both values.
-    """
+    """Checks that an offer fits the zeros of a `PullTarget`; the handshake should have refused such
+    a peer before. Raises IncompatiblePeerError that names the property and both values. A process
+    without shards of the rank does not check the dtype."""
     pairs: list[tuple[str, object, object]] = (
         [("dtype", offer.dtype, dtype)] if offer.shards else []
     )

@@ -18,13 +18,7 @@ Explain = Callable[[str], JdisaggError | None]
 
 
 class PolledPull:
-    """Implements `Pull`: first without arrays, then with arrays on their way, then ended.
-
-    Args:
-      offer_id: Offer that is pulled.
-      clock: Clock of the deadline.
-      deadline_seconds: Time from now after which the pull fails.
-    """
+    """Implements `Pull`: first without arrays, then with arrays on their way, then ended."""
 
     def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
         self._offer_id = offer_id
