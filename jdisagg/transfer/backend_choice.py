@@ -15,7 +15,7 @@ from jdisagg.transfer.backend import Backend, Inlet
 from jdisagg.transfer.device_memory import LentMemory, lent_memory
 from jdisagg.transfer.nixl_memory import NixlMemory, nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
-from jdisagg.transfer.transfer_engine import Engine, EngineOptions
+from jdisagg.transfer.transfer_engine import EngineBackend, EngineOptions
 
 _log = logging.getLogger(__name__)
 _TITLES = {
@@ -63,7 +63,7 @@ class Memories:
             self.device,
             self.shared,
             None if nixl_first else self.nixl,
-            Engine(options),
+            EngineBackend(options),
         )
         return tuple(backend for backend in found if backend is not None)
 

@@ -28,11 +28,11 @@ from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
 from jdisagg.transfer.ended_offers import EndedOffers
 from jdisagg.transfer.pieces import (
     OfferedBlock,
+    PlannedPiece,
+    RequestedPieces,
     add_counts,
     check_geometry,
     check_leaves,
-    cut,
-    encode,
     warm_pieces,
 )
 from jdisagg.transfer.polled_pull import PolledPull
@@ -197,9 +197,18 @@ def _move(
 ) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
     """Cuts, encodes, copies and assembles; returns the arrays and the bytes moved per device
     pair."""
-    granule, parts = target.granule, offer.local_heads // target.granule
-    cuts: dict[int, tuple[jax.Array, ...]] = {}
-    encoded: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
+    granule = target.granule
+    pieces = [
+        PlannedPiece(
+            piece.source,
+            piece.source_slice[HEAD_DIMENSION][0] // granule,
+            piece.destination,
+            piece.destination_slice[HEAD_DIMENSION][0] // granule,
+            piece.box[HEAD_DIMENSION][0],
+        )
+        for piece in plan.pieces
+    ]
+    leaves = iter(RequestedPieces(offer, pieces, granule, target.codec).on_devices())
     devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
     resident = [
         {shard.device.id: shard.data for shard in zeros.addressable_shards}
@@ -208,26 +217,18 @@ def _move(
     count = offer.shape[HEAD_DIMENSION] // target.zeros.shape[HEAD_DIMENSION]
     received = [[dict(shards) for shards in resident] for _ in range(count)]
     moved: dict[tuple[int, int], int] = {}
-    for piece in plan.pieces:
-        if piece.source not in cuts:
-            shard = offer.shards[piece.source]
-            cuts[piece.source] = cut(shard, parts) if parts > 1 else (shard,)
-        part = piece.source_slice[HEAD_DIMENSION][0] // granule
-        if (piece.source, part) not in encoded:
-            encoded[piece.source, part] = encode(
-                cuts[piece.source][part], target.codec, offer.stamp, piece.box[HEAD_DIMENSION][0]
-            )
-        place = received[piece.destination_slice[HEAD_DIMENSION][0] // granule]
-        for number, leaf in enumerate(encoded[piece.source, part]):
-            if not piece.local:
-                leaf = jax.device_put(leaf, devices[piece.destination])
-                pair = (piece.source, piece.destination)
+    for planned, piece in zip(plan.pieces, pieces, strict=True):
+        for shards in received[piece.part]:
+            leaf = next(leaves)
+            if not planned.local:
+                leaf = jax.device_put(leaf, devices[piece.receiver])
+                pair = (piece.source, piece.receiver)
                 moved[pair] = moved.get(pair, 0) + leaf.nbytes
-            place[number][piece.destination] = leaf
+            shards[piece.receiver] = leaf
     arrays = (
         jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(shards.values()))
-        for leaves in received
-        for zeros, shards in zip(target.resident, leaves, strict=True)
+        for part in received
+        for zeros, shards in zip(target.resident, part, strict=True)
     )
     return tuple(arrays), moved
 

@@ -84,7 +84,7 @@ class EngineOptions:
         )
 
 
-class Engine(Backend):
+class EngineBackend(Backend):
     """The backend that reaches every process."""
 
     kind = KvBackend.ENGINE

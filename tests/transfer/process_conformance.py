@@ -31,7 +31,10 @@ class ProcessConformance(ChannelConformance):
     title = "transfer engine"
 
     def check_nothing_is_kept(self, pair: Pair) -> None:
-        """What the backend keeps is waited for here, after the pulls have ended."""
+        """Waits until the backend keeps nothing, after the pulls have ended."""
+
+    def check_nothing_is_open(self, pair: Pair) -> None:
+        """Waits until the backend has nothing open, after both channels were closed."""
 
     @pytest.mark.parametrize("lost", [PullRequest, Posted, Refused])
     def test_what_is_lost_is_requested_again(
@@ -103,6 +106,7 @@ class ProcessConformance(ChannelConformance):
         pair.close()
         with pytest.raises(HandoffError, match="closed"):
             finished(waiting).arrays()
+        self.check_nothing_is_open(pair)
         names = [thread.name for thread in threading.enumerate()]
         assert not [name for name in names if name.startswith("kv-")]
 
