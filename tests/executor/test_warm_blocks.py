@@ -1,9 +1,10 @@
 """What warm-up prepares for blocks is all that moving them needs (rule 12), whoever the peer is and
 however its blocks travel."""
 
+import dataclasses
+
 import pytest
 
-from jdisagg.engine.replica import mesh_role
 from jdisagg.errors import ConfigError
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
@@ -16,11 +17,14 @@ from jdisagg.messages.step_commands import (
     InsertResult,
     PullBlock,
 )
-from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from tests.executor.meshes import PEER, HandChannel, Pair, executor
 
 KEY = 99
+
+
+def mixed(codec: str) -> MeshRole:
+    return MeshRole(True, True, codec=codec, extracts=True)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +64,11 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
 @pytest.mark.parametrize(
     ("role", "layouts", "tokens"),
     [
-        pytest.param(mesh_role(WorkerRole.MIXED, "none"), ("tp=2", "tp=2"), (0, 73), id="moves"),
-        pytest.param(mesh_role(WorkerRole.MIXED, "int8"), ("tp=2", "tp=2"), (0, 73), id="codec"),
+        pytest.param(mixed("none"), ("tp=2", "tp=2"), (0, 73), id="moves"),
+        pytest.param(mixed("int8"), ("tp=2", "tp=2"), (0, 73), id="codec"),
         *(
             pytest.param(
-                mesh_role(WorkerRole.PREFILL, "none", True, peer_tokens=48), layouts, (48, 96)
+                MeshRole(True, False, emit=True, extracts=True, peer_tokens=48), layouts, (48, 96)
             )
             for layouts in (("tp=2", "tp=2"), ("tp=4", "tp=1"))
         ),
@@ -107,7 +111,8 @@ async def test_nothing_is_built_when_a_warm_worker_takes_another_ones_blocks(
         receiver.close()
 
 
-@pytest.mark.parametrize("role", [WorkerRole.DECODE, WorkerRole.MIXED])
-def test_a_worker_that_receives_refuses_a_codec_that_does_not_exist(role):
+@pytest.mark.parametrize("prefills", [False, True])
+def test_a_worker_that_receives_refuses_a_codec_that_does_not_exist(prefills):
+    role = dataclasses.replace(mixed("zip"), prefill=prefills)
     with pytest.raises(ConfigError, match="codec 'zip' is unknown"):
-        executor("m", "tp=1", mesh_role(role, "zip"), HandChannel(), 0, page=16, dtype="float32")
+        executor("m", "tp=1", role, HandChannel(), 0, page=16, dtype="float32")
