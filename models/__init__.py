@@ -1,2 +1,2 @@
-"""Model families, one a file, assembled from `jdisagg.ops`; checkpoints, tokenizers and the
+"""Model families, one per file, assembled from `jdisagg.ops`, with checkpoints, tokenizers and the
 catalogue."""

@@ -1,10 +1,11 @@
-"""The blocks that every family is assembled from: attention and the layer; what feeds it forward is
-in `models/feed_forward.py`.
+"""Attention and the decoder layer, from which every family is assembled. `models/feed_forward.py`
+has the feed-forward blocks.
 
 Flax NNX modules over `jdisagg/ops`. They see local shards inside `shard_map` (`Shards` names the
-axes) or whole arrays; local head and expert counts are read off the weights. One psum after the
-attention output, one after the feed-forward; biases of these two are added once, after it. No layer
-knows its index: layers of equal configuration have equal structure."""
+axes) or whole arrays, and derive local head and expert counts from the weights. There is one psum
+after the attention output and one after the feed-forward, whose biases are added once, after it. No
+layer knows its index: layers of equal configuration have equal structure.
+"""
 
 import math
 
@@ -29,7 +30,7 @@ from models.mamba2 import Mamba2
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rope; what is cached, and how, is `attend`'s affair."""
+    """Grouped-query attention with rope. `attend` caches keys and values."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -38,8 +39,8 @@ class Attention(nnx.Module):
         width, head = config.width, attention.head_dim
         q_size, kv_size = attention.query_heads * head, attention.kv_heads * head
         bias = attention.qkv_bias
-        # A device that has more kv heads than tp beyond them is spread over computes the queries of
-        # all of them, and keeps of the heads its own.
+        # If a device has more kv heads than the model's common shard count, it computes the queries
+        # of all its kv heads and keeps the outputs of its own query heads.
         queries: LogicalAxis = "q_heads" if attention.kv_heads == config.kv_heads else "kv_heads"
         self.q = Linear(make, (width, q_size), ("embed", queries), bias=bias, form=form)
         self.k = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
@@ -87,8 +88,8 @@ class Attention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """[T, D], or [R, D] of these rows: the others' keys and values are cached, and that is
-        all."""
+        """Returns [T, D], or [R, D] of these rows. Other tokens only have their keys and values
+        cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
         k_TC = self.k(x_TD, shards)
@@ -123,7 +124,7 @@ class Attention(nnx.Module):
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
 
     def _normal(self, x: jax.Array, norm: Norm | None, shards: Shards) -> jax.Array:
-        """In heads, each normalised or all of them together."""
+        """Splits into heads, normalised each by itself or all together."""
         if norm is None:
             return self._heads(x)
         return self._heads(norm(x, shards.tp)) if self.norm_all else norm(self._heads(x))
@@ -138,7 +139,7 @@ class Attention(nnx.Module):
 def _mixer(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
 ) -> Attention | MultiHeadLatentAttention | GatedDeltaNet | Mamba2:
-    """Attention, or what a layer has in its place."""
+    """Builds a layer's attention, or its recurrent replacement."""
     if layer.delta:
         return GatedDeltaNet(make, config, layer.delta, form)
     if layer.mamba:
@@ -148,8 +149,8 @@ def _mixer(
 
 
 class DecoderLayer(nnx.Module):
-    """Attention (or what a layer has in its place) and feed-forward, or one of them, each with its
-    residual, and norms before them, after them, or both."""
+    """Attention (or its recurrent replacement) and feed-forward, or only one of them, each with a
+    residual and with norms before it, after it, or both."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -209,11 +210,11 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None,
         recur: Recur | None,
     ) -> jax.Array:
-        """Of these rows, what attention or what stands in its place gives."""
-        assert self.attention is not None, "such a layer has one"
+        """Returns the output of attention or its replacement for these rows."""
+        assert self.attention is not None, "this layer has a mixer"
         into_TD = _normed(x_TD, self.attention_norm)
         if isinstance(self.attention, GatedDeltaNet | Mamba2):
-            assert recur is not None, "a layer with state is given one"
+            assert recur is not None, "layers with recurrent state need `recur`"
             return self.attention(into_TD, recur, shards, rows_R)
         return self.attention(into_TD, positions_T, attend, shards, rows_R)
 
@@ -221,7 +222,7 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scale is None else x * self.layer_scale[...][None, :]
 
     def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
-        """What a block's output adds to the residual stream."""
+        """Returns a block's contribution to the residual stream."""
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
 

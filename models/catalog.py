@@ -1,5 +1,4 @@
-"""The families we serve: config.json's `model_type` -> how to read its config and where its tensors
-are named."""
+"""The supported families: config.json's `model_type` -> the reader of its config."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from models.quantization_config import stored_quantization
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`architecture` is the class name that the family's checkpoints state."""
+    """`architecture` is the class name in the family's checkpoints."""
 
     architecture: str
     read_config: Callable[[HfConfig], DecoderConfig]
@@ -85,7 +84,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """The configuration of a supported model; anything else is refused by name."""
+    """Reads the configuration of a supported model. Raises CheckpointError for others, by name."""
     kind = hf.raw("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:

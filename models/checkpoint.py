@@ -1,11 +1,11 @@
-"""Loads a checkpoint directory into any layout: each device's slices straight from the files,
-nothing gathered.
+"""Loads a checkpoint directory into any layout, each device's slices directly from the files.
 
-A directory holds config.json and either safetensors files in Hugging Face form or the Orbax form
-that `jdisagg convert` writes. Every tensor must be accounted for: missing, extra and wrongly shaped
-ones are listed. Each process reads only its own slices. A head that the files hold beside
-`tie_word_embeddings` is compared with the embedding, and kept where the two differ, as after
-training one of them: transformers does so, too."""
+A directory holds config.json and either safetensors files in Hugging Face format or the Orbax
+format that `jdisagg convert` writes. Every tensor must be accounted for: missing, extra and wrongly
+shaped ones are listed. Each process reads only its own slices. If the files hold a head despite
+`tie_word_embeddings`, it is compared with the embedding and used if the two differ, as in
+transformers.
+"""
 
 import logging
 import re
@@ -40,8 +40,8 @@ from models.quantized_files import QuantizedFiles
 from models.quantized_sources import quantized_sources
 from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 
-# Buffers that some checkpoints store and no forward pass of ours reads; scales of what attention
-# takes, of which those of KV are read by themselves (`kv_scales.py`).
+# Buffers that no forward pass here reads: stored by some checkpoints, or scales of attention's
+# inputs. Those of KV are read separately (`kv_scales.py`).
 _HARMLESS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias|[qkv]_scale|prob_scale)$"
 )
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose parameters are global arrays on `mesh`, whose axes are ("dp", "kv", "rep")."""
+    """A model whose parameters are global arrays on `mesh`, with axes ("dp", "kv", "rep")."""
 
     model: Decoder
     mesh: Mesh
@@ -61,13 +61,13 @@ class LoadedModel:
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
-    """The model's configuration alone, without its weights."""
+    """Reads the model's configuration without its weights."""
     return read_config(HfConfig.from_directory(Path(directory)))
 
 
 def load_kv_scales(directory: str | Path) -> tuple[KVScales, str]:
-    """What a model's keys and values are divided by where they are kept in fp8, and where it is
-    said, "" where nowhere: then all are one. Raises `CheckpointError`."""
+    """Returns the divisors of keys and values stored in fp8, and their origin. Without an origin
+    ("") all are one. Raises `CheckpointError`."""
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
@@ -84,12 +84,21 @@ def load_model(
     weights: Weights = "",
     kv_dtype: str = "",
 ) -> LoadedModel:
-    """Loads the weights in `dtype` ("float32" or "bfloat16") onto `devices`, whose number is the
-    layout's. `weights`: what the matrices of layers are quantized to as they are read.
-    `kv_dtype`: what KV is kept in (`KEPT_DTYPES`), "" for `dtype`.
+    """Loads a model. Blocks until all weights are read.
 
-    `platform` (the devices' where None) decides how kernels lie. Blocks until all is read. Raises
-    `CheckpointError`, `LayoutError`."""
+    Args:
+        directory: Checkpoint folder.
+        layout: Layout of the weights.
+        devices: As many devices as the layout has.
+        dtype: Type of the weights, "float32" or "bfloat16".
+        platform: Platform that decides the orientation of kernels, by default the devices'.
+        weights: Quantized type of the layers' matrices, applied while reading.
+        kv_dtype: Stored type of KV (`KEPT_DTYPES`), "" for `dtype`.
+
+    Raises:
+        CheckpointError: The files do not fit the config, or are unreadable.
+        LayoutError: The layout does not divide the model.
+    """
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
     directory = Path(directory)
@@ -98,7 +107,7 @@ def load_model(
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
     if files is not None and config.tied and _has_own_head(files):
         _log.warning(
-            "%s: tie_word_embeddings is set, but lm_head.weight is not the embedding; it is used",
+            "%s: tie_word_embeddings is set, but lm_head.weight is another matrix; using it",
             directory,
         )
         config = replace(config, tied=False)
@@ -111,8 +120,8 @@ def load_model(
     if files is None:
         if weights:
             raise ConfigError(
-                f"weights={weights}: {directory} is in Orbax form, and weights are quantized as"
-                " they are read from safetensors files; give the Hugging Face directory"
+                f"weights={weights}: {directory} is in Orbax format, and weights are quantized only"
+                " while safetensors files are read; give the Hugging Face directory"
             )
         model = orbax_checkpoint.restore(directory, model, mesh, layout)
     else:
@@ -133,14 +142,14 @@ def load_model(
 
 def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors | None) -> KVScales:
     scales, origin = find_kv_scales(directory, config, files)
-    _log.info("%s: scales of KV: %s", directory, origin or "none (jdisagg calibrate_kv finds some)")
+    _log.info("%s: KV scales: %s", directory, origin or "none (jdisagg calibrate_kv creates them)")
     return scales
 
 
 def _with_kv_scales(
     read: Decoder, kept: Decoder, scales: KVScales, mesh: Mesh, layout: Layout
 ) -> Decoder:
-    """`kept`, the same model without arrays and with scales of its KV: filled."""
+    """Fills `kept`, the same model without arrays and with KV scales, from `read`."""
     leaves = jax.tree.leaves(nnx.state(read))
     of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
     arrays = []
@@ -158,8 +167,8 @@ def _with_kv_scales(
 
 
 def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
-    """The tensors of the model that `hf` describes, by the names of a text model; quantized ones
-    under their usual names, in float."""
+    """Opens the tensors of the model that `hf` describes, under the names of a text model.
+    Quantized ones appear under their usual names, as floats."""
     files = SafetensorsFiles.from_directory(directory)
     files = files.text_part() if hf.nested else files
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
@@ -168,12 +177,12 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
 
 
 def _has_own_head(files: CheckpointTensors) -> bool:
-    """Whether there is a head that is not the embedding once more."""
+    """Whether the files have a head that differs from the embedding."""
     shapes = files.shapes()
     if _HEAD not in shapes or _EMBEDDING not in shapes:
         return False
     if shapes[_HEAD] != shapes[_EMBEDDING]:
-        return True  # `_check` says what is wrong with it
+        return True  # `_check` reports the wrong shape
     for first in range(0, shapes[_HEAD][0], _COMPARED_ROWS):
         rows = (slice(first, first + _COMPARED_ROWS), slice(None))
         if not np.array_equal(files.read(_HEAD, rows), files.read(_EMBEDDING, rows)):
@@ -182,8 +191,8 @@ def _has_own_head(files: CheckpointTensors) -> bool:
 
 
 def find_sources(model: Decoder, files: CheckpointTensors, directory: Path) -> list[Source]:
-    """Where each parameter, in leaf order, comes from. Raises CheckpointError that lists the
-    tensors that do not fit."""
+    """Returns the source of each parameter, in leaf order. Raises CheckpointError with the tensors
+    that do not fit."""
     found = files.shapes()
     sources = [find_source(part, model.config, found) for part in parameter_shapes(model)]
     _check(sources, files, model.config, directory)
@@ -220,14 +229,14 @@ def _read_array(
     source: Source, files: CheckpointTensors, parameter: ParameterShape, sharding: NamedSharding
 ) -> jax.Array:
     shape = parameter.shape
-    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share what was read
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # shared by replicas
 
     def one_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
         bounds = tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
         if bounds not in read:
             view = source.read(files.read, tuple(slice(*bound) for bound in bounds))
-            # JAX may alias what it is given
+            # JAX may alias its input.
             read[bounds] = np.array(view, dtype=parameter.dtype, order="C", copy=True)
         return read[bounds]
 
@@ -268,13 +277,14 @@ def _check(
 
 
 def _adds_nothing(name: str, files: CheckpointTensors) -> bool:
-    """Of a bias of zeros that the model has no place for: some quantizers write one to each
+    """Whether this is a zero bias without a place in the model. Some quantizers write one for each
     matrix."""
     return name.endswith("_proj.bias") and not np.any(files.read(name, (slice(None),)))
 
 
 def _behind_the_last(name: str, config: DecoderConfig) -> bool:
-    """Of a layer that predicts further tokens: stored behind the model's own, and not read."""
+    """Whether this belongs to a layer for multi-token prediction, stored behind the model's own
+    layers and not read."""
     if config.mtp_aside and name.startswith("mtp."):
         return True
     number = re.match(r"model\.layers\.(\d+)\.", name)

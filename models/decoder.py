@@ -1,9 +1,10 @@
-"""A decoder-only transformer: stem (embedding, final norm, head) and layers, as `jdisagg.model_api`
-asks.
+"""A decoder-only transformer that implements `jdisagg.model_api`: stem (embedding, final norm,
+head) and layers.
 
-`abstract_model` gives shapes alone, `init_model` random weights; `checkpoint.py` fills the same
-description from files. The vocabulary is padded so that tp divides it; kernels lie as the platform
-likes (`jdisagg/ops/linear.py`)."""
+`abstract_model` has shapes only, `init_model` random weights, and `checkpoint.py` fills the same
+description from files. The vocabulary is padded to a multiple of tp. Kernels have the platform's
+orientation (`jdisagg/ops/linear.py`).
+"""
 
 import math
 
@@ -24,7 +25,7 @@ from models.linear import Linear, Norm
 
 
 class DecoderStem(nnx.Module):
-    """Embedding [V, D], final norm, and a head of its own unless tied to the embedding."""
+    """Embedding [V, D], final norm, and a head unless tied to the embedding."""
 
     def __init__(self, make: Make, config: DecoderConfig, padded: int, form: KernelForm) -> None:
         self.embedding = parameter(
@@ -46,7 +47,7 @@ class DecoderStem(nnx.Module):
         x_TD = embed_tokens(self.embedding[...], tokens_T, shards.tp)
         if self.scale == 1:
             return x_TD
-        # rounded as well, as Gemma was trained: the root of its width is no number of bfloat16
+        # Rounded too, as Gemma was trained: the root of its width is not exact in bfloat16.
         return x_TD * jnp.asarray(self.scale, x_TD.dtype)
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
@@ -70,7 +71,7 @@ class DecoderStem(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The model that programs take apart: `stem`, `layers`, and what they need to know of it."""
+    """The model with the parts that programs use: `stem`, `layers`, and their properties."""
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class Decoder(nnx.Module):
         attend: Attend,
         shards: Shards | None = None,
     ) -> jax.Array:
-        """Logits of every position, float32 [T, V_padded]: for tests and training; programs call
-        stem and layers themselves."""
+        """Returns logits of every position, float32 [T, V_padded], for tests and training. Programs
+        call stem and layers themselves."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=True):
@@ -118,8 +119,12 @@ def abstract_model(
     tp: int = 1,
     weights: Weights = "",
 ) -> Decoder:
-    """The model with shapes in place of arrays; `tp` decides only how far the vocabulary is padded.
-    `weights`: how the matrices of layers are kept, in `dtype` where ""."""
+    """Builds the model with shapes instead of arrays.
+
+    Args:
+        tp: Determines the padding of the vocabulary.
+        weights: Stored form of the layers' matrices, in `dtype` if "".
+    """
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(role if role in TYPE_ROLES else dtype))
@@ -135,8 +140,8 @@ def init_model(
     platform: str = "cpu",
     tp: int = 1,
 ) -> Decoder:
-    """Random weights: matrices of variance 1 / fan-in, the embedding of deviation 0.02, norms one,
-    biases zero."""
+    """Builds random weights: matrices of variance 1 / fan-in, an embedding of deviation 0.02, norms
+    one, biases zero."""
     count = 0
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array:

@@ -1,8 +1,9 @@
-"""What a decoder-only transformer of our families is made of: plain, frozen data that a family's
-file reads from config.json.
+"""Configuration of a decoder-only transformer as frozen plain data, which a family's file reads
+from config.json.
 
-Layers whose `LayerConfig` is equal have equal structure, so that one compiled program serves them
-all. Knows no JAX arrays."""
+Layers with equal `LayerConfig` have equal structure, so that one compiled program serves them all.
+Holds no JAX arrays.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from jdisagg.ops.rope_frequencies import Rope
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention: what is cached of a token is `rank` values and `rope_dim` turned
-    ones, which all heads share. A head's key has `nope_dim` + `rope_dim` values, its value
-    `value_dim`. `query_rank`: queries are made of so many values, in two steps; 0: in one."""
+    """Multi-head latent attention. A token's cache is `rank` values and `rope_dim` rotated ones,
+    shared by all heads. A head's key has `nope_dim` + `rope_dim` values, its value `value_dim`.
+    Queries are computed in two steps through `query_rank` values, or in one step if that is 0."""
 
     query_rank: int
     rank: int
@@ -31,8 +32,8 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Gated DeltaNet: `key_heads`, each for a group of value heads, and a convolution over the last
-    `taps` tokens."""
+    """Gated DeltaNet: `key_heads`, each with a group of value heads, and a convolution over the
+    last `taps` tokens."""
 
     key_heads: int
     value_heads: int
@@ -46,11 +47,11 @@ class DeltaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Of one key head: its queries and keys, and the values of its group."""
+        """Channels of one key head: its queries and keys, and the values of its group."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     def state(self) -> tuple[KVComponent, ...]:
-        """What is kept of a sequence."""
+        """State per sequence."""
         inputs = KVComponent("inputs", self.key_heads, (self.taps - 1) * self.group_channels)
         size = self.key_dim * self.value_dim
         return inputs, KVComponent("recurrent", self.value_heads, size, "float32")
@@ -59,11 +60,15 @@ class DeltaConfig:
 @dataclass(frozen=True, slots=True)
 class MambaConfig:
     """Mamba-2: `heads` of `head_dim` values with a state of `state_dim` each, in `groups` that
-    share what writes to it and reads from it; a convolution over the last `taps` tokens.
-    `step_limits`: of the steps after the softplus. `bias`: of all that goes in and of the way out.
-    `copies`: 0 where groups are sharded with the heads; else what groups share is computed by each
-    kv shard, and its convolution's state kept so many times, once a kv head, so that it is at hand
-    whatever heads are sharded over."""
+    share their write and read vectors, and a convolution over the last `taps` tokens.
+
+    Attributes:
+        copies: 0 if groups are sharded with the heads. Otherwise each kv shard computes the groups'
+            shared part, and its convolution state is stored this many times, once per kv head, so
+            that every head sharding has it.
+        bias: Whether input and output projections have biases.
+        step_limits: Bounds of the steps after the softplus.
+    """
 
     heads: int
     head_dim: int
@@ -81,17 +86,17 @@ class MambaConfig:
 
     @property
     def group_channels(self) -> int:
-        """What a group shares: what writes and what reads."""
+        """Channels that a group shares: its write and read vectors."""
         return 2 * self.state_dim
 
     def own_units(self, heads: int) -> tuple[int, int]:
-        """Of so many neighbouring heads, the first of which may be any multiple of it: (units,
-        heads in each), the largest that lie within one group each."""
+        """Splits `heads` neighbouring heads, whose first is any multiple of `heads`, into (units,
+        heads of each), the largest units that lie within one group."""
         size = math.gcd(heads, self.group_heads)
         return heads // size, size
 
     def state(self) -> tuple[KVComponent, ...]:
-        """What is kept of a sequence."""
+        """State per sequence."""
         kept, shared = self.taps - 1, self.groups * self.group_channels
         return (
             KVComponent("inputs", self.heads, kept * self.head_dim),
@@ -106,13 +111,18 @@ class MambaConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """`latent`: of attention whose heads share what is cached: one kv head, and `head_dim` values
-    in a query. `qk_norm`: a norm over each head of q and k before rope (Qwen3), or over all heads
-    together (OLMo 2). `value_norm`: one without a weight over each head of v. `keys_are_values`: v
-    is made by the matrix of k, before norms and rope. `scale` of the scores: None is one over the
-    root of the head size; `cap` bounds them through a tanh (0: not). `sinks`: each head has a score
-    that takes its part of the softmax. `gated`: what heads give is multiplied with the sigmoid of a
-    gate."""
+    """Attention of a layer.
+
+    Attributes:
+        qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
+        scale: Factor of the scores. None means one over the root of the head size.
+        cap: Bound of the scores through a tanh. 0 means none.
+        sinks: Whether each head has a score without a value that joins the softmax.
+        latent: Latent attention, with one kv head and queries of `head_dim` values.
+        gated: Whether outputs are multiplied by the sigmoid of a gate.
+        value_norm: Whether each head of v has a norm without a weight.
+        keys_are_values: Whether v uses the matrix of k, before norms and rope.
+    """
 
     query_heads: int
     kv_heads: int
@@ -132,15 +142,23 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """Routing: scores by softmax over all experts, or by sigmoid of each (`wide`: in float32 from
-    the product on, as all by sigmoid are); with `correction`, a bias for the choice alone; of
-    `groups` of experts only the best `groups_per_token` are looked at. `normalised`: the chosen
-    experts' weights are scaled to sum to one; then `scaling` holds. `shared_ffn`: the width of an
-    expert that every token takes (0: none), behind a gate of its own where `shared_gate`. `biased`:
-    experts and router have biases; `clamp`: experts are gated by it, not by silu. `latent`: experts
-    work on so many values, made of a token's, and back (0: on the token's own). `beside`: they
-    stand beside a dense block of `shared_ffn`, which are normalised each for itself, and are chosen
-    by what the residual stream holds (Gemma 4)."""
+    """Experts and their routing.
+
+    Attributes:
+        normalised: Whether the chosen weights are scaled to sum to one, before `scaling`.
+        shared_ffn: Width of an expert that every token uses. 0 means none.
+        shared_gate: Whether that expert has a gate of its own.
+        scores: Softmax over all experts, or sigmoid of each.
+        correction: Whether a bias affects the choice only.
+        groups, groups_per_token: Groups of experts, and how many of the best are considered.
+        wide: Whether softmax routing computes in float32 from the product on, as sigmoid always
+            does.
+        biased: Whether experts and router have biases.
+        clamp: Gate function of the experts, silu if None.
+        latent: Width of a narrower space in which experts work. 0 means the model's width.
+        beside: Whether experts run beside a dense block of `shared_ffn`, each with its own norms,
+            and are routed by the residual stream (Gemma 4).
+    """
 
     experts: int
     experts_per_token: int
@@ -162,11 +180,17 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """`experts` is None in a dense layer. `window`: positions seen, the token's own included; None
-    is all of them. `rotated`: whether it has rotary positions; `rope`, `attention`: where they are
-    not the model's. `delta`, `mamba`: of a layer that has it in place of attention. `parts`: what
-    it is made of, a mixer (attention, or what it has in its place) and a feed-forward block, or one
-    of them (Nemotron)."""
+    """One layer.
+
+    Attributes:
+        window: Positions attended to, the token's own included. None means all.
+        experts: None in a dense layer.
+        rotated: Whether the layer has rotary positions.
+        rope, attention: Overrides of the model's.
+        delta, mamba: Recurrence in place of attention.
+        parts: Whether the layer has a mixer (attention or its replacement), a feed-forward block,
+            or both (Nemotron has one).
+    """
 
     window: int | None = None
     experts: ExpertConfig | None = None
@@ -179,21 +203,29 @@ class LayerConfig:
 
     @property
     def recurrent(self) -> DeltaConfig | MambaConfig | None:
-        """What keeps state in place of attention."""
+        """The recurrence in place of attention, if any."""
         return self.delta or self.mamba
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """`ffn` is the width of dense layers; `context_tokens` the longest sequence that the positions
-    were built for. `norms`: before attention and feed-forward, after them (on what they add), or
-    both; `norms_above_one`: their weights are what is added to one, those of q and k, too. Scales:
-    of embeddings, of what a block adds to the residual stream, and what logits are divided by;
-    `logits_cap`: logits are bounded by it through a tanh (0: not). `layer_scales`: what a layer
-    gives is multiplied with a number of its own. `left_aside`: layers behind the last one, for
-    predicting several tokens, that a checkpoint may hold and that are not read; `mtp_aside`: the
-    same, under names of their own. `kv_dtype`: what KV is kept in (`KEPT_DTYPES`); "": in the type
-    of the weights."""
+    """A decoder-only transformer.
+
+    Attributes:
+        ffn: Width of dense layers.
+        context_tokens: Longest sequence that the positions were built for.
+        norms: Place of the norms: before attention and feed-forward, after them, or both.
+        norms_above_one: Whether norm weights are added to one, those of q and k included.
+        embedding_scale, residual_scale: Factors of embeddings and of a block's contribution to the
+            residual stream.
+        logits_divisor: Divisor of the logits.
+        logits_cap: Bound of the logits through a tanh. 0 means none.
+        layer_scales: Whether each layer's output has a learned factor.
+        left_aside, mtp_aside: Layers for multi-token prediction that a checkpoint may hold and that
+            are not read: their count behind the last layer, and whether they have names of their
+            own.
+        kv_dtype: Stored type of KV (`KEPT_DTYPES`), "" for the weights' type.
+    """
 
     family: str
     vocabulary: int
@@ -222,8 +254,7 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Over how many shards kv heads can lie at most: what those of all layers have in
-        common."""
+        """Most shards of the kv heads of all layers: their greatest common divisor."""
         return math.gcd(*(self.attention_of(layer).kv_heads for layer in self.layers))
 
     @property
@@ -240,7 +271,7 @@ class DecoderConfig:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """The sizes a layout must divide; `ffn` is 0 where no layer is dense."""
+        """Sizes that a layout must divide. `ffn` is 0 if no layer is dense."""
         dense = any(layer.experts is None and layer.parts != "mixer" for layer in self.layers)
         experts, linear = self.experts, self._linear
         return ModelGeometry(
@@ -255,7 +286,7 @@ class DecoderConfig:
         )
 
     def cost_geometry(self, name: str) -> CostGeometry:
-        """The sizes that its cost depends on."""
+        """Returns the sizes that the cost depends on."""
         attention, experts = self.attention, self.experts
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
@@ -336,7 +367,8 @@ class DecoderConfig:
         return KVSpec(tuple(self._kept_of(layer, kept) for layer in self.layers), dtype)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
-        """`kept`: the type of keys and values, where it is not the state's."""
+        """Returns a layer's KV. `kept` is the type of keys and values if it differs from the
+        state's."""
         if layer.recurrent:
             return KVLayer((), state=layer.recurrent.state())
         if layer.parts == "ffn":

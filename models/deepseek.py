@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3, R1 and those of their form (Kimi K2, GLM-4.7-Flash, Mistral 4): latent
-attention; experts in groups beside one that every token takes; the first layers dense."""
+"""DeepSeek-V2, V3, R1 and models of their form (Kimi K2, GLM-4.7-Flash, Mistral 4): latent
+attention, experts in groups beside a shared expert, and dense first layers."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ V3_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=4096)
 FLASH_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=202752, norm_epsilon=1e-5)
 V3_ROUTING = RoutingDefaults(256, 8, 2048, groups=8, groups_per_token=4, scaling=2.5)
 MISTRAL_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=1048576)
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields missing in config.json.
 SIZES = LatentConfig(query_rank=1536, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 FLASH_SIZES = LatentConfig(query_rank=768, rank=512, rope_dim=64, nope_dim=192, value_dim=256)
 MISTRAL_SIZES = LatentConfig(query_rank=1024, rank=256, rope_dim=64, nope_dim=64, value_dim=128)
@@ -38,7 +38,7 @@ def read_v3_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_flash_config(hf: HfConfig) -> DecoderConfig:
-    """GLM-4.7-Flash."""
+    """Reads GLM-4.7-Flash."""
     config = _read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
@@ -47,15 +47,15 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
         kinds = ("dense",) * min(dense, count) + ("sparse",) * (count - dense)
     if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
         raise hf.error(
-            "mlp_layer_types", f"must say dense or sparse of each of {count} layers", "correct it"
+            "mlp_layer_types", f"must list dense or sparse for {count} layers", "correct it"
         )
-    hf.pass_over("first_k_dense_replace")  # where both are given, they agree
+    hf.pass_over("first_k_dense_replace")  # redundant with mlp_layer_types
     sparse = [kind == "sparse" for kind in kinds]
     return _sparse(hf, config, read_experts(hf, FLASH_ROUTING), sparse)
 
 
 def read_v2_config(hf: HfConfig) -> DecoderConfig:
-    """Scores by softmax, whose weights are scaled and never normalised."""
+    """Reads V2: softmax scores, whose weights are scaled and never normalised."""
     config = _read_latent(hf, V2_DEFAULTS, SIZES)
     method = hf.raw("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -84,7 +84,7 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
-    """Mistral Small 4: scores by softmax, and queries that grow with their position."""
+    """Reads Mistral Small 4: softmax scores, and queries that grow with their position."""
     if hf.count("n_group", 1) != 1 and not hf.sizes_only:
         raise hf.error("n_group", "must be 1", "groups of experts are not supported here")
     hf.pass_over("topk_group")
@@ -109,15 +109,15 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Which layers have experts: all but the first `first_k_dense_replace`, `usual` where it is not
-    said."""
+    """Returns which layers have experts: all but the first `first_k_dense_replace` (default
+    `usual`)."""
     dense = hf.count("first_k_dense_replace", usual, least=0)
     return [at >= dense for at in range(len(config.layers))]
 
 
 def _check_turned_part(hf: HfConfig) -> None:
-    """Of a head `partial_rotary_factor` says once more what is turned, in the rotary parameters or
-    beside them."""
+    """Checks that `partial_rotary_factor`, in the rotary parameters or beside them, agrees with the
+    rotated part of a head."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     inner = given.get("partial_rotary_factor") if isinstance(given, dict) else None
     turned = hf.count("qk_rope_head_dim", MISTRAL_SIZES.rope_dim)
@@ -126,14 +126,14 @@ def _check_turned_part(hf: HfConfig) -> None:
     if not isinstance(part, int | float) or int(whole * part) != turned:
         raise hf.error(
             "qk_rope_head_dim",
-            f"must be what partial_rotary_factor={part} of {whole} values is",
+            f"must be partial_rotary_factor={part} times {whole} values",
             "correct it",
         )
 
 
 def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
-    """All but the experts."""
-    refuse_windows(hf, "this family attends to everything")
+    """Reads everything but the experts."""
+    refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")
     rope_dim = hf.count("qk_rope_head_dim", sizes.rope_dim)
     one_step = "q_lora_rank" in hf.fields and hf.raw("q_lora_rank") is None
@@ -164,7 +164,7 @@ def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) ->
 
 
 def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
-    """It says nothing new, and releases differ in which of these sizes they put there."""
+    """Checks `head_dim`, which is redundant and for which releases use different sizes."""
     whole = latent.nope_dim + latent.rope_dim
     sizes = {latent.rope_dim, latent.nope_dim, latent.value_dim, whole}
     if hf.count("head_dim", whole) not in sizes:
@@ -172,8 +172,8 @@ def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
 
 
 def _yarn_scale(hf: HfConfig) -> float:
-    """What `mscale_all_dim` makes of the scores' scale, beside what rope itself does: any stretched
-    rope, as transformers has it."""
+    """Returns the factor of the scores' scale from `mscale_all_dim`, in addition to rope's own
+    effect. As in transformers it applies to any extended rope."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) in (
         None,
@@ -190,7 +190,7 @@ def _sparse(
     hf: HfConfig, config: DecoderConfig, experts: ExpertConfig, sparse: list[bool]
 ) -> DecoderConfig:
     if hf.count("moe_layer_freq", 1) != 1 and not hf.sizes_only:
-        raise hf.error("moe_layer_freq", "must be 1", "dense layers between are not supported")
+        raise hf.error("moe_layer_freq", "must be 1", "interleaved dense layers are not supported")
     return replace(
         config,
         layers=tuple(

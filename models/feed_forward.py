@@ -1,5 +1,5 @@
-"""The feed-forward blocks of all families: a dense gated MLP, one without a gate, experts behind a
-router, and experts beside a dense block (see `models/blocks.py`, whose layers are fed by them)."""
+"""Feed-forward blocks of all families: a gated MLP, one without a gate, routed experts, and experts
+beside a dense block. `models/blocks.py` uses them in its layers."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class GatedMLP(nnx.Module):
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
-        """`ffn` is the model's where None."""
+        """`ffn` overrides the model's width."""
         ffn = config.ffn if ffn is None else ffn
         into, out = (config.width, ffn), (ffn, config.width)
         bias = config.mlp_bias
@@ -44,7 +44,7 @@ class PlainMLP(nnx.Module):
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
-        """`ffn` is the model's where None."""
+        """`ffn` overrides the model's width."""
         ffn, bias = config.ffn if ffn is None else ffn, config.mlp_bias
         self.up = Linear(make, (config.width, ffn), ("embed", "ffn"), bias=bias, form=form)
         self.down = Linear(make, (ffn, config.width), ("ffn", "embed"), bias=bias, form=form)
@@ -67,7 +67,7 @@ _OUT_OF_EXPERTS: Axes = ("expert", "expert_ffn", "embed")
 def _experts(
     make: Make, shape: tuple[int, int, int], axes: Axes, form: KernelForm
 ) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array] | None]:
-    """A stack [E, in, out], and the scales [E, out] of its quantized values."""
+    """Creates a stack [E, in, out], and scales [E, out] if its values are quantized."""
     experts, into, out = shape
     kept = (experts, into // 2, out) if form.packed(experts=True) else shape
     stack = parameter(make(kept, form.role(experts=True), into), axes)
@@ -77,8 +77,8 @@ def _experts(
 
 
 class SparseMLP(nnx.Module):
-    """A router and experts, each a gated MLP, perhaps with biases; experts whole on a device (ep >
-    1) or split inside over tp. Beside them perhaps an expert that every token takes."""
+    """A router and experts, each a gated MLP, optionally with biases and with a shared expert that
+    every token uses. Experts are whole on a device (ep > 1) or split inside over tp."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
@@ -110,7 +110,7 @@ class SparseMLP(nnx.Module):
         self.down_bias = bias((experts, width), ("expert", "embed"))
         own = routed.shared_ffn and not routed.beside
         self.shared = _dense(make, config, form, routed.shared_ffn) if own else None
-        # Gemma 4's router normalises what it sees, and weighs each expert
+        # Gemma 4's router normalises its input and scales each expert.
         beside = routed.beside
         self.router_scale = parameter(make((width,), "norm", width), ("embed",)) if beside else None
         self.expert_scale = (
@@ -131,8 +131,8 @@ class SparseMLP(nnx.Module):
         valid_T: jax.Array | None,
         chosen_by_TD: jax.Array | None = None,
     ) -> jax.Array:
-        """`chosen_by_TD`: what the router sees, where it is not what the experts are given."""
-        # what has no gate has `up` in its place
+        """`chosen_by_TD` is the router's input if it differs from the experts'."""
+        # Experts without a gate have `up` in its place.
         gate = self.up if self.gate is None else self.gate
         gate_scale = self.up_scale if self.gate is None else self.gate_scale
         scales = gate_scale, self.up_scale, self.down_scale
@@ -164,7 +164,8 @@ class SparseMLP(nnx.Module):
             bias_E = None if self.router_bias is None else self.router_bias[...]
             logits_TE = project(x_TD, router_DE, bias_E, platform=shards.platform)
             return route(logits_TE, config.experts_per_token, normalised=config.normalised)
-        # In float32, as those models were trained: a choice hangs on small differences of scores.
+        # In float32, as these models were trained, because a choice depends on small score
+        # differences.
         wide_TD, wide_DE = x_TD.astype(jnp.float32), router_DE.astype(jnp.float32)
         if self.router_scale is not None:
             scale_D = self.router_scale[...].astype(jnp.float32) * wide_DE.shape[0] ** -0.5
@@ -188,7 +189,7 @@ class SparseMLP(nnx.Module):
 def _latent(
     make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
 ) -> tuple[Linear, Linear] | tuple[None, None]:
-    """What takes tokens into the space of the experts and back, on each device whole."""
+    """Creates the projections into the experts' space and back, whole on each device."""
     if not routed.latent:
         return None, None
     into, out = (config.width, routed.latent), (routed.latent, config.width)
@@ -199,8 +200,8 @@ def _latent(
 
 
 class ParallelMLP(nnx.Module):
-    """A dense block and experts beside it, each with norms of its own: the dense one is given what
-    the layer normalises, the experts and their router make their own of the residual stream."""
+    """A dense block and experts beside it, each with its own norms. The dense block takes the
+    layer's normalised input. Experts and router normalise the residual stream themselves."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
@@ -217,7 +218,7 @@ class ParallelMLP(nnx.Module):
     def __call__(
         self, into_TD: jax.Array, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None
     ) -> jax.Array:
-        """`into_TD`: of the residual stream `x_TD`, normalised."""
+        """`into_TD` is the normalised residual stream `x_TD`."""
         dense_TD = self.dense_norm(self.dense(into_TD, shards, valid_T))
         routed_TD = self.routed(self.routed_norm(x_TD), shards, valid_T, chosen_by_TD=x_TD)
         return dense_TD + self.routed_post_norm(routed_TD)
@@ -226,7 +227,7 @@ class ParallelMLP(nnx.Module):
 def feed_forward(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
 ) -> SparseMLP | ParallelMLP | GatedMLP | PlainMLP:
-    """What a layer has."""
+    """Builds the feed-forward block of a layer."""
     if layer.experts:
         kind = ParallelMLP if layer.experts.beside else SparseMLP
         return kind(make, config, layer.experts, form)

@@ -1,11 +1,11 @@
-"""Gated DeltaNet (Yang et al., 2024), as Qwen3-Next and Qwen3.5 have it in place of attention in
-most layers: a short convolution, the gated delta rule, and a gated norm on each head.
+"""Gated DeltaNet (Yang et al., 2024), in place of attention in most layers of Qwen3-Next and
+Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head.
 
-Each key head serves a group of value heads, and what belongs to one lies together: a group's
-queries, keys and values side by side in one kernel and one convolution. Groups are sharded over kv
-heads' axis, as the state is; where tp exceeds that, the recurrence is computed on each replica, and
-only the gate and the output are split further. The state is float32; the convolution's is the
-activations' type."""
+Each key head serves a group of value heads, and a group's queries, keys and values are adjacent in
+one kernel and one convolution. Groups are sharded over kv heads' axis, like the state. If tp
+exceeds that, each replica computes the recurrence, and only the gate and the output are split
+further. The state is float32, the convolution's has the activations' type.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from models.linear import Linear, Norm, own_heads, rows_of
 
 
 class GatedDeltaNet(nnx.Module):
-    """What is kept between a sequence's tokens, and where, is `recur`'s affair."""
+    """Gated DeltaNet. `recur` stores the state between a sequence's tokens."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, delta: DeltaConfig, form: KernelForm
@@ -48,7 +48,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """[T, D], or [R, D] of these rows: the others go into the state, and that is all."""
+        """Returns [T, D], or [R, D] of these rows. Other tokens only update the state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TN = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
@@ -76,7 +76,7 @@ class GatedDeltaNet(nnx.Module):
         return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
 
     def _heads(self, y_TC: jax.Array, decay_TN: jax.Array, write_TN: jax.Array) -> DeltaInputs:
-        """What the rule reads of the convolution's output."""
+        """Returns the rule's inputs from the convolution's output."""
         delta, tokens = self.delta, y_TC.shape[0]
         group_TGC = jax.nn.silu(y_TC).reshape(tokens, -1, delta.group_channels)
         q_TGH, k_TGH, v_TGC = jnp.split(group_TGC, (delta.key_dim, 2 * delta.key_dim), axis=2)
@@ -87,7 +87,8 @@ class GatedDeltaNet(nnx.Module):
         return DeltaInputs(q_TNH * delta.key_dim**-0.5, k_TNH, v_TNH, decay_TN, write_TN)
 
     def _inputs(self, kept_RGX: jax.Array) -> jax.Array:
-        """The convolution's state as [R, S, C], which is kept by groups [R, G, S x channels]."""
+        """Returns the convolution's state as [R, S, C] from its stored form by groups [R, G, S x
+        channels]."""
         rows = kept_RGX.shape[0]
         by_group = kept_RGX.reshape(rows, -1, self.delta.taps - 1, self.delta.group_channels)
         return by_group.swapaxes(1, 2).reshape(rows, self.delta.taps - 1, -1)

@@ -1,6 +1,6 @@
-"""Gemma 2, and Gemma 3's text part: norms before and after blocks, whose weights are added to one;
-scaled embeddings, GELU; windows in some layers. Gemma 2 bounds scores and logits through a tanh
-(arXiv 2408.00118); Gemma 3's layers with windows have rotary positions of their own."""
+"""Gemma 2 and Gemma 3's text model: norms before and after blocks with weights added to one, scaled
+embeddings, GELU, and windows in some layers. Gemma 2 bounds scores and logits through a tanh (arXiv
+2408.00118). Gemma 3's windowed layers have rotary positions of their own."""
 
 from dataclasses import replace
 
@@ -14,9 +14,8 @@ DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tie
 
 
 def read_2_config(hf: HfConfig) -> DecoderConfig:
-    """What bounds scores and logits is assumed where nothing is said; null says that nothing
-    does."""
-    hf.pass_over("sliding_window_size")  # published beside `sliding_window`, and read by nobody
+    """Reads Gemma 2. Missing bounds of scores and logits have defaults, and null disables them."""
+    hf.pass_over("sliding_window_size")  # published beside `sliding_window` and never used
     config = _read(hf, DEFAULTS_2, pattern=2, bias=hf.flag("attention_bias", False))
     scores, logits = (
         hf.number(field, 0.0 if field in hf.fields else assumed)
@@ -26,8 +25,8 @@ def read_2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
-    """Published configs leave out what the class assumes. `rope_parameters` are by kind of layer,
-    or, before transformers 5, those of layers without a window stand alone."""
+    """Reads Gemma 3, whose published configs omit the class's defaults. `rope_parameters` are by
+    kind of layer or, before transformers 5, those of layers without a window only."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8}
     hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
     given, local = hf.raw("rope_parameters"), None
@@ -44,13 +43,14 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
         hf, "rope_parameters", local, attention.head_dim, config.context_tokens, DEFAULTS
     )
     layers = (replace(each, rope=rope if each.window else None) for each in config.layers)
-    # of the model that sees transformers bounds no logits, whatever its text part says
+    # In multimodal models transformers bounds no logits, whatever the text part states.
     cap = 0.0 if hf.nested else config.logits_cap
     return replace(config, attention=attention, layers=tuple(layers), logits_cap=cap)
 
 
 def _read(hf: HfConfig, defaults: FamilyDefaults, *, pattern: int, bias: bool) -> DecoderConfig:
-    """Where config.json is silent, every layer whose number `pattern` divides sees everything."""
+    """Reads the common fields. Without `layer_types`, every `pattern`-th layer has full
+    attention."""
     config = read_decoder(
         hf, defaults, qkv_bias=bias, output_bias=bias, head_dim_default=256, activation="gelu_tanh"
     )

@@ -1,10 +1,11 @@
-"""Gemma 4's text part (31B, 26B-A4B): layers with a window, and layers without one whose heads are
-of another size, with kv heads of their own, whose values may be made by the keys' matrix, and of
-which a part of the pairs turns. Norms of queries, keys and values, and on both sides of a block; a
-number that each layer's output is multiplied with; in 26B-A4B experts beside each dense block.
+"""Gemma 4's text model (31B, 26B-A4B): layers with a window, and layers without one that have
+another head size, kv heads of their own, values that may use the keys' matrix, and partly rotated
+heads. Queries, keys and values have norms, blocks have norms on both sides, and each layer's output
+has a factor. 26B-A4B has experts beside each dense block.
 
-What E2B and E4B have beyond it, embeddings of each layer and layers that share keys and values, is
-refused by name."""
+The additions of E2B and E4B, embeddings of each layer and layers that share keys and values, are
+refused by name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,12 +29,12 @@ _ROPES: dict[str, dict[str, object]] = {
 }
 
 
-# Of E2B and E4B.
+# Fields of E2B and E4B.
 _BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """As published, and as transformers 5 writes it. Raises CheckpointError."""
+    """Reads the published form and that of transformers 5. Raises CheckpointError."""
     _refuse_what_the_small_ones_have(hf)
     given = hf.raw("rope_parameters")
     if given is not None and not (isinstance(given, dict) and given.keys() <= _ROPES.keys()):
@@ -78,25 +79,24 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
-    """What is stated is refused by name as all that no reader asks for; here what is assumed, and
-    what must be known of sizes."""
+    """Refuses assumed features and, for size queries, stated ones. Otherwise `refuse_unread`
+    refuses stated ones by name."""
     if "hidden_size_per_layer_input" not in hf.fields:
         raise hf.error(
             "hidden_size_per_layer_input",
-            "must be stated (left out it means 256, embeddings of each layer, which are not"
-            " supported)",
-            "set it to 0 where the model has none",
+            "must be stated (its default 256 means per-layer embeddings, which are not supported)",
+            "set it to 0 if the model has none",
         )
     if hf.sizes_only and any(hf.fields.get(field) for field in _BEYOND):
         raise CheckpointError(
-            f"{hf.where}: the sizes of a Gemma 4 with any of {', '.join(_BEYOND)} are not known;"
+            f"{hf.where}: the sizes of Gemma 4 with any of {', '.join(_BEYOND)} are not supported;"
             " use 31B or 26B-A4B"
         )
     hf.pass_over("vocab_size_per_layer_input")
     if hf.has("rope_scaling"):
-        raise hf.error("rope_scaling", "must not be set", "state rope_parameters by kind of layer")
+        raise hf.error("rope_scaling", "must not be set", "use rope_parameters by kind of layer")
     if hf.raw("use_bidirectional_attention") not in (None, "vision") and not hf.sizes_only:
-        # "vision": within an image, and there is none
+        # "vision" applies within images, which are not served.
         raise hf.error(
             "use_bidirectional_attention",
             "must be null or 'vision'",
@@ -107,8 +107,8 @@ def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
 def _full(
     hf: HfConfig, windowed: AttentionConfig, windows: tuple[int | None, ...]
 ) -> AttentionConfig:
-    """Of the layers without a window: sizes as published, or, as transformers 5 writes them, by the
-    number of each layer."""
+    """Returns the attention of layers without a window. Sizes are as published or, as in
+    transformers 5, by layer number."""
     same = hf.flag("attention_k_eq_v", False)
     heads, size = windowed.kv_heads, hf.count("global_head_dim", 512)
     given = hf.count("num_global_key_value_heads", heads)
@@ -127,8 +127,8 @@ def _full(
         ):
             raise hf.error(
                 "per_layer_config",
-                "must give head_dim and num_key_value_heads of the layers without a window, the"
-                " same to each",
+                "must give the same head_dim and num_key_value_heads to each layer without a"
+                " window",
                 "other sizes by layer are not supported",
             )
         own = HfConfig(sizes, f"{hf.where}: per_layer_config")
@@ -137,7 +137,7 @@ def _full(
     if windowed.query_heads % heads or size % 2:
         raise hf.error(
             "num_global_key_value_heads",
-            f"must divide num_attention_heads={windowed.query_heads}, and heads be of an even size"
+            f"must divide num_attention_heads={windowed.query_heads}, with heads of an even size"
             f" ({heads} kv heads of {size})",
             "correct it",
         )
@@ -168,7 +168,7 @@ def _experts(hf: HfConfig, ffn: int) -> ExpertConfig | None:
         return None
     total, chosen, width = (hf.count(field) for field in sizes)
     if chosen > total:
-        raise hf.error("top_k_experts", f"must be at most {total}, all experts", "correct it")
+        raise hf.error("top_k_experts", f"must be at most num_experts={total}", "correct it")
     return ExpertConfig(
         total, chosen, width, True, shared_ffn=ffn, wide=True, clamp=GeluGate(), beside=True
     )

@@ -1,8 +1,9 @@
-"""What generation_config.json says: tokens that end a text, and how the model wants to be sampled
-where a request says nothing, as vLLM and SGLang take it.
+"""generation_config.json: tokens that end a text, and sampling defaults for requests that leave
+them unset, as in vLLM and SGLang.
 
-`do_sample` is not read (as there): a request for greedy decoding sets temperature 0. Needs no JAX:
-routers read it."""
+`do_sample` is not read, as there: a request for greedy decoding sets temperature 0. Needs no JAX,
+because routers read it.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults, SamplingParams
 
-# Their name -> ours.
+# Their names -> ours.
 _FIELDS = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",
@@ -23,7 +24,7 @@ _FIELDS = {
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Raises CheckpointError naming a field out of its range."""
+    """Reads the defaults. Raises CheckpointError for a field out of its range."""
     path = directory / "generation_config.json"
     fields = read_object(path)
     given: dict[str, Any] = {
@@ -40,8 +41,8 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 def stated_eos_ids(path: Path) -> list[int]:
-    """The `eos_token_id` of a generation_config.json or config.json, an id or a list; empty where
-    it states none."""
+    """Returns the `eos_token_id` of a generation_config.json or config.json as a list, possibly
+    empty."""
     fields = read_object(path)
     value = fields.get("eos_token_id")
     if value is None and isinstance(inner := fields.get("text_config"), dict):
@@ -61,7 +62,7 @@ def stated_eos_ids(path: Path) -> list[int]:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """A JSON object; empty where there is no such file."""
+    """Reads a JSON object, empty if there is no such file."""
     if not path.is_file():
         return {}
     try:

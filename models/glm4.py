@@ -1,5 +1,5 @@
 """GLM-4: biases on q, k and v, half of each head rotated in neighbouring pairs, gate and up in one
-tensor; the models of April 2025 (0414, Z1) have norms after attention and feed-forward, too."""
+tensor. The models of April 2025 (0414, Z1) also have norms after attention and feed-forward."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ DEFAULTS = FamilyDefaults(
 
 
 def read_glm_config(hf: HfConfig) -> DecoderConfig:
-    """glm-4-9b, in the form of transformers."""
-    refuse_windows(hf, "this family attends to everything")
+    """Reads glm-4-9b in the form of transformers."""
+    refuse_windows(hf, "this family uses full attention")
     bias = hf.flag("attention_bias", hf.raw("model_type") == "glm4")
     config = read_decoder(hf, DEFAULTS, qkv_bias=bias, head_dim_default=128)
     attention = config.attention

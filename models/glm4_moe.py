@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: experts by corrected sigmoid scores, perhaps in groups, beside one that
-every token takes; the first layers dense; half of each head rotated."""
+"""GLM-4.5, 4.6 and 4.7: experts by corrected sigmoid scores, optionally in groups, beside a shared
+expert, with dense first layers and half of each head rotated."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, 
 
 @dataclass(frozen=True, slots=True)
 class RoutingDefaults:
-    """What transformers assumes of experts where config.json is silent."""
+    """Defaults of transformers for experts' fields missing in config.json."""
 
     experts: int
     experts_per_token: int
@@ -26,7 +26,7 @@ ROUTING = RoutingDefaults(128, 8, 1408)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    refuse_windows(hf, "this family attends to everything")
+    refuse_windows(hf, "this family uses full attention")
     config = read_decoder(
         hf,
         DEFAULTS,
@@ -45,7 +45,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertConfig:
-    """The routing of DeepSeek-V3, in its own words."""
+    """Reads DeepSeek-V3's routing, under its field names."""
     for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if hf.raw(field) not in (None, only):
             raise hf.error(field, f"must be {only!r}", "other routing is not supported here")
@@ -66,7 +66,7 @@ def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertCon
 
 
 def check_groups(hf: HfConfig, experts: ExpertConfig) -> ExpertConfig:
-    """Raises CheckpointError where groups and experts do not fit."""
+    """Raises CheckpointError if groups and experts do not fit."""
     if experts.experts % experts.groups or experts.groups_per_token > experts.groups:
         raise hf.error(
             "n_group",
@@ -77,6 +77,8 @@ def check_groups(hf: HfConfig, experts: ExpertConfig) -> ExpertConfig:
     within = experts.experts // experts.groups * experts.groups_per_token
     if experts.experts_per_token > within:
         raise hf.error(
-            "num_experts_per_tok", f"must be at most {within}, those looked at", "correct it"
+            "num_experts_per_tok",
+            f"must be at most {within}, the experts of the chosen groups",
+            "correct it",
         )
     return experts

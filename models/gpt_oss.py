@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): sinks beside the scores of each head, windows in every second layer;
-biased experts behind a clamped gate, chosen by a softmax over their logits."""
+"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, and biased experts
+behind a clamped gate, chosen by a softmax over their logits."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ YARN = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    # published, and said once more in fields that are read
+    # Redundant with fields that are read.
     hf.pass_over("initial_context_length", "experts_per_token")
     if not (hf.has("rope_scaling") or hf.has("rope_parameters")):
         hf = hf.changed(rope_parameters=YARN)
@@ -29,7 +29,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     total = hf.count("num_local_experts", hf.count("num_experts", 128))
     chosen = hf.count("num_experts_per_tok", 4)
     if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}, all experts", "correct it")
+        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
     clamp = ClampedGate(hf.number("swiglu_limit", 7.0), hf.number("swiglu_alpha", 1.702))
     if clamp.limit <= 0:
         raise hf.error("swiglu_limit", "must be above zero", "correct it")

@@ -1,6 +1,6 @@
 """Granite 3 and 4: Llama with scales on embeddings, residuals, attention scores and logits. Granite
-4 has one form for its dense models and its hybrids: Mamba-2 in most layers, perhaps experts, beside
-a feed-forward block that every token takes; rotary positions where it says so."""
+4's form covers dense models and hybrids: Mamba-2 in most layers, optional experts beside a
+feed-forward block for every token, and optional rotary positions."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig, Mamb
 from models.hf_config import HfConfig
 from models.hf_hybrid import checked_mamba, hybrid_layers, read_kinds
 
-# Of initialization, of how others cut a prompt, and what dense models say of a Mamba they lack.
+# Fields of initialization, of chunking elsewhere, and of Mamba in dense models.
 _OF_HYBRIDS = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",

@@ -1,8 +1,9 @@
 """Reads a Hugging Face config.json: typed fields with the defaults of their family.
 
-A reader asks for the fields that it understands, and what nobody asked for is judged at the end
-(`refuse_unread`, by the lists of `models/hf_fields.py`): nothing that may change the model's output
-is passed over in silence."""
+A reader requests the fields that it supports. Remaining fields are checked at the end
+(`refuse_unread`, by the lists of `models/hf_fields.py`), so that nothing that may change the output
+is ignored.
+"""
 
 import json
 import math
@@ -17,8 +18,8 @@ from models.model_folder import check_model_folder
 
 @dataclass(frozen=True, slots=True)
 class FamilyDefaults:
-    """What transformers assumes where config.json is silent. `partial_rotary`: what part of a head
-    is rotated; None where all of it is, whatever the config says."""
+    """Defaults of transformers for fields missing in config.json. `partial_rotary` is the rotated
+    fraction of a head. None means whole heads, whatever the config states."""
 
     kv_heads: int | None
     context_tokens: int
@@ -30,8 +31,8 @@ class FamilyDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """A model that sees, and whose text part is served: the kind of that where it does not say, and
-    whether its head is tied where nothing says so."""
+    """A multimodal model whose text part is served: its class, the default `model_type` of that
+    part, and the default of `tie_word_embeddings`."""
 
     architecture: str
     text: str
@@ -51,14 +52,14 @@ OUTER = {
 
 
 class HfConfig:
-    """The fields of one config.json; each accessor checks the type, names the field on error, and
-    notes that it was asked for."""
+    """The fields of one config.json. Each accessor checks the type, names the field in errors, and
+    records that the field was read."""
 
     def __init__(
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
-        """`sizes_only`: what a model costs is asked, and options that we lack are passed over.
-        `nested`: the fields are those of the text part of a model that sees."""
+        """`sizes_only` reads a model's cost and ignores unsupported options. `nested` is set if the
+        fields are the text part of a multimodal model."""
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
         self.nested = outer is not None and isinstance(inner, dict)
@@ -105,7 +106,7 @@ class HfConfig:
         return self.fields.get(field)
 
     def count(self, field: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer; without a default the field is required. A null counts as absent."""
+        """Returns an integer. Without a default the field is required. A null counts as absent."""
         value = self.raw(field)
         if value is None:
             if default is None:
@@ -130,7 +131,7 @@ class HfConfig:
         return value
 
     def counts(self, field: str) -> tuple[int, ...]:
-        """A list of integers; empty where absent."""
+        """Returns a list of integers, empty if absent."""
         value = self.raw(field)
         if value is None:
             return ()
@@ -141,7 +142,7 @@ class HfConfig:
         return tuple(value)
 
     def names(self, field: str) -> tuple[str, ...] | None:
-        """A list of strings; None where absent."""
+        """Returns a list of strings, or None if absent."""
         value = self.raw(field)
         if value is None:
             return None
@@ -150,18 +151,18 @@ class HfConfig:
         return tuple(value)
 
     def changed(self, **fields: object) -> "HfConfig":
-        """The same config with other values; what is asked of either counts for both."""
+        """Returns a copy with other values. Both share the record of read fields."""
         other = HfConfig(self.fields | fields, self.where, sizes_only=self.sizes_only)
         other._read, other.nested = self._read, self.nested
         return other
 
     def pass_over(self, *fields: str) -> None:
-        """Notes fields that change nothing in this family, as transformers has it."""
+        """Marks fields as read that change nothing in this family, as in transformers."""
         self._read.update(fields)
 
     def unread(self, *, known_only: bool = False) -> list[str]:
-        """What no reader asked for and is not known to be harmless: each field, its value, and what
-        it means where that is known."""
+        """Returns the fields that were not read and are not known to be harmless, each with its
+        value and its meaning if known."""
         found = []
         for field, value in self.fields.items():
             if field in self._read or harmless(field) or says_nothing(field, value):
@@ -175,11 +176,11 @@ class HfConfig:
         return found
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError that names them all."""
+        """Raises CheckpointError with all unread fields."""
         if (found := self.unread()) and not self.sizes_only:
             raise CheckpointError(
-                f"{self.where}: not supported in {self.fields.get('model_type')}:"
-                f" {', '.join(found)}; use a checkpoint without it, or remove a field that does not"
+                f"{self.where}: not supported for {self.fields.get('model_type')}:"
+                f" {', '.join(found)}; use a checkpoint without them, or remove fields that do not"
                 " change the output"
             )
 
@@ -187,9 +188,9 @@ class HfConfig:
 def _text_part(
     fields: Mapping[str, object], inner: Mapping[str, object], outer: Outer, where: str
 ) -> dict[str, object]:
-    """What is said of the whole holds for the text part, unless it says otherwise itself."""
+    """Merges the fields of the whole model into the text part, which overrides them."""
     architectures = fields.get("architectures")
-    # published as KimiK25..., written by transformers as Kimi_K25...
+    # Published as KimiK25..., written by transformers as Kimi_K25...
     stated = architectures if isinstance(architectures, list) else [outer.architecture]
     called = {str(each).replace("_", "") for each in stated}
     if outer.architecture.replace("_", "") not in called:
@@ -205,7 +206,7 @@ def _text_part(
 
 
 def checked_number(value: object, default: float | None, name: str, where: str) -> float:
-    """A finite number; without a default it is required."""
+    """Checks a finite number. Without a default it is required."""
     if value is None:
         if default is None:
             raise CheckpointError(

@@ -1,6 +1,5 @@
-"""What the families share of their config.json: sizes, biases, rotary positions, windows.
-
-A family's own file reads its own options and `replace`s what it has otherwise."""
+"""Fields of config.json that the families share: sizes, biases, rotary positions, windows. A
+family's file reads its own options and replaces values."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,8 +32,8 @@ def read_decoder(
     activation: Activation = "silu",
     ffn_default: int | None = None,
 ) -> DecoderConfig:
-    """The fields that all families share; all layers dense and without a window, for the family's
-    file to `replace`."""
+    """Reads the fields that all families share. All layers are dense and without a window, for the
+    family's file to `replace`."""
     names = ACTIVATIONS[activation]
     for field in ("hidden_act", "hidden_activation"):
         if hf.raw(field) not in (None, *names) and not hf.sizes_only:
@@ -59,7 +58,7 @@ def read_decoder(
     except CheckpointError:
         if not hf.sizes_only:
             raise
-        # what is wrong has been said; the fields beside it are known
+        # The error was already reported. The fields beside it are known.
         hf.pass_over("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
         rope = Rope(head_dim, defaults.rope_theta)
     return DecoderConfig(
@@ -86,10 +85,26 @@ def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> Decode
     )
 
 
+def read_window(hf: HfConfig, default: int | None = None) -> int | None:
+    """Returns `sliding_window`: `default` if the field is absent, None if it is null."""
+    if "sliding_window" not in hf.fields:
+        return default
+    return hf.count("sliding_window") if hf.has("sliding_window") else None
+
+
+def with_one_window(hf: HfConfig, config: DecoderConfig, window: int | None) -> DecoderConfig:
+    """Gives all layers one window, with which `layer_types` must agree."""
+    windows = (window,) * len(config.layers)
+    if read_layer_types(hf, len(windows), window, [True] * len(windows)) != windows:
+        raise hf.error("layer_types", "must agree with sliding_window", "one window serves all")
+    return with_windows(config, windows)
+
+
 def read_layer_types(
     hf: HfConfig, layers: int, window: int | None, default: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer, by `layer_types` where given, else where `default` says so."""
+    """Returns the window of each layer, by `layer_types` if given, else for layers where `default`
+    is True."""
     types = hf.names("layer_types")
     if types is None:
         return tuple(window if windowed else None for windowed in default)
@@ -102,15 +117,15 @@ def read_layer_types(
     if window is None and "sliding_attention" in types:
         raise hf.error(
             "layer_types",
-            "names sliding_attention, but use_sliding_window and sliding_window give no window",
+            "contains sliding_attention, but use_sliding_window and sliding_window give no window",
             "set both",
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def refuse_windows(hf: HfConfig, reason: str) -> None:
-    """For a family whose layers are alike: a window, or layers of another kind, that the config
-    does not itself switch off."""
+    """Refuses windows and other kinds of layers that the config does not itself disable, for
+    families with uniform layers."""
     types = hf.names("layer_types") or ()
     if any(kind != "full_attention" for kind in types) and not hf.sizes_only:
         raise hf.error("layer_types", f"is not supported ({reason})", "use a checkpoint without it")
@@ -122,6 +137,7 @@ def refuse_windows(hf: HfConfig, reason: str) -> None:
 
 
 def _kv_heads_default(hf: HfConfig, heads: int, defaults: FamilyDefaults) -> int:
-    """A null means one kv head per query head; an absent field means the family's default."""
+    """Returns one kv head per query head for a null, and the family's default for an absent
+    field."""
     explicit_null = "num_key_value_heads" in hf.fields
     return heads if explicit_null or defaults.kv_heads is None else defaults.kv_heads

@@ -1,17 +1,16 @@
-"""Which fields of a config.json are known to leave the output as it is, and which are known to
-change it.
+"""Fields of config.json that are known to leave the output unchanged or to change it.
 
-Readers take the fields that they understand (`HfConfig` notes which). Every other one must be
-here: a field that is in neither list and says anything is refused by name, so that no option is
-passed over in silence."""
+Readers request the fields that they support, and `HfConfig` records them. Every other field must be
+listed here. A field in neither list with a significant value is refused by name.
+"""
 
 
 def names(text: str) -> frozenset[str]:
-    """Names in a text, by spaces."""
+    """Splits a text into names."""
     return frozenset(text.split())
 
 
-# Of training, of generation by somebody else's loop, of bookkeeping.
+# Fields of training, generation loops and bookkeeping.
 HARMLESS = names("""
     architectures model_type transformers_version torch_dtype dtype auto_map name_or_path
     _name_or_path _attn_implementation attn_implementation _attn_implementation_autoset
@@ -38,7 +37,7 @@ HARMLESS = names("""
     cache_implementation
 """)
 
-# Of a model that sees, beside its text part (`text_config`), which alone is served.
+# Fields of a multimodal model beside its text part (`text_config`), which alone is served.
 VISION = names("""
     text_config vision_config audio_config image_token_id image_token_index video_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
@@ -49,8 +48,8 @@ VISION = names("""
     projection_hidden_size projection_layer_norm_eps
 """)
 
-# Options of some family that change the output, and what each means. A reader that has one takes
-# it; for the others it is refused.
+# Options of some families that change the output, with their meaning. Families without support
+# refuse them.
 CHANGING: dict[str, str] = {
     "quantization_config": "quantized weights",
     "quantization": "quantized weights",
@@ -94,15 +93,15 @@ CHANGING: dict[str, str] = {
     "kv_lora_rank": "latent attention",
     "global_head_dim": "heads of another size in some layers",
     "num_global_key_value_heads": "other kv heads in some layers",
-    "attention_k_eq_v": "keys that are values, too",
+    "attention_k_eq_v": "keys that also serve as values",
     "num_kv_shared_layers": "layers that share keys and values",
-    "hidden_size_per_layer_input": "embeddings of each layer",
+    "hidden_size_per_layer_input": "per-layer embeddings",
     "per_layer_config": "layers of several sizes",
     "enable_moe_block": "experts beside a dense block",
     "use_double_wide_mlp": "dense blocks of several widths",
 }
 
-# What says the same as an absent field, beside null, false, 0 and empty.
+# Values with the meaning of an absent field, beside null, false, 0 and empty.
 NEUTRAL: dict[str, object] = {
     "is_causal": True,
     "is_decoder": True,
@@ -113,12 +112,12 @@ NEUTRAL: dict[str, object] = {
     "partial_rotary_factor": 1,
     "moe_layer_freq": 1,
 }
-# False is what an absent one is not.
+# Fields whose absence means true.
 _TRUE_WHERE_ABSENT = frozenset({"is_causal"})
 
 
 def says_nothing(name: str, value: object) -> bool:
-    """Whether a field says what an absent one would."""
+    """Whether a field has the meaning of an absent one."""
     if name in _TRUE_WHERE_ABSENT:
         return value is None or value is True
     return not value or (name in NEUTRAL and value == NEUTRAL[name])
@@ -129,6 +128,6 @@ def harmless(name: str) -> bool:
 
 
 def short(value: object) -> str:
-    """A value in a message: what one needs to find it again."""
+    """Shortens a value for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,5 +1,5 @@
-"""What hybrids of Mamba-2 and attention say in config.json, whatever their family calls it: kinds
-of layers, as transformers names them now and as it did before, and the limits of a step."""
+"""Config fields of Mamba-2 and attention hybrids of all families: kinds of layers under the present
+and former names of transformers, and the limits of a step."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ NAMES = {
 
 
 def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """The layers' kinds, each by one name; those of `field` must be among `kinds`."""
+    """Returns the kinds of the layers that `field` lists, under one name each. They must be among
+    `kinds`."""
     stated = hf.names(field)
     if stated is None or kinds is None:
         return stated
@@ -25,7 +26,7 @@ def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple
     for name in stated:
         if name not in called:
             raise hf.error(
-                field, f"must name layers of {', '.join(called)}", "others are not supported"
+                field, f"must list layers of {', '.join(called)}", "others are not supported"
             )
     return tuple(called[name] for name in stated)
 
@@ -33,34 +34,33 @@ def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple
 def hybrid_layers(
     hf: HfConfig, field: str, kinds: tuple[str, ...], layers: Mapping[str, LayerConfig]
 ) -> tuple[LayerConfig, ...]:
-    """The layers of these kinds. Raises CheckpointError where none has attention."""
+    """Returns the layers of these kinds. Raises CheckpointError if none has attention."""
     if "attention" not in kinds:
         raise hf.error(
-            field, "must name a layer with attention", "models of state alone are not served"
+            field, "must list a layer with attention", "models without one are not supported"
         )
     return tuple(layers[kind] for kind in kinds)
 
 
 def checked_mamba(hf: HfConfig, mamba: MambaConfig, kv_heads: int, groups: str) -> MambaConfig:
-    """With its steps' limits, and with the copies that `kv_heads` need. `groups`: the field that
-    says how many there are."""
+    """Returns `mamba` with its step limits and the copies that `kv_heads` require. `groups` is the
+    field that states the number of groups."""
     if mamba.heads % mamba.groups:
-        raise hf.error(groups, f"must divide the {mamba.heads} heads of Mamba", "correct it")
+        raise hf.error(groups, f"must divide the {mamba.heads} Mamba heads", "correct it")
     return replace(
         mamba, copies=0 if mamba.groups % kv_heads == 0 else kv_heads, step_limits=_step_limits(hf)
     )
 
 
 def _step_limits(hf: HfConfig) -> tuple[float, float]:
-    """transformers writes infinity as {"__float__": "Infinity"}, others as Python's json does."""
+    """Reads step limits. transformers writes infinity as {"__float__": "Infinity"}, others as
+    Python's json does."""
     stated = hf.raw("time_step_limit")
     if stated is None:
         return 0.0, math.inf
     limits = [_limit(each) for each in stated] if isinstance(stated, list) else []
     if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
-        raise hf.error(
-            "time_step_limit", "must be two numbers in order, not negative", "correct it"
-        )
+        raise hf.error("time_step_limit", "must be two non-negative numbers in order", "correct it")
     return limits[0], limits[1]
 
 

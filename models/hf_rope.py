@@ -1,10 +1,10 @@
-"""Rotary positions as a config.json states them, in the forms of transformers 5 (`rope_parameters`)
-and 4 (`rope_scaling`, `rope_theta`).
+"""Rotary positions of a config.json, in the forms of transformers 5 (`rope_parameters`) and 4
+(`rope_scaling`, `rope_theta`).
 
-`dynamic` and `longrope` change how all positions are rotated once a sequence is longer than the
-original context, those already cached included: transformers and vLLM each draw their own
-conclusion, and no two agree. Such a model is served within its original context, where both say the
-same, and longer sequences are refused."""
+`dynamic` and `longrope` change the rotation of all positions, cached ones included, once a sequence
+exceeds the original context. transformers and vLLM handle this differently. Such a model is served
+within its original context, where both agree, and longer sequences are refused.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from models.hf_config import FamilyDefaults, HfConfig, checked_number
 from models.hf_fields import names, short
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
-# What a set of parameters may hold; what a type does not use changes nothing in transformers.
+# Fields of a set of parameters. As in transformers, fields that a type does not use change nothing.
 _KNOWN = names("""
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
     attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor high_freq_factor
@@ -26,8 +26,8 @@ _KNOWN = names("""
 
 
 def read_rope(hf: HfConfig, head_dim: int, context: int, defaults: FamilyDefaults) -> Rope:
-    """From `rope_scaling` (which wins where both are set, as in transformers) or `rope_parameters`,
-    and the top-level `rope_theta`."""
+    """Reads rope from `rope_scaling` (which takes precedence, as in transformers) or
+    `rope_parameters`, and from the top-level `rope_theta`."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     hf.raw("rope_parameters")
     given = hf.raw(field) or {}
@@ -44,7 +44,7 @@ def rope_of(
     context: int,
     defaults: FamilyDefaults,
 ) -> Rope:
-    """One set of parameters."""
+    """Reads one set of parameters."""
 
     def wrong(rule: str, remedy: str = "correct it") -> CheckpointError:
         return CheckpointError(f"{hf.where}: {field} {rule}; {remedy}")
@@ -59,9 +59,9 @@ def rope_of(
                 "per-layer rope is not supported in this family",
             )
         if key not in _KNOWN:
-            raise wrong(f"holds {key}={short(value)}, which is not known")
+            raise wrong(f"contains {key}={short(value)}, which is not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # as the first Phi-3 of 128k called it
+    kind = "longrope" if kind == "su" else kind  # the name in the first Phi-3 of 128k
     if kind not in _TYPES:
         raise wrong(
             f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
@@ -81,7 +81,7 @@ def rope_of(
         case "linear":
             rope = replace(rope, type="linear", factor=number("factor"))
         case "dynamic":
-            number("factor")  # beyond the original context alone
+            number("factor")  # applies only beyond the original context
         case "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
             if not high > low:
@@ -129,8 +129,8 @@ def rope_of(
 
 
 def extended_context(context: int, rope: Rope) -> int:
-    """The longest sequence: linear stretches max_position_embeddings, yarn its original context;
-    llama3 states the result; dynamic and longrope are served without their extension."""
+    """Returns the longest sequence. linear multiplies max_position_embeddings, yarn its original
+    context. llama3 states the result. dynamic and longrope are served without their extension."""
     match rope.type:
         case "linear":
             return max(context, int(context * rope.factor))
@@ -145,26 +145,27 @@ def extended_context(context: int, rope: Rope) -> int:
 def _proportional(
     hf: HfConfig, number: Callable[[str, float], float], head_dim: int, defaults: FamilyDefaults
 ) -> Rope:
-    """Part of the pairs of a whole head turn, rounded as transformers does."""
+    """Reads rope that rotates part of a head's pairs, rounded as in transformers."""
     part = number("partial_rotary_factor", 1.0)
     theta, factor = number("rope_theta", defaults.rope_theta), number("factor", 1.0)
     pairs = int(part * head_dim // 2)
     if not (0 < pairs <= head_dim // 2 and theta > 0 and factor > 0):
         raise CheckpointError(
             f"{hf.where}: proportional rope must have a positive rope_theta and factor, and a"
-            f" partial_rotary_factor above 0 and up to 1 that turns a pair of {head_dim} values,"
+            f" partial_rotary_factor in (0, 1] that rotates a pair of {head_dim} values,"
             f" got {part:g}; correct it"
         )
     return Rope(head_dim, theta, "proportional", factor, turned_pairs=pairs)
 
 
 def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:
-    """How many dimensions of a head are rotated; `given` is 0 where the parameters do not say."""
+    """Returns how many dimensions of a head are rotated. `given` is 0 if the parameters leave it
+    out."""
     part = hf.number("partial_rotary_factor", given or defaults.partial_rotary or 1.0)
     if given and part != given:
         raise CheckpointError(
             f"{hf.where}: partial_rotary_factor={part:g} contradicts the rotary parameters, which"
-            f" say {given:g}; correct it"
+            f" state {given:g}; correct it"
         )
     if defaults.partial_rotary is None and part != 1.0:
         raise CheckpointError(
@@ -174,7 +175,7 @@ def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults
     rotated = int(head_dim * part)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise CheckpointError(
-            f"{hf.where}: partial_rotary_factor={part:g} leaves no even part of heads of"
+            f"{hf.where}: partial_rotary_factor={part:g} gives no even part of heads of"
             f" {head_dim}; correct it"
         )
     return rotated
@@ -191,7 +192,7 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """As in the code that the LongRoPE paper released; within the original context, too."""
+    """Follows the LongRoPE paper's code, also within the original context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -200,7 +201,7 @@ def _longrope_attention_factor(factor: float, original: int, given: float) -> fl
 def _yarn_attention_factor(
     factor: float, given: float, mscale: float, mscale_all_dim: float
 ) -> float:
-    """Equation 22 of the YaRN paper, with DeepSeek's pair of scales."""
+    """Implements equation 22 of the YaRN paper, with DeepSeek's pair of scales."""
     if not math.isnan(given):
         return given
 

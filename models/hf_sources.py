@@ -1,8 +1,8 @@
-"""How a slice of one of our parameters is cut out of Hugging Face tensors.
+"""Cuts slices of our parameters out of Hugging Face tensors, without reading the rest.
 
-Their matrices are [out, in], ours [in, out] or [out, in], and [E, in, out] of experts. A parameter
-may be padded beyond its tensor in the vocabulary: padding reads as zeros. A slice is read without
-touching the rest."""
+Their matrices are [out, in], ours [in, out] or [out, in], and [E, in, out] for experts. The
+vocabulary of a parameter may be padded beyond its tensor, and padding reads as zeros.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class Source(Protocol):
-    """Where one parameter comes from."""
+    """The source of one parameter."""
 
     def needs(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors."""
+        """Returns names and shapes of the tensors."""
         ...
 
     def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        """The slice `index` of the parameter (in its own, padded coordinates), in the stored
+        """Reads the slice `index` of the parameter (in its own, padded coordinates), in the stored
         dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One tensor; `flipped` where the parameter is its transpose. `shape` is the tensor's."""
+    """One tensor of `shape`. `flipped` means that the parameter is its transpose."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PerExpert:
-    """A stack [E, in, out] of tensors [out, in], one per expert; `pattern` holds '{expert}'."""
+    """A stack [E, in, out] of tensors [out, in], one per expert. `pattern` contains '{expert}'."""
 
     pattern: str
     experts: int
@@ -70,7 +70,7 @@ class PerExpert:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A matrix that is some rows of one tensor [rows, in], from `first_row` on; `flipped` where the
+    """A matrix made of rows from `first_row` on of one tensor [rows, in]. `flipped` means that the
     parameter is [in, out]."""
 
     name: str
@@ -90,8 +90,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A stack [N, in, out] of some rows of each head, from `first_row` on, of one tensor [N x
-    rows of a head, in]."""
+    """A stack [N, in, out] of rows from `first_row` on of each head, in one tensor [N x rows of a
+    head, in]."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,9 +112,9 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class SomeRows:
-    """A parameter that is these rows of one tensor [rows, ...], in this order; `flipped` where it
-    is [in, out]. Only they are read, run by run. What the tensor has beside rows and columns is of
-    size one."""
+    """A parameter made of these rows, in this order, of one tensor [rows, ...]. `flipped` means
+    that it is [in, out]. Only these rows are read, run by run. Further dimensions of the tensor
+    have size one."""
 
     name: str
     shape: tuple[int, ...]
@@ -139,8 +139,8 @@ class SomeRows:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A stack [E, in, out] inside one tensor [E, out's, in], whose rows from `first_row` on are
-    ours; or, where `inward`, inside one [E, in, out's]."""
+    """A stack [E, in, out] inside one tensor [E, all out, in], from row `first_row` on, or with
+    `inward` inside one [E, in, all out]."""
 
     name: str
     shape: tuple[int, ...]
@@ -160,7 +160,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class EverySecond:
-    """A parameter that is every second one of a tensor's columns, from `first` on."""
+    """A parameter made of every second column of a tensor, from `first` on."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,15 +1,14 @@
-"""Which Hugging Face tensors make each of our parameters. Tables here are literal; how a slice is
-cut out of a tensor is `models/hf_sources.py`.
+"""The Hugging Face tensors of each of our parameters, as literal tables. `models/hf_sources.py`
+cuts slices out of tensors.
 
-Experts are one tensor each, or fused in one with gate and up side by side, or in turns where they
-are biased (gpt-oss); queries, keys and values may be one tensor, too, and so may a dense gate and
-up."""
+Experts have one tensor each, or one fused tensor with gate and up side by side, or interleaved if
+biased (gpt-oss). Queries, keys and values may be one tensor, and so may a dense gate and up.
+"""
 
 from collections.abc import Mapping
 
 from models.decoder_config import DecoderConfig
-from models.hf_delta import delta_source
-from models.hf_mamba import mamba_source
+from models.hf_recurrent import delta_source, mamba_source
 from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
@@ -20,7 +19,7 @@ STEM = {
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-# What a family calls otherwise: the beginnings of names, and of ours.
+# Prefixes that a family names differently, and ours.
 RENAMED = {
     "nemotron_h": (
         ("backbone.", "model."),
@@ -28,7 +27,7 @@ RENAMED = {
         ("model.norm_f.", "model.norm."),
     )
 }
-# The names that families give one parameter. Of several that a layer has, the last is meant.
+# Names of one parameter in the families. If a layer has several of them, the last applies.
 LAYER: dict[str, tuple[str, ...]] = {
     "attention_norm.weight": ("input_layernorm.weight", "norm.weight"),
     "attention_post_norm.weight": (
@@ -134,9 +133,9 @@ EXPERTS: dict[str, tuple[str, ...]] = {
         "mixer.experts.{expert}.down_proj.weight",
     ),
 }
-# Kept in float32 whatever the model's type.
+# Stored in float32 whatever the model's type.
 IN_FLOAT32 = LAYER["mlp.correction"]
-# Several parameters in one tensor: queries, keys and values; gate and up.
+# Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
 FUSED_QKV = "self_attn.qkv_proj.weight"
 FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")
@@ -155,13 +154,13 @@ FUSED_EXPERTS_DOWN = (
 
 
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """The tensors of one parameter; `found` is what the checkpoint has, which decides between the
-    forms that a parameter may have."""
+    """Returns the source of one parameter. `found` are the checkpoint's tensors, which decide
+    between the forms that a parameter may have."""
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)
     prefix, key = f"model.layers.{path[1]}.", ".".join(str(part) for part in path[2:])
-    # a dense block and experts beside it have the names of either
+    # A dense block and experts beside it use the names of either.
     key = key.replace("mlp.dense.", "mlp.").replace("mlp.routed.", "mlp.")
     if config.layers[int(path[1])].delta and key.startswith("attention."):
         return delta_source(prefix, key, config, found, parameter)
@@ -212,14 +211,14 @@ def _fused_matrix(
 
 
 def _first(prefix: str, names: tuple[str, ...], found: Shapes) -> str:
-    """Of these names of a layer's tensor the one that the checkpoint has; "" where it has none."""
+    """Returns the first of these names in a layer that the checkpoint has, or ""."""
     return next((prefix + name for name in names if prefix + name in found), "")
 
 
 def _gated_queries(
     name: str, key: str, config: DecoderConfig, parameter: ParameterShape
 ) -> SomeRows:
-    """Of each head first its queries, then its gate."""
+    """Each head has its queries first, then its gate."""
     heads, size = config.attention.query_heads, config.attention.head_dim
     first = size if key == "attention.gate.kernel" else 0
     rows = tuple(2 * size * head + first + row for head in range(heads) for row in range(size))
@@ -227,7 +226,7 @@ def _gated_queries(
 
 
 def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
-    """Of each head first what makes its keys, then what makes its values."""
+    """Each head has the rows of its keys first, then those of its values."""
     attention, latent = config.attention, config.attention.latent
     assert latent is not None
     rows = latent.nope_dim + latent.value_dim
@@ -236,7 +235,8 @@ def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
 
 
 def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
-    """As transformers 5 has them, [E, out, in], or as transformers 4 kept some, [E, in, out]."""
+    """Handles [E, out, in] of transformers 5, and [E, in, out] of some families in transformers
+    4."""
     inward = (shape[0], shape[2], shape[1])
     if found[name] == inward and inward != shape:
         return Fused(name, inward, first, inward=True)
@@ -244,7 +244,7 @@ def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Sh
 
 
 def _biased_experts(prefix: str, key: str, shape: tuple[int, ...]) -> Source:
-    """Stacks [E, in, out] and [E, out]; gate and up take turns in their last dimension."""
+    """Stacks [E, in, out] and [E, out]. Gate and up are interleaved in the last dimension."""
     half, _, bias = key.removeprefix("mlp.").partition("_")
     end = "_bias" if bias else ""
     if half == "down":

@@ -1,5 +1,5 @@
-"""Hy3: Qwen3's attention; experts by corrected sigmoid scores beside one that every token takes,
-the first layer dense."""
+"""Hy3: Qwen3's attention, experts by corrected sigmoid scores beside a shared expert, and a dense
+first layer."""
 
 from dataclasses import replace
 
@@ -10,12 +10,12 @@ from models.hf_decoder import read_decoder, refuse_windows
 DEFAULTS = FamilyDefaults(
     kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, rope_theta=11_158_840.0
 )
-# What released checkpoints say of themselves, and the one thing that it may be.
+# Fields of released checkpoints with a single supported value.
 _ONLY = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    refuse_windows(hf, "this family attends to everything")
+    refuse_windows(hf, "this family uses full attention")
     for field in _ONLY:
         if not hf.flag(field, True) and not hf.sizes_only:
             raise hf.error(field, "must be true", "another form of it is not supported")

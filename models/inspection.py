@@ -1,8 +1,9 @@
-"""What a checkpoint folder, or a bare config.json, is and whether it can be served: found without
-reading a weight.
+"""Inspects a checkpoint folder or a config.json, and whether it can be served, without reading a
+weight.
 
-The config is read strictly, as a worker reads it; where that fails, once more for its sizes alone,
-so that everything that is missing is named, and not the first thing only."""
+The config is read strictly, as a worker reads it. If that fails, it is read again for its sizes
+only, so that the report lists everything that is missing instead of the first problem.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ _LISTED = 5
 
 @dataclass
 class Inspection:
-    """`missing` is empty where it loads. `config` is None for a family that is not served, of which
-    `geometry` is all that is known; that is None where even the sizes cannot be read."""
+    """`missing` is empty if the checkpoint loads. `config` is None for unsupported families, which
+    have at most a `geometry`. That is None if the sizes cannot be read either."""
 
     where: str
     family: str
@@ -39,12 +40,12 @@ class Inspection:
     missing: list[str] = field(default_factory=list)
     config: DecoderConfig | None = None
     geometry: CostGeometry | None = None
-    stored: str = "no weights were looked at"
+    stored: str = "no weights were read"
     tokenizer: str = ""
 
 
 def inspect(path: Path) -> Inspection:
-    """Of a folder or of a config.json. Raises CheckpointError where there is neither."""
+    """Inspects a folder or a config.json. Raises CheckpointError if there is neither."""
     bare = path.is_file()
     hf = HfConfig.from_file(path) if bare else HfConfig.from_directory(path)
     found = Inspection(
@@ -53,7 +54,7 @@ def inspect(path: Path) -> Inspection:
     if found.family in FAMILIES:
         _read_strictly(found, hf)
     else:
-        text = hf.fields.get("text_config")  # what a model that sees would be served by
+        text = hf.fields.get("text_config")  # the part of a multimodal model that would be served
         if isinstance(text, dict):
             hf = HfConfig({**hf.fields, **text, "model_type": found.family}, hf.where)
         found.missing = [f"the family {found.family!r}", *hf.unread(known_only=True)]
@@ -71,7 +72,7 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    """Bytes that one layer of each kind keeps of a token; 0 of those that keep none."""
+    """Returns the KV bytes of a token in one layer of each kind, 0 for kinds without KV."""
     kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token
@@ -82,7 +83,8 @@ def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
 def bytes_per_device(
     config: DecoderConfig, layout: Layout, dtype: str, weights: Weights = ""
 ) -> tuple[int, int, int]:
-    """(weights, KV of one token of a sequence, its state) on one device. Raises LayoutError."""
+    """Returns the bytes on one device of weights, of KV per token, and of state per sequence.
+    Raises LayoutError."""
     layout.check(config.geometry)
     shape = layout.mesh_shape(config.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
@@ -126,16 +128,15 @@ def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
 
 def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
     if orbax_checkpoint.is_orbax(directory):
-        return "Orbax form (judged when it is loaded)"
+        return "Orbax format (checked when it is loaded)"
     files = open_files(directory, hf)
     if unreadable := files.unreadable():
         raise CheckpointError(
-            f"{len(unreadable)} tensors of a type that is not read:"
-            f" {', '.join(unreadable[:_LISTED])}"
+            f"{len(unreadable)} tensors of an unsupported type: {', '.join(unreadable[:_LISTED])}"
         )
     find_sources(model, files, directory)
     text = f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
-    restored = ", of which matrices are restored as they are read"
+    restored = ", quantized matrices restored while reading"
     return text + (restored if isinstance(files, QuantizedFiles) else "")
 
 
@@ -160,7 +161,7 @@ def _quantization(stated: object) -> str:
     if not isinstance(stated, dict):
         return "none"
     keys = ("quant_method", "format", "bits", "weight_block_size")
-    return " ".join(str(stated[key]) for key in keys if key in stated) or "of an unknown kind"
+    return " ".join(str(stated[key]) for key in keys if key in stated) or "of unknown kind"
 
 
 def _tuple(axes: object) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""How large a model's keys and values become over some tokens: what their scales are chosen by
-(`models/kv_scales.py`).
+"""Measures the magnitudes of a model's keys and values over sample tokens, from which its KV scales
+are chosen (`models/kv_scales.py`).
 
-Its layers are run as they are loaded, on their mesh, one after the other over whole sequences, with
-dense attention and no cache (`ops/dense_attention.py`): so a model of any family is looked at, one
-with state, too. Layers of equal structure share a program."""
+Layers run as loaded, on their mesh, one after the other over whole sequences, with dense attention
+and no cache (`ops/dense_attention.py`). This covers every family, including those with state.
+Layers of equal structure share a program.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a model lies, and its type."""
+    """Mesh, layout and dtype of a model."""
 
     mesh: Mesh
     layout: Layout
@@ -43,15 +44,15 @@ class _Place:
 
 
 def largest_kept(loaded: LoadedModel, sequences: Sequence[Sequence[int]]) -> KVScales:
-    """The largest magnitude of what each layer would keep of any of these tokens, by kv head.
+    """Returns the largest magnitude of each layer's KV over these tokens, by kv head.
 
     Args:
-        loaded: a model that keeps KV in its own type.
-        sequences: of token ids, each from its beginning; of few different lengths, for each is
-            compiled for, and of no more than a few thousand: memory is tokens x tokens a head.
+        loaded: Model that stores KV in its own type.
+        sequences: Token ids, each from its sequence's start. Each length compiles a program, and
+            memory is tokens x tokens a head, so use few lengths of at most a few thousand.
 
     Raises:
-        BrokenModelError: some of it is not finite.
+        BrokenModelError: A value is not finite.
     """
     model = loaded.model
     place = _Place(loaded.mesh, loaded.layout, model.kv_spec.dtype)
@@ -93,7 +94,7 @@ def _embedded(
 def _through(
     state: nnx.State, x_TD: jax.Array, *, graph: nnx.GraphDef, place: _Place, kept: KVLayer
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A layer, and the largest magnitude of each component [kv heads]."""
+    """Runs a layer and returns the largest magnitude of each component [kv heads]."""
     names = [part.name for part in kept.components]
 
     def local(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -1,13 +1,13 @@
-"""What a model's keys and values are divided by where they are kept in fp8
-(`jdisagg/ops/scaled_kv.py`): of each layer and kv head one power of two for keys and one for
-values; of latents, which have no heads, one a layer.
+"""Divisors of a model's keys and values stored in fp8 (`jdisagg/ops/scaled_kv.py`): for each layer
+and kv head a power of two for keys and one for values. Latents, which have no heads, have one per
+layer.
 
-They are the model's and never a request's, or tokens would depend on what came before and where.
-The first of these holds:
-1. `kv_scales.json` in the model's directory, which `jdisagg calibrate_kv` writes;
-2. the checkpoint's own tensors, of a matrix or of each kv head, as ModelOpt and llm-compressor
-   write them (what is kept is value / scale), rounded up to powers of two;
-3. one, of all that neither has."""
+Scales belong to the model and never to a request, or tokens would depend on earlier requests and on
+placement. The first of these sources applies: 1. `kv_scales.json` in the model's folder, written by
+`jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per matrix or kv head, as ModelOpt and
+llm-compressor write them (stored value = value / scale), rounded up to powers of two; 3. one, for
+everything without a scale.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ from jdisagg.ops.quantize import FP8_LARGEST
 from models.decoder_config import DecoderConfig
 from models.safetensors_files import CheckpointTensors
 
-# Of each layer, by the names of what it keeps ("k" and "v", or "latent"): float32 [kv heads], or
-# [1] of what has no heads.
+# For each layer, by component name ("k" and "v", or "latent"): float32 [kv heads], or [1] without
+# heads.
 LayerScales = Mapping[str, np.ndarray]
 KVScales = Sequence[LayerScales]
 
 _FORMAT = 1
-# Tokens that were not looked at may have keys and values so many times as large.
+# Keys and values of tokens outside the sample may be this many times as large.
 MARGIN = 2.0
-# A scale far outside would hide the mark of a broken sequence (`jdisagg/ops/quarantine.py`).
+# A scale far outside would hide the marker of a broken sequence (`jdisagg/ops/quarantine.py`).
 _LEAST, _MOST = 2.0**-24, 2.0**24
 _TENSORS = (
     "self_attn.{side}_scale",
@@ -44,7 +44,8 @@ _TENSORS = (
 
 
 def scale_parameters(make: Make, config: DecoderConfig, **kv_heads: int) -> nnx.Dict | None:
-    """Of a layer that keeps these, by name; 0 heads: one number. None where nothing is rounded."""
+    """Creates a layer's scale parameters by name, one number for 0 heads. None if KV is not
+    rounded."""
     if not config.kv_dtype:
         return None
     return nnx.Dict(
@@ -58,13 +59,13 @@ def scale_parameters(make: Make, config: DecoderConfig, **kv_heads: int) -> nnx.
 def find_kv_scales(
     directory: Path, config: DecoderConfig, files: CheckpointTensors | None
 ) -> tuple[KVScales, str]:
-    """The scales of a model, and where they come from, "" where all are one for want of any.
+    """Returns the scales of a model and their origin, "" if all are one by default.
 
     Args:
-        files: its tensors; None of a directory in Orbax form, which has none of scales.
+        files: Tensors of the model, or None for the Orbax format, which holds no scales.
 
     Raises:
-        CheckpointError: what is there does not fit the model, or is no scale.
+        CheckpointError: The scales do not fit the model, or are not valid.
     """
     path = directory / KV_SCALES_FILE
     if path.is_file():
@@ -85,8 +86,8 @@ def find_kv_scales(
 
 
 def chosen_scales(largest: np.ndarray) -> np.ndarray:
-    """The smallest powers of two by which these magnitudes, and others `MARGIN` times as large, lie
-    within e4m3; one of zero. Float32, as `largest`."""
+    """Returns the smallest powers of two, float32, by which these magnitudes times `MARGIN` lie
+    within e4m3. Zero gives one."""
     needed = largest.astype(np.float64) * MARGIN / FP8_LARGEST
     return np.where(needed > 0, _power_of_two(np.clip(needed, _LEAST, _MOST)), 1).astype(np.float32)
 
@@ -94,8 +95,8 @@ def chosen_scales(largest: np.ndarray) -> np.ndarray:
 def write_kv_scales(
     path: Path, config: DecoderConfig, scales: KVScales, of: str, largest: KVScales | None = None
 ) -> None:
-    """`of`: what they were made of, for people, and so is `largest`, the magnitudes that were
-    found. Raises ConfigError where the file cannot be written."""
+    """Writes kv_scales.json. `of` and `largest`, the magnitudes found, inform readers. Raises
+    ConfigError if the file cannot be written."""
     layers = [
         {
             name: {"scale": values.tolist()}
@@ -110,24 +111,24 @@ def write_kv_scales(
     fresh = path.with_name(f"{path.name}.part")
     try:
         fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)  # whoever loads the model meanwhile reads the old one or the new one
+        fresh.replace(path)  # atomic, so that concurrent loads read the old or the new file
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name another file"
+            f"{path} cannot be written: {error.strerror}; give another file"
         ) from error
 
 
 def _of_file(path: Path, config: DecoderConfig) -> KVScales:
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(
-            f"{path}: {what}; write it anew (jdisagg calibrate_kv --model={path.parent}),"
-            " or remove it"
+            f"{path}: {what}; write it again (jdisagg calibrate_kv --model={path.parent}) or remove"
+            " it"
         )
 
     try:
         stated = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise wrong(f"it cannot be read ({error})") from error
+        raise wrong(f"the file cannot be read ({error})") from error
     stated = stated if isinstance(stated, dict) else {}
     for field, ours in (("format", _FORMAT), ("family", config.family)):
         if stated.get(field) != ours:
@@ -135,12 +136,12 @@ def _of_file(path: Path, config: DecoderConfig) -> KVScales:
     layers, kept = stated.get("layers"), _kept(config)
     if not isinstance(layers, list) or len(layers) != len(kept):
         count = len(layers) if isinstance(layers, list) else "none"
-        raise wrong(f"layers must be {len(kept)}, as many as the model has, got {count}")
+        raise wrong(f"layers must have {len(kept)} entries, as the model has, got {count}")
     found = []
     for index, (layer, parts) in enumerate(zip(layers, kept, strict=True)):
         names = [part.name for part in parts]
         if not isinstance(layer, dict) or sorted(layer) != sorted(names):
-            raise wrong(f"layers[{index}] must have {', '.join(names) or 'nothing'}, as the model")
+            raise wrong(f"layers[{index}] must have {', '.join(names) or 'no entries'}")
         scales = {}
         for part in parts:
             where, heads = f"layers[{index}].{part.name}.scale", max(1, part.heads)
@@ -171,13 +172,13 @@ def _of_tensor(name: str, value: np.ndarray, part: KVComponent, directory: Path)
         some = f"1 or {heads}" if heads > 1 else "1"
         raise CheckpointError(
             f"{directory}: {name} must be {some} numbers from 2^-24 to 2^24, got {values.size}:"
-            f" {values[:4].tolist()}; a {KV_SCALES_FILE} of jdisagg calibrate_kv replaces it"
+            f" {values[:4].tolist()}; override it with the {KV_SCALES_FILE} of jdisagg calibrate_kv"
         )
     return np.broadcast_to(_power_of_two(values), (heads,)).astype(np.float32)
 
 
 def _power_of_two(values: np.ndarray) -> np.ndarray:
-    """The smallest at or above."""
+    """Returns the smallest powers of two at or above `values`."""
     mantissa, exponent = np.frexp(values)
     return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
 

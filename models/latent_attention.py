@@ -1,8 +1,9 @@
-"""Multi-head latent attention, as DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4 have
-it: see `jdisagg/ops/latent_attention.py` for what is cached and computed.
+"""Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4.
+`jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
-What makes the cached vector is whole on every device; heads are sharded over tp. Queries are made
-in one step or, with a norm between, in two."""
+The projection to the cached vector is whole on every device, and heads are sharded over tp. Queries
+are computed in one step or, with a norm between, in two.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from models.decoder_config import DecoderConfig, LayerConfig
 from models.kv_scales import scale_parameters
 from models.linear import Linear, Norm, rows_of
 
-# transformers gives these two norms no epsilon of the config
+# transformers gives these two norms a fixed epsilon.
 _EPSILON = 1e-6
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """`keys` and `values` make a head's part of key and value of the latent."""
+    """`keys` and `values` map the latent to a head's part of key and value."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -69,7 +70,7 @@ class MultiHeadLatentAttention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """As `models.blocks.Attention`."""
+        """Like `models.blocks.Attention`."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._queries(x_RD, positions_R, shards)
         if self.kv_scales is not None:
@@ -88,7 +89,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), shards)
 
     def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
-        """[R, N, nope + rope], the last part turned; perhaps grown with their position."""
+        """Returns queries [R, N, nope + rope], whose last part is rotated, and which may grow with
+        their position."""
         if self.config.query_rank:
             q = self.q_b(self.q_norm(self.q_a(x_RD, shards)), shards)
         else:
@@ -102,7 +104,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
 
     def _cached(self, x_TD: jax.Array, positions_T: jax.Array, shards: Shards) -> jax.Array:
-        """What is kept of each token: [T, 1, rank + rope]."""
+        """Returns the cached vector of each token: [T, 1, rank + rope]."""
         rank = self.config.rank
         both = self.kv_a(x_TD, shards)
         turned_T1R = self._turned(both[:, None, rank:], positions_T)

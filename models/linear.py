@@ -1,5 +1,5 @@
-"""A linear map and a norm, of which the blocks of all families are made: Flax NNX modules on local
-shards (see `models/blocks.py`)."""
+"""A linear map and a norm, used in the blocks of all families: Flax NNX modules on local shards
+(see `models/blocks.py`)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jdisagg.ops.quantized_weights import KernelForm
 
 
 class Linear(nnx.Module):
-    """A kernel [in, out], or [out, in] where `transposed`, perhaps a scale [out] of its quantized
-    values, and perhaps a bias [out]."""
+    """A kernel [in, out], or [out, in] if `transposed`, with optional quantization scales [out] and
+    bias [out]."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Linear(nnx.Module):
         return self._product(x_TD, shards, None if self.bias is None else self.bias[...])
 
     def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        """The product of a kernel whose input dimension is sharded over tp: summed over its shards,
-        then the bias."""
+        """Multiplies with a kernel whose input dimension is sharded over tp: sums over the shards,
+        then adds the bias."""
         y_TD = self._product(x_TD, shards, None)
         if shards.tp:
             y_TD = lax.psum(y_TD, shards.tp)
@@ -58,27 +58,27 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Root mean square norm with a weight, which is added to one where `above_one`."""
+    """Root mean square norm with a weight, which is added to one if `above_one`."""
 
     def __init__(
         self, make: Make, size: int, axes: Axes, epsilon: float, *, above_one: bool = False
     ) -> None:
-        role = "bias" if above_one else "norm"  # begins at zero, or at one
+        role = "bias" if above_one else "norm"  # initialised to zero or one
         self.weight = parameter(make((size,), role, size), axes)
         self.epsilon, self.above_one = epsilon, above_one
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """`over`: the mesh axes that the normalised dimension is sharded over."""
+        """`over` names the mesh axes over which the normalised dimension is sharded."""
         return rms_norm(x, self.weight[...], self.epsilon, over, above_one=self.above_one)
 
 
 def own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
-    """Of the heads that all replicas have, this device's `heads`."""
+    """Returns this device's `heads` of the heads that all replicas have."""
     if out_RNH.shape[1] == heads:
         return out_RNH
     return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)
 
 
 def rows_of(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
-    """The rows asked for (token 0 stands in for padding), or all."""
+    """Returns these rows, or all. Padding takes token 0."""
     return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

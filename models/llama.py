@@ -11,7 +11,7 @@ DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    refuse_windows(hf, "the Llama family attends to everything")
+    refuse_windows(hf, "the Llama family uses full attention")
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias)
     return replace(config, mlp_bias=hf.flag("mlp_bias", False))

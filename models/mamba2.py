@@ -1,12 +1,13 @@
-"""Mamba-2 (Dao and Gu, 2024), as Granite 4's and Nemotron's hybrids have it in place of attention
-in most layers: a short convolution, the recurrence (`jdisagg/ops/state_space.py`), a gate, and a
-norm over groups of heads behind the gate.
+"""Mamba-2 (Dao and Gu, 2024), in place of attention in most layers of Granite 4's and Nemotron's
+hybrids: a short convolution, the recurrence (`jdisagg/ops/state_space.py`), a gate, and a norm over
+groups of heads after the gate.
 
-Heads are sharded over kv heads' axis, as the state is; where tp exceeds that, the recurrence is
-computed on each replica, and only the gate and the output are split further. What a group of heads
-shares (b and c of the recurrence) is sharded with them where the groups divide over any number of
-kv shards, and else computed, and kept, whole on each (Granite has one group). The recurrent state
-is float32; the convolution's is the activations' type."""
+Heads are sharded over kv heads' axis, like the state. If tp exceeds that, each replica computes the
+recurrence, and only the gate and the output are split further. A group's shared part (b and c of
+the recurrence) is sharded with its heads if the groups divide over any number of kv shards.
+Otherwise each shard computes and stores it whole (Granite has one group). The recurrent state is
+float32, the convolution's has the activations' type.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from models.linear import Linear, own_heads, rows_of
 
 
 class Convolution(nnx.Module):
-    """Over the last tokens, channel by channel, and SiLU."""
+    """A convolution over the last tokens, channel by channel, and SiLU."""
 
     def __init__(self, make: Make, channels: int, axes: Axes, mamba: MambaConfig) -> None:
         taps = mamba.taps
@@ -35,7 +36,7 @@ class Convolution(nnx.Module):
     def __call__(
         self, x_TC: jax.Array, inputs_RSC: jax.Array, runs: Runs | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Outputs, and the inputs that each row ends with."""
+        """Returns the outputs and each row's last inputs."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if runs is None:
             y_TC, inputs_RSC = convolve_step(x_TC, kernel, inputs_RSC, bias)
@@ -45,7 +46,7 @@ class Convolution(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Root mean square norm over each group of heads, whose heads may lie on several devices."""
+    """Root mean square norm over each group of heads, which may be spread over several devices."""
 
     def __init__(self, make: Make, config: DecoderConfig, mamba: MambaConfig) -> None:
         size = mamba.heads * mamba.head_dim
@@ -54,7 +55,7 @@ class GroupNorm(nnx.Module):
         self.groups, self.group_heads = mamba.groups, mamba.heads // mamba.groups
 
     def __call__(self, x_RNP: jax.Array, dtype: jnp.dtype, shards: Shards) -> jax.Array:
-        """[R, N x P] of float32 heads, in `dtype`."""
+        """Normalises float32 heads to [R, N x P] in `dtype`."""
         rows, heads, width = x_RNP.shape
         squares_RN = jnp.sum(jnp.square(x_RNP), axis=-1)
         first = lax.axis_index(shards.tp) * heads if shards.tp else 0
@@ -69,7 +70,7 @@ class GroupNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """What is kept between a sequence's tokens, and where, is `recur`'s affair."""
+    """Mamba-2. `recur` stores the state between a sequence's tokens."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, mamba: MambaConfig, form: KernelForm
@@ -96,7 +97,7 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """[T, D], or [R, D] of these rows: the others go into the state, and that is all."""
+        """Returns [T, D], or [R, D] of these rows. Other tokens only update the state."""
         mamba = self.mamba
         x_TC, bc_TC = self.x(x_TD, shards), self.bc(x_TD, shards)
         least, most = mamba.step_limits
@@ -136,7 +137,8 @@ class Mamba2(nnx.Module):
     def _of_own_groups(
         self, z_TC: jax.Array, heads: int, shards: Shards
     ) -> tuple[jax.Array, jax.Array]:
-        """b and c [T, G, ds] for this device's heads, one for each so many of them as share it."""
+        """Returns b and c [T, G, ds] for this device's heads, one for each unit of heads that share
+        it."""
         mamba = self.mamba
         z_TGC = z_TC.reshape(z_TC.shape[0], -1, mamba.group_channels)
         if mamba.copies and shards.tp:
@@ -148,7 +150,8 @@ class Mamba2(nnx.Module):
         return b_TGS, c_TGS
 
     def _by_token(self, kept_RGX: jax.Array) -> jax.Array:
-        """The convolution's state as [R, S, C], which is kept by heads [R, G, S x channels]."""
+        """Returns the convolution's state as [R, S, C] from its stored form by heads [R, G, S x
+        channels]."""
         rows, groups, _ = kept_RGX.shape
         by_head = kept_RGX.reshape(rows, groups, self.mamba.taps - 1, -1)
         return by_head.swapaxes(1, 2).reshape(rows, self.mamba.taps - 1, -1)

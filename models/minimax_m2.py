@@ -1,5 +1,5 @@
-"""MiniMax M2: experts in every layer, by corrected sigmoid scores; a norm over all heads of q and
-of k; heads rotated in part."""
+"""MiniMax M2: experts in every layer, by corrected sigmoid scores, a norm over all heads of q and
+of k, and partly rotated heads."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=196608, rope_theta=5e6, partial_rotary=1.0)
-# What released checkpoints say of themselves, and the one thing that it may be.
+# Fields of released checkpoints with a single supported value.
 _ONLY: dict[str, object] = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
@@ -22,7 +22,7 @@ _ONLY: dict[str, object] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    refuse_windows(hf, "this family attends to everything")
+    refuse_windows(hf, "this family uses full attention")
     for field, only in _ONLY.items():
         if hf.raw(field) not in (None, only) and not hf.sizes_only:
             raise hf.error(field, f"must be {only!r}", "another form of it is not supported")

@@ -1,11 +1,11 @@
-"""Ministral 8B of 2024: Mistral with windows in some layers; and Ministral 3, with Devstral 2:
-Mistral whose queries grow with their position."""
+"""Ministral 8B of 2024: Mistral with windows in some layers. Ministral 3 and Devstral 2: Mistral
+whose queries grow with their position."""
 
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig, checked_number
-from models.hf_decoder import read_decoder, read_layer_types, with_windows
+from models.hf_decoder import read_decoder, read_layer_types, read_window, with_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=4096 * 32)
 DEFAULTS_3 = FamilyDefaults(kv_heads=8, context_tokens=262144, norm_epsilon=1e-5, rope_theta=1e6)
@@ -22,24 +22,21 @@ ROPE_3: dict[str, object] = {
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     config = read_decoder(hf, DEFAULTS)
-    silent = "sliding_window" not in hf.fields
-    window = 4096 if silent else (hf.count("sliding_window") if hf.has("sliding_window") else None)
     count = len(config.layers)
-    return with_windows(config, read_layer_types(hf, count, window, [True] * count))
+    return with_windows(config, read_layer_types(hf, count, read_window(hf, 4096), [True] * count))
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
     hf, beta = without_query_growth(hf, ROPE_3)
     config = with_query_growth(read_decoder(hf, DEFAULTS_3, head_dim_default=128), beta, hf)
-    window = hf.count("sliding_window") if hf.has("sliding_window") else None
-    return with_windows(config, (window,) * len(config.layers))
+    return with_windows(config, (read_window(hf),) * len(config.layers))
 
 
 def without_query_growth(
     hf: HfConfig, assumed: dict[str, object], *passed_over: str
 ) -> tuple[HfConfig, float]:
-    """The config with rotary parameters that know nothing of it, nor of what is passed over; and
-    the factor. `assumed`: the parameters where nothing is said."""
+    """Returns the config without query growth (and fields to pass over) in its rotary parameters,
+    and the growth factor. `assumed` are the default parameters."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field) or assumed
     if not isinstance(given, dict):
@@ -51,7 +48,7 @@ def without_query_growth(
 
 
 def with_query_growth(config: DecoderConfig, beta: float, hf: HfConfig) -> DecoderConfig:
-    """Raises CheckpointError where the context that growth is counted by is not known."""
+    """Raises CheckpointError if the original context, on which the growth is based, is missing."""
     rope = replace(config.attention.rope, query_beta=beta)
     if beta and not rope.original_tokens:
         field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"

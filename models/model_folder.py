@@ -1,5 +1,4 @@
-"""The folder of a checkpoint, as whoever names it may get it wrong. Needs no JAX: routers read the
-tokenizer alone."""
+"""Checks of a checkpoint's folder. Needs no JAX, because routers read the tokenizer only."""
 
 from pathlib import Path
 
@@ -8,10 +7,10 @@ from models.generation_config import read_object
 
 
 def check_model_folder(directory: Path) -> None:
-    """Raises CheckpointError where it is none."""
+    """Raises CheckpointError if `directory` is not a folder."""
     if directory.is_file():
         raise CheckpointError(
-            f"model directory {str(directory)!r} is a file; give the directory that it lies in"
+            f"model directory {str(directory)!r} is a file; give the directory that contains it"
         )
     if not directory.is_dir():
         raise CheckpointError(
@@ -21,8 +20,8 @@ def check_model_folder(directory: Path) -> None:
 
 
 def stored_dtype(directory: Path) -> str:
-    """The type that its weights were meant to be computed with, of those that we have: "bfloat16"
-    also of float16 ones, "float32" where config.json says nothing."""
+    """Returns the compute type that the config states, as one of ours: "bfloat16" also for float16,
+    "float32" if none is stated."""
     fields = read_object(directory / "config.json")
     inner = fields.get("text_config")
     stated = [

@@ -1,7 +1,7 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one of Mamba-2, attention without
-positions, a feed-forward block, or experts, by a pattern. What is fed forward has no gate but a
-squared ReLU; experts are chosen as DeepSeek-V3's, perhaps work in a narrower space, and stand
-beside one that every token takes."""
+positions, a feed-forward block, or experts, by a pattern. Feed-forward has a squared ReLU instead
+of a gate. Experts are chosen as in DeepSeek-V3, may work in a narrower space, and stand beside a
+shared expert."""
 
 from dataclasses import replace
 
@@ -15,14 +15,14 @@ from models.hf_hybrid import checked_mamba, hybrid_layers, read_kinds
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=4096, norm_epsilon=1e-5)
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# Of training, of how others cut a prompt, and what transformers does not look at either.
+# Fields of training, of chunking elsewhere, and fields that transformers ignores too.
 _PASSED_OVER = (
     "chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor",
     "num_logits_to_keep", "rescale_prenorm_residual", "use_mamba_kernels", "attention_bias",
     "mamba_ssm_cache_dtype", "mamba_proj_bias", "moe_shared_expert_overlap",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
 )  # fmt: skip
-# Said of kinds of layers that a model may have none of.
+# Fields of kinds of layers that a model may not have.
 _OF_KINDS = (
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
     "use_conv_bias", "use_bias", "time_step_limit", "n_routed_experts", "n_shared_experts",
@@ -65,7 +65,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _kinds(hf: HfConfig) -> tuple[str, tuple[str, ...]]:
-    """The field that says them, and the layers' kinds."""
+    """Returns the layers' kinds and the field that states them."""
     field, pattern = "layers_block_type", hf.raw("hybrid_override_pattern")
     kinds = read_kinds(hf, field, tuple(PATTERN.values()))
     if kinds is None:
@@ -81,7 +81,7 @@ def _kinds(hf: HfConfig) -> tuple[str, tuple[str, ...]]:
             )
         kinds = tuple(PATTERN[each] for each in pattern)
     if hf.count("num_hidden_layers", len(kinds)) != len(kinds):
-        raise hf.error("num_hidden_layers", f"must be {len(kinds)}, as {field} says", "correct it")
+        raise hf.error("num_hidden_layers", f"must be {len(kinds)}, as in {field}", "correct it")
     return field, kinds
 
 

@@ -10,7 +10,7 @@ DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048, norm_epsilon=1e-5)
 
 
 def read_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderConfig:
-    refuse_windows(hf, "this family attends to everything")
+    refuse_windows(hf, "this family uses full attention")
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, defaults, qkv_bias=bias, output_bias=bias, qk_norm="all")
     return replace(config, norms="after")

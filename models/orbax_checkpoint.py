@@ -1,10 +1,11 @@
-"""Checkpoints in Orbax form: written once from any layout, restored directly into the shardings of
-any other.
+"""Checkpoints in Orbax format: written once from any layout, restored directly into the shardings
+of any other.
 
 A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the
-tokenizer's files. Arrays are kept as [in, out] and with the plain vocabulary, so that the form
-depends on neither platform nor layout; Orbax pads the vocabulary on the way in, and kernels that a
-platform wants as [out, in] are flipped on their own devices afterwards."""
+tokenizer's files. Arrays are stored as [in, out] with the unpadded vocabulary, independent of
+platform and layout. Orbax pads the vocabulary on restore, and kernels that a platform stores as
+[out, in] are transposed on their devices afterwards.
+"""
 
 import json
 import shutil
@@ -36,8 +37,8 @@ _COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "token
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter as it lies on disk: its name, shape (vocabulary unpadded), and the shape, type
-    and sharding it is restored to."""
+    """A parameter on disk: its name, shape (vocabulary unpadded), and the shape, type and sharding
+    to restore."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,20 +71,21 @@ def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: 
             _say_untied(destination / "config.json")
     except OSError as error:
         raise CheckpointError(
-            f"{destination} cannot be written: {error}; remove what is there and convert again"
+            f"{destination} cannot be written: {error}; remove its contents and convert again"
         ) from error
 
 
 def _say_untied(path: Path) -> None:
-    """The source's config.json may say otherwise: its head was not the embedding after all."""
+    """Corrects `tie_word_embeddings` of the copied config.json for a head that differs from the
+    embedding."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.get("tie_word_embeddings"):
         path.write_text(json.dumps(fields | {"tie_word_embeddings": False}, indent=2) + "\n")
 
 
 def check_destination(destination: Path) -> None:
-    """Makes the folder. Raises ConfigError where it cannot be made, CheckpointError where it has
-    weights already."""
+    """Creates the folder. Raises ConfigError if it cannot be created, CheckpointError if it already
+    has weights."""
     if is_orbax(destination):
         raise CheckpointError(
             f"{destination} already holds an Orbax checkpoint; choose another directory or"
@@ -93,7 +95,7 @@ def check_destination(destination: Path) -> None:
 
 
 def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Decoder:
-    """Fills an abstract model; each process reads only what its devices hold."""
+    """Fills an abstract model. Each process reads only its devices' parts."""
     path = (directory / _FOLDER).absolute()
     stored = _stored_form(model, mesh, layout)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -113,8 +115,8 @@ def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Deco
                 path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
             )
         except (JdisaggError, JaxRuntimeError, MemoryError):
-            raise  # it says itself what is wrong, or there is no room for what can be read
-        except Exception as error:  # Orbax raises bare Exceptions for what TensorStore cannot read
+            raise  # these errors already name the problem, or memory is short
+        except Exception as error:  # Orbax raises bare Exceptions for TensorStore's read errors
             why = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(
                 f"{path} cannot be read as an Orbax checkpoint ({why}); convert it again"
@@ -170,7 +172,7 @@ def _to_disk_form(array: jax.Array, part: _Stored) -> jax.Array:
         )
     if part.shape == part.padded:
         return array
-    # the plain vocabulary need not divide: written unsharded
+    # The unpadded vocabulary need not divide, so it is written unsharded.
     whole = NamedSharding(part.sharding.mesh, PartitionSpec())
     return jax.jit(
         partial(jax.lax.slice, start_indices=(0,) * array.ndim, limit_indices=part.shape),
@@ -198,7 +200,7 @@ def _check(found: dict[str, tuple[int, ...]], stored: Sequence[_Stored], directo
         for name, shape in needed.items()
         if found.get(name) != shape
     ]
-    wrong += [f"{name} {shape} is not known" for name, shape in found.items() if name not in needed]
+    wrong += [f"{name} {shape} is unknown" for name, shape in found.items() if name not in needed]
     if wrong:
         raise CheckpointError(
             f"{directory}: the arrays do not fit its config.json: {'; '.join(wrong[:8])}; convert"

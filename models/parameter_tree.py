@@ -1,5 +1,5 @@
-"""A model's parameters as a flat list of paths and shapes, and back: what every checkpoint form
-needs."""
+"""A model's parameters as a flat list of paths and shapes, and back, for every checkpoint
+format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ ParameterPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """A parameter as the model declares it. `transposed`: its kernel is kept as [out, in], as
-    theirs is."""
+    """A parameter as the model declares it. `transposed` means that its kernel is stored as [out,
+    in], like in Hugging Face tensors."""
 
     path: ParameterPath
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class ParameterShape:
 
 
 def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
-    """Path, shape and orientation of each parameter, in leaf order."""
+    """Returns path, shape and orientation of each parameter, in leaf order."""
     shapes = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         owner: object = model
@@ -43,6 +43,6 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
 
 
 def with_arrays(model: Decoder, arrays: Sequence[jax.Array]) -> Decoder:
-    """The model around these parameters, in leaf order."""
+    """Returns the model with these parameters, given in leaf order."""
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))

@@ -1,14 +1,13 @@
-"""Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in one; heads perhaps
-rotated in part, positions perhaps by longrope, all layers perhaps with one window."""
+"""Phi-3 and Phi-4: fused queries, keys and values, fused gate and up, optionally partly rotated
+heads, longrope, and one window for all layers."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig
-from models.hf_decoder import read_decoder, with_windows
+from models.hf_decoder import read_decoder, read_window, with_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=4096, norm_epsilon=1e-5, partial_rotary=1.0)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     config = read_decoder(hf, DEFAULTS)
-    window = hf.count("sliding_window") if hf.has("sliding_window") else None
-    return with_windows(config, (window,) * len(config.layers))
+    return with_windows(config, (read_window(hf),) * len(config.layers))

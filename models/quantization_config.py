@@ -1,8 +1,9 @@
-"""What config.json's `quantization_config` says of a checkpoint's matrices, for the forms that are
-read (`stored_forms`); every other one is refused by name.
+"""config.json's `quantization_config` for the forms that are supported (`stored_forms`). Others are
+refused by name.
 
-Which matrices are quantized is seen by their tensors, so lists of modules are not read. Activations
-and KV are computed in the model's type, whatever the checkpoint would like them to be."""
+Tensors show which matrices are quantized, so lists of modules are not read. Activations and KV use
+the model's type, whatever the checkpoint states.
+"""
 
 import re
 from dataclasses import dataclass
@@ -24,9 +25,15 @@ _REMEDY = "use the original checkpoint, or one quantized in another form"
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """`bits`: those that numbers in words may have. `blocks`: what may share a scale, outputs and
-    inputs, 0 for all of them; of several that fits. `zeros_less_one`: of gptq. `ordered`: the group
-    of each input is stored."""
+    """Quantization of a checkpoint.
+
+    Attributes:
+        bits: Bits that packed numbers may have.
+        blocks: Candidate blocks (outputs, inputs) that share a scale, 0 for all. The first that
+            fits applies.
+        zeros_less_one: Whether zero points are stored less one (gptq).
+        ordered: Whether the group of each input is stored.
+    """
 
     method: str
     bits: tuple[int, ...]
@@ -36,7 +43,7 @@ class StoredQuantization:
 
 
 def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
-    """None where nothing is quantized. Raises CheckpointError."""
+    """Returns None if nothing is quantized. Raises CheckpointError."""
     stated = hf.raw(FIELD)
     if stated is None or hf.sizes_only:
         return None
@@ -74,7 +81,7 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
         group = groups.inner(name)
         group.one_of("format", _FORMATS, "dense")
         if group.fields.get("weights") is None:
-            continue  # of activations alone
+            continue  # activations only
         weights = group.inner("weights")
         kind = weights.one_of("type", ("int", "float"), "int")
         bits.add(weights.one_of("num_bits", (2, 4, 8) if kind == "int" else (8,)))
@@ -89,7 +96,7 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
 
 
 class _Stated:
-    """An object of config.json; `where` it is."""
+    """An object of config.json and its path for messages."""
 
     def __init__(self, fields: object, where: str) -> None:
         if not isinstance(fields, dict):
@@ -119,7 +126,7 @@ class _Stated:
             raise self._error(field, f"({meaning}) is not supported", _REMEDY)
 
     def group(self, field: str) -> int:
-        """How many inputs share a scale; 0 for all of them, which is -1 there."""
+        """Returns how many inputs share a scale, or 0 for all of them (-1 in the file)."""
         value = self.fields.get(field)
         if value is None or value == -1:
             return 0
@@ -128,7 +135,7 @@ class _Stated:
         return int(value)
 
     def pair(self, field: str) -> tuple[tuple[int, int], ...]:
-        """At most one; a list, or as in "128x128"."""
+        """Returns at most one pair, from a list or from text such as "128x128"."""
         value = self.fields.get(field)
         if value is None:
             return ()

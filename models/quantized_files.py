@@ -1,8 +1,6 @@
-"""A checkpoint whose matrices are quantized already, read as if it were in float: under each
-matrix's usual name, slice by slice, restored to float32 on the way.
-
-Which of its tensors stand for a matrix is told by their names; what has no such tensors is read as
-it is."""
+"""A quantized checkpoint read as if it were in float: each matrix appears under its usual name and
+is restored to float32 slice by slice. Tensor names identify quantized matrices. All other tensors
+are read unchanged."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +27,7 @@ Find = Callable[[SafetensorsFiles, StoredQuantization], dict[str, StoredMatrix]]
 _EIGHT_BITS = ("I8", "F8_E4M3")
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 _INTEGERS = ("I8", "U8", "I32", "I64")
-# Of activations, and shapes: no parameters.
+# Scales of activations, and shapes, which are not parameters.
 _BESIDE = re.compile(
     r"(\.|_)(input_scale|input_zero_point|activation_scale|output_scale|weight_shape)$"
 )
@@ -38,8 +36,8 @@ _AT_ONCE = 1 << 22  # values
 
 
 class QuantizedFiles:
-    """As `CheckpointTensors`. Raises CheckpointError that lists the tensors that a quantized matrix
-    lacks, or that have another shape."""
+    """Implements `CheckpointTensors`. Raises CheckpointError with the tensors that a quantized
+    matrix lacks or that have another shape."""
 
     def __init__(self, files: SafetensorsFiles, stated: StoredQuantization, where: str) -> None:
         self._files = files
@@ -66,7 +64,7 @@ class QuantizedFiles:
         return self._files.total_bytes
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """In the stored type, or float32 of a quantized matrix."""
+        """Reads a slice in the stored type, or float32 for a quantized matrix."""
         if name in self._plain:
             return self._files.read(name, index)
         matrix = self._matrices[name]
@@ -79,7 +77,7 @@ class QuantizedFiles:
         return whole
 
     def kept(self, names: Iterable[str], weights: Weights) -> bool:
-        """Whether all these are matrices that a model of such weights may keep as they are."""
+        """Whether a model with such weights can use all these matrices in their stored form."""
         matrices = [self._matrices.get(name) for name in names]
         return all(
             isinstance(each, ScaledMatrix | PackedMatrix) and each.kept == weights
@@ -87,22 +85,22 @@ class QuantizedFiles:
         )
 
     def numbers(self, name: str, index: Index) -> np.ndarray:
-        """Of one that is kept: its numbers, fp8 or int8."""
+        """Returns the stored numbers, fp8 or int8, of a matrix that passes `kept`."""
         return self._keepable(name).numbers(self._files, index)
 
     def scales(self, name: str, index: Index) -> np.ndarray:
-        """Of one that is kept: what each of them is to be multiplied by, float32."""
+        """Returns the float32 factor of each number of a matrix that passes `kept`."""
         return self._keepable(name).scales(self._files, index)
 
     def _keepable(self, name: str) -> ScaledMatrix | PackedMatrix:
         matrix = self._matrices[name]
-        assert isinstance(matrix, ScaledMatrix | PackedMatrix), f"{name} was not `kept`"
+        assert isinstance(matrix, ScaledMatrix | PackedMatrix), f"{name} does not pass `kept`"
         return matrix
 
 
 def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Index]]:
-    """A slice bit by bit, since what restores a value is several times its size: where each bit
-    belongs, and where it comes from. Of a stack one expert at a time."""
+    """Yields a slice in pieces, because restoring takes several times a value's size: each piece's
+    place in the result and in the matrix. Stacks go one expert at a time."""
     experts, (rows, columns) = inside[:-2], inside[-2:]
     at_once = max(1, _AT_ONCE // shape[-1])
     stack = range(experts[0].start, experts[0].stop) if experts else (None,)
@@ -117,7 +115,7 @@ def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Inde
 
 
 def _checked(matrices: dict[str, StoredMatrix], files: SafetensorsFiles, where: str) -> set[str]:
-    """The names of all their tensors."""
+    """Returns the names of all tensors of these matrices."""
     shapes = files.shapes()
     needed = {name: kept for matrix in matrices.values() for name, kept in matrix.needs().items()}
     wrong = [
@@ -141,7 +139,7 @@ def _checked(matrices: dict[str, StoredMatrix], files: SafetensorsFiles, where: 
 
 
 def _kinds(matrix: StoredMatrix, name: str) -> tuple[str, ...]:
-    """The types that one of its tensors may have."""
+    """Returns the types that a matrix's tensor may have."""
     if isinstance(matrix, Mxfp4Matrix):
         return ("U8",)
     if name.endswith(("_scale", "_scale_inv", ".scales")):
@@ -201,7 +199,7 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
 
 
 def _stated_inputs(files: SafetensorsFiles, name: str) -> int:
-    """Of a packed matrix: how many inputs, of which the last word may have fewer."""
+    """Returns the inputs of a packed matrix, whose last word may be partly used."""
     stated = files.raw(name).reshape(-1) if files.kind(name) in _INTEGERS else np.empty(0)
     if stated.size != 2 or not np.all(stated > 0):
         raise CheckpointError(
@@ -242,7 +240,7 @@ def _mxfp4(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, Sto
 
 
 def _qweights(files: SafetensorsFiles) -> dict[str, tuple[int, int]]:
-    """Shapes by what stands before qweight."""
+    """Returns shapes by the name before qweight."""
     return {
         name.removesuffix("qweight"): (shape[0], shape[1])
         for name, shape in files.shapes().items()

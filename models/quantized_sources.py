@@ -1,9 +1,10 @@
-"""Matrices that are quantized while they are read from a float checkpoint, or kept as they are
-where a checkpoint has them in that very form.
+"""Matrices quantized while they are read from a float checkpoint, or used as stored if the
+checkpoint has that form.
 
-A scale is of all inputs of an output. So a device that keeps some of the inputs reads all of them,
-and the values do not depend on the layout. Beside the weights themselves there is room needed for
-one parameter of one process, quantized, and one matrix of it in float32."""
+A scale covers all inputs of an output. A device that holds some of the inputs therefore reads all
+of them, and values do not depend on the layout. Beside the weights, this needs memory for one
+quantized parameter of a process and one of its matrices in float32.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Matrix:
-    """One matrix, or a stack of experts', by its float source. Keeps what was quantized until both
-    values and scales are read: by their outputs. `stored`: a checkpoint that has it quantized."""
+    """One matrix, or a stack of experts, by its float source. Holds quantized parts, by their
+    outputs, until values and scales are read. `stored` is set if the checkpoint has it
+    quantized."""
 
     source: Source
     shape: tuple[int, ...]
@@ -35,7 +37,7 @@ class _Matrix:
     kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
-        """(values with all inputs, scales) of these outputs (and experts)."""
+        """Returns values with all inputs, and scales, of these outputs (and experts)."""
         bounds = tuple((part.start, part.stop) for part in outputs)
         if bounds not in self.kept:
             self.kept[bounds] = self._quantized(tensor, outputs)
@@ -66,7 +68,7 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """The quantized values of a matrix. `kind`: as which type they are kept."""
+    """The quantized values of a matrix, stored as type `kind`."""
 
     matrix: _Matrix
     kind: np.dtype
@@ -99,8 +101,8 @@ def quantized_sources(
     floats: Mapping[ParameterPath, tuple[ParameterShape, Source]],
     files: CheckpointTensors,
 ) -> list[Source]:
-    """Of each parameter of a quantized model, in leaf order; `floats` are those of the same model
-    in float. Values come before their scales in that order."""
+    """Returns the source of each parameter of a quantized model, in leaf order, in which values
+    precede their scales. `floats` are the sources of the same model in float."""
     stored = files if isinstance(files, QuantizedFiles) else None
     matrices: dict[ParameterPath, _Matrix] = {}
     sources: list[Source] = []
@@ -123,7 +125,7 @@ def quantized_sources(
 
 
 def _owner(path: ParameterPath) -> ParameterPath:
-    """Of scales: the path of their values."""
+    """Returns the path of the values that a scale belongs to."""
     last = str(path[-1])
     if last == "scale":
         return (*path[:-1], "kernel")

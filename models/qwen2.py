@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v; some layers may see only a window."""
+"""Qwen2 and Qwen2.5: biases on q, k and v, and optional windows in some layers."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig
@@ -13,9 +13,9 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_windows(hf: HfConfig, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` where given; else the layers from `max_window_layers` on, if
-    `use_sliding_window`."""
-    hf.pass_over("sliding_window")  # where it is switched off
+    """Returns windows by `layer_types` if given, else for layers from `max_window_layers` on if
+    `use_sliding_window` is set."""
+    hf.pass_over("sliding_window")  # in case it is disabled
     window = None
     if hf.flag("use_sliding_window", False):
         silent = "sliding_window" not in hf.fields

@@ -1,12 +1,12 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention; experts in the layers that
-`decoder_sparse_step` and `mlp_only_layers` leave."""
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention, and experts in the layers selected by
+`decoder_sparse_step` and `mlp_only_layers`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
-from models.hf_decoder import read_decoder, read_layer_types
+from models.hf_decoder import read_decoder, with_one_window
 
 DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=32768)
 
@@ -24,17 +24,14 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         if total
         else None
     )
-    layers = len(config.layers)
-    if read_layer_types(hf, layers, window, [True] * layers) != (window,) * layers:
-        raise hf.error("layer_types", "must agree with sliding_window", "one window serves all")
-    config = replace(config, layers=(LayerConfig(window),) * layers)
+    config = with_one_window(hf, config, window)
     return replace(config, layers=sparse_layers(hf, config.layers, experts))
 
 
 def sparse_layers(
     hf: HfConfig, layers: Sequence[LayerConfig], experts: ExpertConfig | None
 ) -> tuple[LayerConfig, ...]:
-    """With experts in the layers that `decoder_sparse_step` and `mlp_only_layers` leave."""
+    """Adds experts to the layers selected by `decoder_sparse_step` and `mlp_only_layers`."""
     if experts and experts.experts_per_token > experts.experts:
         raise hf.error(
             "num_experts_per_tok", f"must be at most num_experts={experts.experts}", "correct it"
@@ -47,8 +44,8 @@ def sparse_layers(
 
 
 def _window(hf: HfConfig) -> int | None:
-    """All layers see the window where `use_sliding_window` is set (this family has no
-    `max_window_layers`)."""
+    """Returns the window of all layers if `use_sliding_window` is set. This family has no
+    `max_window_layers`."""
     hf.pass_over("max_window_layers", "sliding_window")
     if not hf.flag("use_sliding_window", False) or (
         "sliding_window" in hf.fields and not hf.has("sliding_window")

@@ -1,7 +1,7 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.6: Gated DeltaNet in most layers, in the others attention with a
-gate, norms on each head of q and k, and partly rotated heads; norms multiply with one more than
-their weights. Of Qwen3.5's forms the text part; its rotary positions in three dimensions are plain
-ones as long as all is text."""
+"""Qwen3-Next, Qwen3.5 and Qwen3.6: Gated DeltaNet in most layers, and in the others attention with
+a gate, norms on each head of q and k, and partly rotated heads. Norm weights are added to one. Only
+Qwen3.5's text models are served, for which rotary positions in three dimensions equal plain
+ones."""
 
 from dataclasses import replace
 
@@ -22,12 +22,12 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dense_config(hf: HfConfig) -> DecoderConfig:
-    """Qwen3.5, dense."""
+    """Reads dense Qwen3.5."""
     return _read(hf, DENSE)
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Qwen3.5 and Qwen3.6 with experts, in every layer."""
+    """Reads Qwen3.5 and Qwen3.6 with experts in every layer."""
     config = _read(hf, NEXT, ffn_default=1)  # no layer is dense
     experts = _experts(hf, 256, 8, True)
     return replace(config, layers=sparse_layers(hf, config.layers, experts))
@@ -37,8 +37,8 @@ def _read(hf: HfConfig, defaults: FamilyDefaults, ffn_default: int | None = None
     if hf.flag("attention_bias", False):
         raise hf.error("attention_bias", "must be false", "biases are not supported here")
     if not hf.flag("attn_output_gate", True):
-        raise hf.error("attn_output_gate", "must be true", "attention without is not supported")
-    # States are float32 whatever it says, and layers that predict further tokens are left aside.
+        raise hf.error("attn_output_gate", "must be true", "ungated attention is not supported")
+    # States are always float32, and layers for multi-token prediction are not read.
     hf.pass_over("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     config = read_decoder(
         hf, defaults, qk_norm="head", head_dim_default=256, ffn_default=ffn_default
@@ -76,7 +76,7 @@ def _kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
             "layer_types", f"must name {layers} layers, each {' or '.join(KINDS)}", "correct it"
         )
     if KINDS[1] not in kinds:
-        raise hf.error("layer_types", "must name a layer with full_attention", "correct it")
+        raise hf.error("layer_types", "must list a layer with full_attention", "correct it")
     return kinds
 
 

@@ -1,5 +1,5 @@
-"""Qwen3-VL, its text part: Qwen3 and Qwen3-MoE. Rotary positions in three dimensions are plain ones
-as long as all is text."""
+"""Qwen3-VL's text model: Qwen3 and Qwen3-MoE. For text, rotary positions in three dimensions equal
+plain ones."""
 
 from dataclasses import replace
 
@@ -18,7 +18,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """The weights of the chosen experts are normalised, whatever `norm_topk_prob` says."""
+    """Reads the MoE form. Expert weights are always normalised, whatever `norm_topk_prob`
+    states."""
     bias = hf.flag("attention_bias", False)
     config = read_decoder(
         hf, MOE_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128

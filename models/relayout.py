@@ -1,10 +1,10 @@
-"""A loaded model, laid out anew on the devices that it lies on, or on others of this process: what
-a worker does that changes its role.
+"""Reshards a loaded model on its devices or on others of this process, for a worker that changes
+its role.
 
-Nothing is read again: each parameter goes from its old sharding straight into its new one, device
-to device, and its old array is let go before the next one moves. So beside the weights themselves
-there is room needed for one parameter alone, twice. Padding of the vocabulary, which depends on tp,
-is cut off and made anew (zeros, as a checkpoint is read)."""
+Nothing is read again. Each parameter is transferred from its old sharding into its new one, device
+to device, and its old array is freed before the next. The extra memory is thus one parameter,
+twice. Vocabulary padding, which depends on tp, is cut off and recreated as zeros.
+"""
 
 from collections.abc import Sequence
 
@@ -22,9 +22,11 @@ from models.parameter_tree import with_arrays
 
 
 def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> LoadedModel:
-    """The same weights under `layout`, on exactly as many `devices`. Consumes `loaded`, as a
-    donation would: whoever still holds arrays of it keeps their memory. Blocks until all has moved.
-    Raises `LayoutError` before anything is moved."""
+    """Reshards the weights to `layout`, on exactly as many `devices`. Blocks until done.
+
+    Consumes `loaded` like a donation. Other references to its arrays keep their memory in use.
+    Raises `LayoutError` before anything is transferred.
+    """
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.kv_heads, devices)
@@ -54,7 +56,7 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
 
 
 def _resized(array: jax.Array, shape: tuple[int, ...], vocabulary: int) -> jax.Array:
-    """With as much padding as the new layout wants. On the old mesh, replicated: the old shards
+    """Adjusts the padding to the new layout. Runs replicated on the old mesh, because old shards
     need not divide the new size."""
     if array.shape == shape:
         return array
@@ -64,7 +66,7 @@ def _resized(array: jax.Array, shape: tuple[int, ...], vocabulary: int) -> jax.A
         for at, (ours, theirs) in enumerate(zip(array.shape, shape, strict=True))
         if ours != theirs
     ]
-    assert len(padded) == 1, "the vocabulary alone is padded"
+    assert len(padded) == 1, "only the vocabulary is padded"
     at = padded[0]
 
     def resize(values: jax.Array) -> jax.Array:

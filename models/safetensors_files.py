@@ -1,9 +1,10 @@
-"""The tensors of a directory of safetensors files, read slice by slice from a memory map, as numpy
+"""Tensors of a directory of safetensors files, read slice by slice from a memory map as numpy
 arrays.
 
-Headers are parsed here: the numpy face of the safetensors package has no bfloat16, and cannot tell
-a truncated file before a tensor of it is read. Only the pages of a slice are read from disk. Knows
-nothing of models."""
+This module parses the headers itself: the numpy API of the safetensors package has no bfloat16 and
+notices a truncated file only when a tensor is read. Only the pages of a slice are read from disk.
+Knows nothing of models.
+"""
 
 import json
 import logging
@@ -26,7 +27,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Of quantized checkpoints: `raw` alone knows them.
+# Types of quantized checkpoints, readable through `raw` only.
 _OTHERS = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -37,14 +38,14 @@ _OTHERS = {
 }
 _KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# As transformers 5 names them, and as it did before.
+# The names in transformers 5, and in earlier versions.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
 _EYES = re.compile(
     r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"
     r"|audio_tower|embed_audio)\."
 )
 _LARGEST_HEADER_BYTES = 100_000_000
-# What reading JSON that is none, or says something else, may raise.
+# Exceptions that a malformed JSON header or index can raise.
 _UNREADABLE = (
     ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
@@ -52,7 +53,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [start, end) of `path`."""
+    """The location of a tensor: bytes [start, end) of `path`."""
 
     path: Path
     kind: str
@@ -62,24 +63,24 @@ class StoredTensor:
 
 
 class CheckpointTensors(Protocol):
-    """The tensors of a checkpoint, by name, as numbers of a float type."""
+    """The tensors of a checkpoint by name, as numbers of a float type."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """The stored types, by their names in the format: F32, BF16, ... of all tensors but those
-        whose names end so."""
+        """Returns the stored types under the format's names (F32, BF16, ...), without tensors whose
+        names end with `but`."""
         ...
 
     def unreadable(self) -> list[str]:
-        """Tensors of a type that `read` does not know, with it."""
+        """Lists tensors of a type that `read` does not support, with the type."""
         ...
 
     @property
     def total_bytes(self) -> int: ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The slice: valid while this object lives; copy what is kept."""
+        """Reads a slice, valid while this object lives. Copy values that are kept."""
         ...
 
 
@@ -92,8 +93,8 @@ class SafetensorsFiles:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "SafetensorsFiles":
-        """Reads all headers. Where there is an index, it decides which file each tensor is read
-        from; a copy in another file, and a tensor that it does not name, are ignored."""
+        """Reads all headers. An index, if present, decides which file each tensor is read from.
+        Other copies, and tensors that it does not name, are ignored."""
         weight_map = _weight_map(directory)
         if weight_map is None:
             return cls(_read_header(directory / _SINGLE))
@@ -109,8 +110,8 @@ class SafetensorsFiles:
         return cls({name: headers[file][name] for name, file in weight_map.items()})
 
     def text_part(self) -> "SafetensorsFiles":
-        """Of a model that sees: the tensors of its text part under the names of a text model; the
-        eyes and what joins them are left aside."""
+        """Returns the tensors of a multimodal model's text part, under the names of a text
+        model."""
         return SafetensorsFiles(
             {
                 _text_name(name): tensor
@@ -120,7 +121,7 @@ class SafetensorsFiles:
         )
 
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
-        """The same under other names: each beginning in turn replaced by another."""
+        """Returns the same tensors with prefixes replaced, one after the other."""
         names = {name: name for name in self._tensors}
         for old, new in beginnings:
             for name, called in names.items():
@@ -132,12 +133,11 @@ class SafetensorsFiles:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """The stored types, by their names in the format: F32, BF16, ... of all tensors but those
-        whose names end so."""
+        """See `CheckpointTensors`."""
         return {x.kind for name, x in self._tensors.items() if not (but and name.endswith(but))}
 
     def unreadable(self) -> list[str]:
-        """Tensors of a type that `read` does not know, with it."""
+        """See `CheckpointTensors`."""
         return [
             f"{name} ({tensor.kind})"
             for name, tensor in self._tensors.items()
@@ -149,17 +149,16 @@ class SafetensorsFiles:
         return sum(tensor.end - tensor.start for tensor in self._tensors.values())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A view of the slice, in the stored dtype: valid while this object lives; copy what is
-        kept."""
+        """Returns a view of the slice in the stored dtype, valid while this object lives."""
         return self._view(name, _DTYPES)[index]
 
     def raw(self, name: str) -> np.ndarray:
-        """A view of all of it, also where it is of a quantized matrix. Raises CheckpointError where
-        the type is not known."""
+        """Returns a view of a whole tensor, also of quantized types. Raises CheckpointError for
+        unknown types."""
         return self._view(name, _KNOWN)
 
     def kind(self, name: str) -> str:
-        """The stored type, by its name in the format."""
+        """Returns the stored type under the format's name."""
         return self._tensors[name].kind
 
     def _view(self, name: str, dtypes: Mapping[str, np.dtype]) -> np.ndarray:
@@ -167,8 +166,8 @@ class SafetensorsFiles:
         if tensor.kind not in dtypes:
             raise CheckpointError(
                 f"tensor {name!r} of {tensor.path.name} has dtype {tensor.kind}, not one of"
-                f" {', '.join(dtypes)}, and config.json's quantization_config says of no form that"
-                " is read that it should be; use the original checkpoint"
+                f" {', '.join(dtypes)}, and config.json's quantization_config states no supported"
+                " form; use the original checkpoint"
             )
         if tensor.path not in self._maps:
             self._maps[tensor.path] = np.memmap(tensor.path, dtype=np.uint8, mode="r")
@@ -184,7 +183,8 @@ def _text_name(name: str) -> str:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Tensor name -> file name by the index, or None for a single file without an index."""
+    """Returns file names by tensor name from the index, or None for a single file without an
+    index."""
     index_path = directory / _INDEX
     if not index_path.is_file():
         if (directory / _SINGLE).is_file():

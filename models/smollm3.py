@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that have no positions, every fourth one, which alone may see a
+"""SmolLM3: Llama in which every fourth layer has no positions, and only those layers may have a
 window."""
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     rotated = rotated or [(layer + 1) % interval != 0 for layer in range(count)]
     if len(rotated) < count:
         raise hf.error("no_rope_layers", f"must name {count} layers", "correct it")
-    hf.pass_over("sliding_window", "max_window_layers")  # where it is switched off
+    hf.pass_over("sliding_window", "max_window_layers")  # in case they are disabled
     window = None
     if hf.flag("use_sliding_window", False) and hf.has("sliding_window"):
         window = hf.count("sliding_window")

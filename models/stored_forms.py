@@ -1,23 +1,22 @@
-"""How published checkpoints keep quantized matrices, and what each value of one is.
+"""Formats of quantized matrices in published checkpoints.
 
-A matrix w [out, in] (of `ScaledMatrix` also a stack [E, out, in]) is kept as numbers q, scales s
-of blocks of values, and perhaps zero points z of the same blocks: w = (q - z) * s, here in float32.
-Any slice of one is restored without touching the rest. Words are int32, of which number 0 is the
-low end:
+A matrix w [out, in] (or a stack [E, out, in] of `ScaledMatrix`) is stored as numbers q, scales s of
+blocks of values, and optional zero points z of the same blocks: w = (q - z) * s, here in float32.
+Any slice is restored without reading the rest. Words are int32, with number 0 at the low end:
 
-- `ScaledMatrix`: q of 8 bits, int8 or fp8 (e4m3), each by itself. DeepSeek's and Qwen's fp8 with
-  blocks of 128 x 128; compressed-tensors' int-quantized and float-quantized.
-- `PackedMatrix`: compressed-tensors' pack-quantized. [out, in / n]: number i of a word is input
-  n w + i, of which q + 2^(bits - 1) is kept; zero points likewise, packed over outputs.
-- `AwqMatrix`: AutoAWQ's gemm, four bits. [in, out / 8]: number i of a word is output
-  8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i]; zero points likewise, [groups, out / 8].
-- `GptqMatrix`: AutoGPTQ's. [in / n, out]: number i of a word is input n w + i; zero points [groups,
-  out / n], packed over outputs, are kept less one (but not by gptq_v2). The group of each input may
-  be given.
+- `ScaledMatrix`: q of 8 bits, int8 or fp8 (e4m3), unpacked. DeepSeek's and Qwen's fp8 with blocks
+  of 128 x 128; compressed-tensors' int-quantized and float-quantized.
+- `PackedMatrix`: compressed-tensors' pack-quantized. [out, in / n]: number i of a word is input n w
+  + i, stored as q + 2^(bits - 1). Zero points likewise, packed over outputs.
+- `AwqMatrix`: AutoAWQ's gemm, four bits. [in, out / 8]: number i of a word is output 8 w + (0, 2,
+  4, 6, 1, 3, 5, 7)[i]. Zero points likewise, [groups, out / 8].
+- `GptqMatrix`: AutoGPTQ's. [in / n, out]: number i of a word is input n w + i. Zero points [groups,
+  out / n], packed over outputs, are stored less one (except in gptq_v2). The group of each input
+  may be given.
 - `Mxfp4Matrix`: gpt-oss's stacks of experts (OCP Microscaling Formats, 1.0). Bytes [E, out, in /
-  32, 16], of which each holds two neighbouring inputs, the first in its low half, as e2m1: a sign,
-  and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32
-  inputs."""
+  32, 16], each with two neighbouring inputs, the first in its low half, as e2m1: a sign, and one of
+  0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32 inputs.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +29,7 @@ from models.safetensors_files import SafetensorsFiles
 
 Index = tuple[slice, ...]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# What a half byte means, and then both halves of every byte.
+# The value of each half byte, and of both halves of each byte.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _E2M1_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=1)
 _MXFP4_GROUP = 32
@@ -38,24 +37,24 @@ WORD_BITS = 32
 
 
 class StoredMatrix(Protocol):
-    """One quantized matrix of a checkpoint. `shape`: [out, in], or of a stack, by E before it."""
+    """One quantized matrix of a checkpoint. `shape` is [out, in], with E before it for a stack."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Its tensors, and the shapes that each may have."""
+        """Returns the names of its tensors with the shapes that each may have."""
         ...
 
     def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """w, float32, of a slice that lies inside. Of `Mxfp4Matrix` the last part may have a step,
-        since gate and up take turns there."""
+        """Returns w, float32, of a slice within bounds. For `Mxfp4Matrix` the last part may have a
+        step, because gate and up are interleaved."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """`block`: outputs and inputs that share a scale; of the last ones there may be fewer."""
+    """`block` is the outputs and inputs that share a scale. The last blocks may be smaller."""
 
     values: str
     scale: str
@@ -81,18 +80,18 @@ class ScaledMatrix:
 
     @property
     def kept(self) -> Weights:
-        """As what a model may keep it as it is: where each output has one scale and no zero
-        point; "" elsewhere."""
+        """The weights form for which the matrix can be used as stored (one scale per output, no
+        zero point), or ""."""
         if self.zero_point or self.block[1] < self.shape[-1]:
             return ""
         return "fp8" if self.fp8 else "int8"
 
     def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """q, in its own type."""
+        """Returns q in its own type."""
         return files.raw(self.values)[index]
 
     def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """s, float32, of each value."""
+        """Returns s, float32, of each value."""
         return self._spread(files, self.scale, index)
 
     def _grid(self) -> tuple[int, ...]:
@@ -108,7 +107,8 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`name`: without weight_packed and the like. `group`: inputs that share a scale."""
+    """`name` is the prefix of weight_packed and the other tensors. `group` is the inputs that share
+    a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -140,19 +140,19 @@ class PackedMatrix:
 
     @property
     def kept(self) -> Weights:
-        """As of `ScaledMatrix`."""
+        """See `ScaledMatrix`."""
         if self.zeros or self.group < self.shape[1] or self.bits not in (4, 8):
             return ""
         return "int4" if self.bits == 4 else "int8"
 
     def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """q, in int8."""
+        """Returns q as int8."""
         words = files.raw(f"{self.name}weight_packed")[index[0]]
         wide = unpacked(words, self.bits, 1, index[1]).astype(np.int16)
         return (wide - self._middle).astype(np.int8)
 
     def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """s, float32, of each value."""
+        """Returns s, float32, of each value."""
         scale = files.raw(f"{self.name}weight_scale").reshape(self.shape[0], -1)
         return _of_groups(scale[index[0]], self._groups(files, index), 1, self.name)
 
@@ -168,7 +168,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """`name`: without qweight and the like. `group`: inputs that share a scale."""
+    """`name` is the prefix of qweight and the other tensors. `group` is the inputs that share a
+    scale."""
 
     name: str
     shape: tuple[int, int]
@@ -196,8 +197,8 @@ class AwqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """`name`: without qweight and the like. `group`: inputs that share a scale where `ordered` is
-    not set, which says that `g_idx` has the group of each. `added`: what zero points lack."""
+    """`name` is the prefix of qweight and the other tensors. `group` is the inputs that share a
+    scale, unless `ordered`: then `g_idx` holds each input's group. `added` corrects zero points."""
 
     name: str
     shape: tuple[int, int]
@@ -232,7 +233,8 @@ class GptqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Matrix:
-    """A stack [E, in, out], other than what is kept of it. `name`: without _blocks and _scales."""
+    """A stack [E, in, out], stored with the last two dimensions swapped. `name` is the prefix of
+    _blocks and _scales."""
 
     name: str
     shape: tuple[int, int, int]
@@ -258,8 +260,8 @@ class Mxfp4Matrix:
 def unpacked(
     words: np.ndarray, bits: int, axis: int, part: slice, order: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """uint8: the numbers `part` along `axis` of words [rows, columns] that are packed along it.
-    `order`: where the numbers of a word belong, from its low end on; in turn where empty."""
+    """Unpacks the numbers `part` along `axis` of words [rows, columns] packed along it, as uint8.
+    `order` gives the place of each number of a word from its low end on. Empty means in order."""
     each = WORD_BITS // bits
     first = part.start // each
     cut = slice(first, -(-part.stop // each))
@@ -277,7 +279,7 @@ def unpacked(
 
 
 def _of_groups(grid: np.ndarray, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
-    """Of each input that of its group, in float32."""
+    """Returns each input's entry of its group, in float32."""
     if groups.size and not 0 <= groups.min() <= groups.max() < grid.shape[axis]:
         raise CheckpointError(
             f"{name}g_idx must name groups from 0 to {grid.shape[axis] - 1}, got {groups.min()} to"

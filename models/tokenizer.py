@@ -149,15 +149,6 @@ class Tokenizer:
             tools=tools,
         )
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the model to answer."""
-        return self.encode(
-            self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt),
-            add_special_tokens=False,
-        )
-
 
 def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
     """Special tokens by name. A file states one as a string, or as an object with `content`."""

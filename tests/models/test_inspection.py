@@ -129,7 +129,7 @@ def test_a_model_that_sees_of_such_a_family_is_named_with_what_its_text_part_nee
     assert found.missing == [
         "the family 'gemma9'",
         "global_head_dim=512 (heads of another size in some layers)",
-        "attention_k_eq_v=True (keys that are values, too)",
+        "attention_k_eq_v=True (keys that also serve as values)",
     ]
     assert found.geometry is not None and found.geometry.layers == 30
 
@@ -140,7 +140,7 @@ def test_all_that_a_small_gemma_4_has_beyond_what_is_served_is_named(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(fields))
     found = inspect(tmp_path / "config.json")
     said = "\n".join(found.missing)
-    for words in ("embeddings of each layer", "layers that share keys and values"):
+    for words in ("per-layer embeddings", "layers that share keys and values"):
         assert words in said
     assert found.geometry is None  # rather than one that leaves them out
 
@@ -163,7 +163,7 @@ def test_tensors_of_a_type_that_is_not_read_are_named(tmp_path: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].astype(np.int8)}, directory / "model.safetensors")
-    assert f"1 tensors of a type that is not read: {name} (I8)" in inspect(directory).missing[0]
+    assert f"1 tensors of an unsupported type: {name} (I8)" in inspect(directory).missing[0]
 
 
 def test_no_folder_is_an_error(tmp_path: Path) -> None:

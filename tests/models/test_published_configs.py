@@ -247,7 +247,7 @@ def _text(outer: dict[str, object], **fields: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        (_text(QWEN, partial_rotary_factor=0.5), "0.5 contradicts .* which say 0.25"),
+        (_text(QWEN, partial_rotary_factor=0.5), "0.5 contradicts .* which state 0.25"),
         (_text(MISTRAL, n_group=4, topk_group=2), "n_group must be 1"),
         (_text(MISTRAL, qk_rope_head_dim=32), "must be what partial_rotary_factor=0.5 of 96"),
         (HY | {"route_norm": False}, "route_norm must be true"),

@@ -106,7 +106,7 @@ def test_a_conversation_is_rendered_and_encoded_without_a_second_bos(directory: 
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False).endswith(
         "<|im_end|>\n"
     )
-    ids = tokenizer.encode_chat(messages)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids[0] == 2 and 0 not in ids and tokenizer.decode(ids, skip_special_tokens=False) == text
 
 

@@ -135,7 +135,7 @@ WRONG_CHATS = [
     (
         {"continue_final_message": True, "messages": [{"role": "user", "content": " "}]},
         "continue_final_message",
-        "the last message has no words",
+        "needs a last message with content",
     ),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs", "[0, 20]"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function.name is missing"),

@@ -1,0 +1,144 @@
+"""Tensors of the parameters of layers with recurrent state.
+
+Gated DeltaNet (`models/gated_delta.py`) groups rows by key head. Qwen3-Next stores queries, keys,
+values and gate in one tensor grouped by key head, and the two scalars of each value head in
+another. Qwen3.5 has one tensor for queries, keys and values, each with all its heads together, and
+one for each other parameter. The convolution of both is as in Qwen3.5.
+
+Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
+step per head), one for the convolution over x, b and c, and one for each other parameter. Our
+parameters group rows by group, b before c.
+"""
+
+from collections.abc import Mapping
+
+from models.decoder_config import DecoderConfig, DeltaConfig, MambaConfig
+from models.hf_sources import SomeRows, Source, Whole
+from models.parameter_tree import ParameterShape
+
+DELTA_PREFIX = "linear_attn."
+DELTA_FUSED, DELTA_FUSED_SCALARS = "in_proj_qkvz.weight", "in_proj_ba.weight"
+# Parameters with a tensor of their own, except for the order of rows.
+DELTA_TENSORS = {
+    "attention.qkv.kernel": "in_proj_qkv.weight",
+    "attention.gate.kernel": "in_proj_z.weight",
+    "attention.write.kernel": "in_proj_b.weight",
+    "attention.decay.kernel": "in_proj_a.weight",
+    "attention.o.kernel": "out_proj.weight",
+    "attention.norm.weight": "norm.weight",
+    "attention.decay_bias": "dt_bias",
+    "attention.decay_log": "A_log",
+}
+
+
+def delta_source(
+    prefix: str,
+    key: str,
+    config: DecoderConfig,
+    found: Mapping[str, tuple[int, ...]],
+    parameter: ParameterShape,
+) -> Source:
+    """Returns the source of one parameter of a layer whose tensor names begin with `prefix`."""
+    delta, flipped, start = config.delta, not parameter.transposed, prefix + DELTA_PREFIX
+    assert delta is not None, "this layer has a gated delta net"
+    channels = delta.key_heads * delta.group_channels
+    if key == "attention.kernel":
+        return SomeRows(start + "conv1d.weight", (channels, 1, delta.taps), _by_group(delta))
+    values = delta.values_per_key * delta.value_dim
+    if start + DELTA_FUSED in found and key in ("attention.qkv.kernel", "attention.gate.kernel"):
+        size, gate = delta.group_channels + values, key == "attention.gate.kernel"
+        first, count = (delta.group_channels, values) if gate else (0, delta.group_channels)
+        shape = (delta.key_heads * size, config.width)
+        return SomeRows(start + DELTA_FUSED, shape, _parts(delta, size, first, count), flipped)
+    if start + DELTA_FUSED in found and key in ("attention.write.kernel", "attention.decay.kernel"):
+        count = delta.values_per_key
+        first = count if key == "attention.decay.kernel" else 0
+        rows = _parts(delta, 2 * count, first, count)
+        shape = (2 * delta.value_heads, config.width)
+        return SomeRows(start + DELTA_FUSED_SCALARS, shape, rows, flipped)
+    if key == "attention.qkv.kernel":
+        return SomeRows(
+            start + DELTA_TENSORS[key], (channels, config.width), _by_group(delta), flipped
+        )
+    if key.endswith(".kernel") and flipped:
+        return Whole(start + DELTA_TENSORS[key], parameter.shape[::-1], flipped=True)
+    return Whole(start + DELTA_TENSORS[key], parameter.shape)
+
+
+def _parts(delta: DeltaConfig, size: int, first: int, count: int) -> tuple[int, ...]:
+    """Returns `count` rows from `first` on of each key head's `size` rows."""
+    return tuple(
+        size * head + first + row for head in range(delta.key_heads) for row in range(count)
+    )
+
+
+def _by_group(delta: DeltaConfig) -> tuple[int, ...]:
+    """Returns the rows of all queries, keys and values, ordered by key head."""
+    queries = delta.key_heads * delta.key_dim
+    values = delta.values_per_key * delta.value_dim
+    rows: list[int] = []
+    for head in range(delta.key_heads):
+        for start, size in ((0, delta.key_dim), (queries, delta.key_dim), (2 * queries, values)):
+            rows += range(start + head * size, start + (head + 1) * size)
+    return tuple(rows)
+
+
+MAMBA_PREFIXES = ("mamba.", "mixer.")  # Granite, Nemotron
+MAMBA_TENSORS = {
+    "norm.weight": "norm.weight",
+    "step_bias": "dt_bias",
+    "decay_log": "A_log",
+    "skip": "D",
+    "o.kernel": "out_proj.weight",
+    "o.bias": "out_proj.bias",
+}
+
+
+def mamba_source(
+    layer: str,
+    key: str,
+    config: DecoderConfig,
+    found: Mapping[str, tuple[int, ...]],
+    parameter: ParameterShape,
+) -> Source:
+    """Returns the source of one parameter of a layer whose tensor names begin with `layer`."""
+    mamba, key = config.mamba, key.removeprefix("attention.")
+    assert mamba is not None, "this layer has Mamba-2"
+    start = next(
+        (layer + name for name in MAMBA_PREFIXES if f"{layer}{name}D" in found), layer + "mamba."
+    )
+    values, channels = mamba.heads * mamba.head_dim, mamba.groups * mamba.group_channels
+    if key in MAMBA_TENSORS:
+        flipped = key == "o.kernel" and not parameter.transposed
+        shape = parameter.shape[::-1] if flipped else parameter.shape
+        return Whole(start + MAMBA_TENSORS[key], shape, flipped)
+    part, _, kind = key.rpartition(".")
+    if part in ("x_convolution", "bc_convolution"):
+        rows = _shared(mamba, values) if part == "bc_convolution" else tuple(range(values))
+        ends = {"kernel": ("weight", (1, mamba.taps)), "bias": ("bias", ())}
+        end, rest = ends[kind]
+        return SomeRows(f"{start}conv1d.{end}", (values + channels, *rest), rows)
+    rows = {
+        "gate": range(values),
+        "x": range(values, 2 * values),
+        "bc": _shared(mamba, 2 * values),
+        "step": range(2 * values + channels, 2 * values + channels + mamba.heads),
+    }[part]
+    size = 2 * values + channels + mamba.heads
+    if kind == "bias":
+        return SomeRows(start + "in_proj.bias", (size,), tuple(rows))
+    return SomeRows(
+        start + "in_proj.weight", (size, config.width), tuple(rows), not parameter.transposed
+    )
+
+
+def _shared(mamba: MambaConfig, first: int) -> tuple[int, ...]:
+    """Returns the rows of each group's b and c. In the tensor all groups' b precede all groups'
+    c."""
+    size, half = mamba.state_dim, mamba.groups * mamba.state_dim
+    return tuple(
+        first + part + size * group + row
+        for group in range(mamba.groups)
+        for part in (0, half)
+        for row in range(size)
+    )
