@@ -14,7 +14,6 @@ independently. Imports neither JAX nor a model.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 from jdisagg.errors import LayoutError
@@ -62,16 +61,6 @@ class ReshardPlan:
                 pair = (piece.source, piece.destination)
                 moved[pair] = moved.get(pair, 0) + piece.elements * itemsize
         return moved
-
-    def local_bytes(self, itemsize: int) -> int:
-        return itemsize * sum(piece.elements for piece in self.pieces if piece.local)
-
-    @cached_property
-    def by_destination(self) -> Mapping[int, tuple[Piece, ...]]:
-        found: dict[int, list[Piece]] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.destination, []).append(piece)
-        return {device: tuple(pieces) for device, pieces in found.items()}
 
 
 def plan_reshard(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.costs.model_geometry import CATALOG, CostGeometry, GroupedAttention, from_hf_fields
+from jdisagg.costs.model_geometry import CATALOG, CostGeometry, from_hf_fields
 from launch.cost_inputs import find_geometry
 from models.catalog import FAMILIES, read_config
 from models.checkpoint import open_files
@@ -90,25 +90,6 @@ def test_sparse_steps_and_dense_layers_leave_the_expert_layers_that_are_served()
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
 def test_kv_heads_that_a_config_leaves_out_are_the_familys(family: str) -> None:
     assert geometry_of(model_type=family).kv_rows()[0][0] == 8 * 2 * 8
-
-
-@pytest.mark.parametrize(
-    ("fields", "window", "layers"),
-    [
-        ({"model_type": "mistral"}, 4096, 8),
-        ({"model_type": "mistral", "sliding_window": None}, None, 0),
-        ({"model_type": "mixtral"}, None, 0),
-        ({"model_type": "qwen2", "sliding_window": 512}, None, 0),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 6}, 4096, 2),
-        ({"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 9}, 9, 8),
-    ],
-)
-def test_windows_that_a_config_leaves_out_are_the_familys(
-    fields: dict[str, object], window: int | None, layers: int
-) -> None:
-    attention = geometry_of(**fields).attention
-    assert isinstance(attention, GroupedAttention)
-    assert (attention.window, attention.windowed_layers) == (window, layers)
 
 
 def test_a_model_that_could_not_be_served_as_it_is_can_be_planned_for(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def _text(outer: dict[str, object], **fields: object) -> dict[str, object]:
     [
         (_text(QWEN, partial_rotary_factor=0.5), "0.5 contradicts .* which state 0.25"),
         (_text(MISTRAL, n_group=4, topk_group=2), "n_group must be 1"),
-        (_text(MISTRAL, qk_rope_head_dim=32), "must be what partial_rotary_factor=0.5 of 96"),
+        (_text(MISTRAL, qk_rope_head_dim=32), "must be partial_rotary_factor=0.5 times 96 values"),
         (HY | {"route_norm": False}, "route_norm must be true"),
         (HY | {"expert_hidden_dim": 768}, "expert_hidden_dim must be moe_intermediate_size=1536"),
         (KIMI | {"architectures": ["KimiVLForConditionalGeneration"]}, "must hold 'KimiK25For"),

@@ -1,5 +1,4 @@
-"""The study: the committed page and notebook are what the committed results say, and the notebook
-runs."""
+"""The study: its choice of runs, and the committed page follows from the committed results."""
 
 import json
 from pathlib import Path
@@ -12,9 +11,8 @@ from benchmarks.study_runs import LADDER, as_text, from_text, next_rung
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate
-from tests.notebooks.runs import ROOT, code_cells, executed, figures
+from tests.notebooks.runs import ROOT
 
-NOTEBOOK = ROOT / "notebooks" / "study.ipynb"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -95,16 +93,3 @@ def test_the_committed_page_is_what_the_committed_results_say(tmp_path: Path) ->
     assert page == (RESULTS / "study.md").read_text()
     for picture in tmp_path.iterdir():
         assert (RESULTS / picture.name).exists()
-
-
-def test_the_committed_notebook_was_run_from_top_to_bottom_and_is_small() -> None:
-    code = code_cells(NOTEBOOK)
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert figures(code) >= 2
-    assert NOTEBOOK.stat().st_size < 400_000
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_and_draws_its_figures(tmp_path: Path) -> None:
-    code = executed(NOTEBOOK, tmp_path)
-    assert figures(code) >= 2

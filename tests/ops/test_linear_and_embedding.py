@@ -1,5 +1,5 @@
-"""Products in both orientations and row counts; embedding and logits over a sharded, padded
-vocabulary."""
+"""Products in both orientations and row counts, and their memory on a CPU; embedding and logits
+over a sharded, padded vocabulary; norms."""
 
 from functools import partial
 
@@ -12,6 +12,34 @@ from jax.sharding import Mesh, PartitionSpec
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
 from jdisagg.ops.norm import rms_norm
+
+LAYERS, WIDTH = 8, 256
+
+
+@pytest.mark.parametrize("rows", [1, 2, 32])
+def test_no_copy_of_the_weights_is_made(rows: int) -> None:
+    """XLA:CPU before JAX 0.12 makes float32 copies of all of them when asked for bfloat16."""
+
+    def chain(x_TD: jax.Array, kernels: list[jax.Array]) -> jax.Array:
+        for kernel in kernels:
+            x_TD = project(x_TD, kernel, transposed=True, platform="cpu")
+        return x_TD
+
+    kernel = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    x_TD = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
+    memory = jax.jit(chain).lower(x_TD, [kernel] * LAYERS).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_the_product_is_the_exact_one_rounded_once(rows: int) -> None:
+    random = np.random.default_rng(rows)
+    x_TD = jnp.asarray(random.standard_normal((rows, WIDTH)), jnp.bfloat16)
+    kernel = jnp.asarray(random.standard_normal((WIDTH, WIDTH)), jnp.bfloat16)
+    exact = np.asarray(x_TD, np.float64) @ np.asarray(kernel, np.float64).T
+    got = np.asarray(project(x_TD, kernel, transposed=True, platform="cpu"), np.float64)
+    # half a unit in the last of 8 bits, and what float32 sums lose
+    assert np.all(np.abs(got - exact) <= np.abs(exact) * 2**-8 + 1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

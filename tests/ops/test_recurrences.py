@@ -1,0 +1,241 @@
+"""The chunked and the one-step form of both recurrences, the gated delta rule and Mamba-2's, and of
+the short convolution, against the recurrence written out token by token, for rows packed in any
+way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.model_api import Runs
+from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
+from jdisagg.ops.short_convolution import convolve_runs, convolve_step
+from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_space_step
+
+ROWS, TOKENS, GRAIN = 4, 160, 16
+COUNTS = st.lists(st.integers(0, 40), min_size=ROWS, max_size=ROWS).filter(
+    lambda counts: sum(-(-count // GRAIN) * GRAIN for count in counts) <= TOKENS
+)
+HEADS, KEY, VALUE, GROUPS, CHANNELS, TAPS = 6, 8, 5, 2, 6, 4
+ZERO = (HEADS, KEY, VALUE)
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def layout(counts: list[int], grain: int, tokens: int) -> Runs:
+    """Packs rows of these lengths, each at the next multiple of the grain, as programs do."""
+    row, index = np.full(tokens, -1, np.int32), np.full(tokens, -1, np.int32)
+    first, at = [], 0
+    for number, count in enumerate(counts):
+        first.append(at)
+        row[at : at + count], index[at : at + count] = number, np.arange(count)
+        at += -(-count // grain) * grain
+    arrays = (row, index, np.array(first, np.int32), np.array(counts))
+    return Runs(*map(jnp.asarray, arrays), grain=grain)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """`by_hand` computes one sequence in float64. `written` is the input that a test breaks."""
+
+    runs: Callable[..., tuple[jax.Array, jax.Array]]
+    step: Callable[..., tuple[jax.Array, jax.Array]]
+    inputs: Callable[[np.random.Generator, int], Any]
+    by_hand: Callable[[Any, np.ndarray], Arrays]
+    written: str
+    noise: float
+
+    def assert_near(self, found: jax.Array, wanted: np.ndarray) -> None:
+        """Within float noise of the largest number."""
+        largest = max(1.0, float(np.abs(wanted).max(initial=0)))
+        np.testing.assert_allclose(
+            np.asarray(found) / largest, wanted / largest, atol=self.noise, rtol=self.noise
+        )
+
+
+def delta_inputs(rng: np.random.Generator, tokens: int) -> DeltaInputs:
+    q, k = (
+        np.asarray(unit_length(jnp.asarray(rng.normal(size=(tokens, HEADS, KEY)))))
+        for _ in range(2)
+    )
+    v = rng.normal(size=(tokens, HEADS, VALUE)).astype(np.float32)
+    g = -rng.exponential(size=(tokens, HEADS)).astype(np.float32) * rng.choice([0.01, 1, 30])
+    b = rng.uniform(size=(tokens, HEADS)).astype(np.float32)
+    return DeltaInputs(*map(jnp.asarray, (q, k, v, g, b)))
+
+
+def delta_by_hand(inputs: DeltaInputs, state: np.ndarray) -> Arrays:
+    q, k, v, g, b = (np.asarray(part, np.float64) for part in inputs)
+    out = []
+    for t in range(len(q)):
+        state = np.exp(g[t])[:, None, None] * state
+        u = b[t][:, None] * (v[t] - np.einsum("nkv,nk->nv", state, k[t]))
+        state = state + k[t][:, :, None] * u[:, None, :]
+        out.append(np.einsum("nkv,nk->nv", state, q[t]))
+    return np.array(out).reshape(-1, HEADS, VALUE), state
+
+
+def state_space_inputs(rng: np.random.Generator, tokens: int) -> StateSpaceInputs:
+    x = rng.normal(size=(tokens, HEADS, VALUE))
+    b, c = rng.normal(size=(2, tokens, GROUPS, KEY))
+    step = rng.exponential(size=(tokens, HEADS)) * rng.choice([0.01, 1, 30])
+    decay = -step * rng.uniform(0.1, 4, size=HEADS)
+    return StateSpaceInputs(*(jnp.asarray(part, jnp.float32) for part in (x, b, c, step, decay)))
+
+
+def state_space_by_hand(inputs: StateSpaceInputs, state: np.ndarray) -> Arrays:
+    x, b, c, step, g = (np.asarray(part, np.float64) for part in inputs)
+    out, new = np.zeros(x.shape), np.array(state, np.float64)
+    for head in range(HEADS):
+        group = head * GROUPS // HEADS
+        for t in range(len(x)):
+            written = np.outer(b[t, group], step[t, head] * x[t, head])
+            new[head] = np.exp(g[t, head]) * new[head] + written
+            out[t, head] = c[t, group] @ new[head]
+    return out, new
+
+
+DELTA = Recurrence(delta_runs, delta_step, delta_inputs, delta_by_hand, "v_TNH", 2e-5)
+STATE_SPACE = Recurrence(
+    state_space_runs, state_space_step, state_space_inputs, state_space_by_hand, "x_TNP", 2e-6
+)
+BOTH = pytest.mark.parametrize(
+    "recurrence", [DELTA, STATE_SPACE], ids=["gated delta", "state space"]
+)
+PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu"])
+
+
+@partial(jax.jit, static_argnums=(0, 4, 5))
+def packed(
+    runs: Callable[..., tuple[jax.Array, jax.Array]],
+    inputs: tuple[jax.Array, ...],
+    state: jax.Array,
+    rows: tuple[jax.Array, ...],
+    platform: str,
+    grain: int = GRAIN,
+) -> tuple[jax.Array, jax.Array]:
+    return runs(inputs, state, Runs(*rows, grain=grain), platform)
+
+
+def part_of(inputs: Any, first: int, last: int) -> Any:
+    return type(inputs)(*(each[first:last] for each in inputs))
+
+
+@BOTH
+def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: Recurrence) -> None:
+    @settings(max_examples=16, deadline=None)
+    @given(COUNTS, st.integers(0, 99), st.sampled_from(["cpu", "gpu"]))
+    def check(counts: list[int], seed: int, platform: str) -> None:
+        rng = np.random.default_rng(seed)
+        inputs, runs = recurrence.inputs(rng, TOKENS), layout(counts, GRAIN, TOKENS)
+        state = rng.normal(size=(ROWS, *ZERO)).astype(np.float32)
+        out, new = packed(recurrence.runs, inputs, jnp.asarray(state), runs[:4], platform)
+        for row, count in enumerate(counts):
+            first = int(runs.first_R[row])
+            wanted, after = recurrence.by_hand(part_of(inputs, first, first + count), state[row])
+            recurrence.assert_near(out[first : first + count], wanted)
+            recurrence.assert_near(new[row], after)
+
+    check()
+
+
+@BOTH
+@PLATFORMS
+@pytest.mark.parametrize("grain", [16, 64])
+def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
+    recurrence: Recurrence, grain: int, platform: str
+) -> None:
+    rng, tokens = np.random.default_rng(3), 128
+    inputs = recurrence.inputs(rng, tokens)
+    wanted, after = recurrence.by_hand(inputs, np.zeros(ZERO))
+    state, at = jnp.zeros((1, *ZERO)), 0
+    for count in (64, 37):
+        rows = layout([count], grain, 64)[:4]
+        out, state = packed(
+            recurrence.runs, part_of(inputs, at, at + 64), state, rows, platform, grain
+        )
+        recurrence.assert_near(out[:count], wanted[at : at + count])
+        at += count
+    one_step = jax.jit(recurrence.step)
+    for step in range(at, tokens):
+        out, state = one_step(part_of(inputs, step, step + 1), state)
+        recurrence.assert_near(out[0], wanted[step])
+    recurrence.assert_near(state[0], after)
+
+
+@BOTH
+@PLATFORMS
+def test_a_broken_row_reaches_no_other(recurrence: Recurrence, platform: str) -> None:
+    rng = np.random.default_rng(5)
+    inputs, runs = recurrence.inputs(rng, TOKENS), layout([20, 0, 17, 40], GRAIN, TOKENS)
+    values = getattr(inputs, recurrence.written).at[3].set(jnp.nan)
+    broken = inputs._replace(**{recurrence.written: values})
+    state = jnp.asarray(rng.normal(size=(ROWS, *ZERO)), jnp.float32)
+    out, new = packed(recurrence.runs, inputs, state, runs[:4], platform)
+    broken_out, broken_new = packed(recurrence.runs, broken, state, runs[:4], platform)
+    np.testing.assert_array_equal(out[32:49], broken_out[32:49])
+    np.testing.assert_array_equal(new[1:], broken_new[1:])
+    np.testing.assert_array_equal(new[1], state[1])
+    assert not np.isfinite(broken_new[0]).all()
+
+
+def test_keys_that_are_all_alike_stay_exact() -> None:
+    """The hardest triangular system of the delta rule: powers of it would reach binomials."""
+    ones = jnp.ones((64, HEADS, KEY)) / np.sqrt(KEY)
+    v = jnp.asarray(np.random.default_rng(0).normal(size=(64, HEADS, VALUE)), jnp.float32)
+    inputs = DeltaInputs(ones, ones, v, jnp.zeros((64, HEADS)), jnp.ones((64, HEADS)))
+    wanted, _ = delta_by_hand(inputs, np.zeros(ZERO))
+    out, _ = delta_runs(inputs, jnp.zeros((1, *ZERO)), layout([64], 64, 64))
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+@jax.jit
+def packed_convolution(
+    x: jax.Array, kernel: jax.Array, state: jax.Array, rows: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    return convolve_runs(x, kernel, state, Runs(*rows, grain=GRAIN))
+
+
+@settings(max_examples=8, deadline=None)
+@given(COUNTS, st.integers(0, 99))
+def test_the_convolution_sees_across_chunks_and_never_across_rows(
+    counts: list[int], seed: int
+) -> None:
+    rng, runs = np.random.default_rng(seed), layout(counts, GRAIN, TOKENS)
+    x = rng.normal(size=(TOKENS, CHANNELS)).astype(np.float32)
+    kernel = rng.normal(size=(CHANNELS, TAPS)).astype(np.float32)
+    state = rng.normal(size=(ROWS, TAPS - 1, CHANNELS)).astype(np.float32)
+    y, new = packed_convolution(*map(jnp.asarray, (x, kernel, state)), runs[:4])
+    for row, count in enumerate(counts):
+        first = int(runs.first_R[row])
+        seen = np.concatenate([state[row], x[first : first + count]])
+        wanted = [np.sum(seen[t : t + TAPS].T * kernel, axis=1) for t in range(count)]
+        np.testing.assert_allclose(
+            y[first : first + count], np.reshape(wanted, (-1, CHANNELS)), atol=1e-5
+        )
+        np.testing.assert_array_equal(new[row], seen[count:])
+
+
+def test_a_step_of_the_convolution_is_a_row_of_one_token_and_a_bias_is_added_once() -> None:
+    rng = np.random.default_rng(1)
+    x, kernel, state, bias = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, CHANNELS), (CHANNELS, TAPS), (2, TAPS - 1, CHANNELS), (CHANNELS,))
+    )
+    for added in (None, bias):
+        plus = 0 if added is None else added
+        y, new = convolve_step(x, kernel, state, added)
+        for row in range(2):
+            padded = jnp.pad(x[row : row + 1], ((0, 15), (0, 0)))
+            one, before = layout([1], 16, 16), state[row : row + 1]
+            y_T, new_R = convolve_runs(padded, kernel, before, one, added)
+            np.testing.assert_allclose(y[row], y_T[0], rtol=1e-6, atol=1e-6)
+            plain, _ = convolve_runs(padded, kernel, before, one)
+            np.testing.assert_allclose(y_T, plain + plus, atol=1e-5)
+            np.testing.assert_array_equal(new[row], new_R[0])
