@@ -1,1 +1,1 @@
-"""What makes the things that this repository ships. Nothing here is part of the product."""
+"""Scripts that create files shipped with this repository. Nothing here is part of the product."""

@@ -1,12 +1,12 @@
-"""Writes deploy/grafana.json and deploy/alerts.yaml: what operators look at and are woken by, from
-the names under which jdisagg/observe exports metrics.
+"""Writes deploy/grafana.json and deploy/alerts.yaml, the dashboard and the alerts of operators,
+from the names under which jdisagg/observe exports metrics.
 
-    python -m tools.dashboards
+`python -m tools.dashboards`
 
-A query names counters with their ending (_total) and histograms by their buckets. Queries are
-summed over processes; `$model` chooses among models, `$pool` prefill or decode workers. Thresholds
-of the alerts that depend on what was promised to users are constants at the top: change them in
-your copy."""
+A query uses counter names with their suffix (_total) and histogram names with _bucket. Queries are
+summed over processes. `$model` selects a model, `$pool` prefill or decode workers. Alert thresholds
+that depend on a service's objectives are constants at the top; change them in your copy.
+"""
 
 import json
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ TBT_P99_SECONDS = 1
 ERROR_SHARE = 0.05
 QUEUE = 100
 
-# Ends that are no errors; errors that are ours, not the caller's.
+# Finish reasons that are no errors, and errors of the service, not of the caller.
 DONE = "|".join(reason.value for reason in FinishReason)
 OURS = "UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNKNOWN"
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph. `queries`: (legend, PromQL)."""
+    """A graph with its `queries`, pairs of (legend, PromQL)."""
 
     title: str
     unit: str
@@ -51,7 +51,7 @@ class Alert:
 
 
 def rate(metric: str, *by: str, where: str = "") -> str:
-    """Of a counter, by labels."""
+    """Returns the rate of a counter, by labels."""
     chosen = f'model_name=~"$model"{"," + where if where else ""}'
     return f"sum{_by(by)}(rate({metric}{{{chosen}}}[$__rate_interval]))"
 

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jdisagg.layout.axes import Layout
-from models.checkpoint import load_model
+from models.checkpoint import LoadedModel, load_model
 from models.parameter_tree import parameter_shapes
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -225,6 +225,17 @@ def state(directory: Path, quantization: dict[str, object]) -> None:
 def loaded(directory: Path, layout: str = "", weights: str = "") -> Tensors:
     parsed = Layout.parse(layout)
     devices = jax.devices()[: parsed.devices]
-    model = load_model(directory, parsed, devices, weights=weights).model  # type: ignore[arg-type]
-    paths = [".".join(map(str, part.path)) for part in parameter_shapes(model)]
-    return dict(zip(paths, map(np.asarray, jax.tree.leaves(nnx.state(model))), strict=True))
+    return arrays_of(load_model(directory, parsed, devices, weights=weights))  # type: ignore[arg-type]
+
+
+def arrays_of(loaded: LoadedModel) -> Tensors:
+    """The parameters of a loaded model by path."""
+    leaves = jax.tree.leaves(nnx.state(loaded.model))
+    paths = [".".join(map(str, part.path)) for part in parameter_shapes(loaded.model)]
+    return dict(zip(paths, map(np.asarray, leaves), strict=True))
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    """Every parameter equals that of another loaded model."""
+    for path, values in found.items():
+        np.testing.assert_array_equal(values, expected[path], path)

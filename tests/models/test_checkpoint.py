@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.errors import CheckpointError, ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from launch.convert import convert
-from models.checkpoint import load_model
+from models.checkpoint import LoadedModel, load_model
 from models.feed_forward import SparseMLP
 from models.safetensors_files import SafetensorsFiles
 from tests import time_scale
@@ -58,6 +59,22 @@ def checkpoint(tmp_path: Path) -> Path:
 def _load(directory: Path, layout: str = "", **options: str):
     parsed = Layout.parse(layout)
     return load_model(directory, parsed, jax.devices()[: parsed.devices], **options)
+
+
+def _assert_same(found: LoadedModel, expected: LoadedModel) -> None:
+    """Equal arrays in equal shardings."""
+    leaves = (jax.tree.leaves(nnx.state(loaded.model)) for loaded in (found, expected))
+    for one, other in zip(*leaves, strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+def _floats(directory: Path) -> dict[str, np.ndarray]:
+    files = SafetensorsFiles.from_directory(directory)
+    return {
+        name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32)
+        for name, shape in files.shapes().items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,11 +140,7 @@ def test_a_process_reads_each_slice_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / MOE, tmp_path / "model")
-    files = SafetensorsFiles.from_directory(GOLDEN / MOE)
-    tensors = {
-        name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32)
-        for name, shape in files.shapes().items()
-    }
+    tensors = _floats(GOLDEN / MOE)
     for layer in (1, 2):
         prefix = f"model.layers.{layer}.mlp.experts."
         gate, up, down = (
@@ -138,12 +151,7 @@ def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
         tensors[prefix + "down_proj"] = np.stack(down)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     for layout in ("dp=2,tp=2,ep=4", "dp=1,tp=2,ep=1"):
-        expected, got = (
-            jax.tree.leaves(nnx.state(_load(path, layout).model))
-            for path in (GOLDEN / MOE, tmp_path / "model")
-        )
-        for one, other in zip(expected, got, strict=True):
-            np.testing.assert_array_equal(one, other)
+        _assert_same(_load(tmp_path / "model", layout), _load(GOLDEN / MOE, layout))
 
 
 @pytest.mark.parametrize("name", [MOE, "llama_biased"])
@@ -153,13 +161,10 @@ def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_pa
         ("dp=2,tp=2" if name != MOE else "dp=2,tp=2,ep=4", "float32"),
         ("tp=4", "bfloat16"),
     ):
-        expected, got = (
-            jax.tree.leaves(nnx.state(_load(path, layout, dtype=dtype).model))
-            for path in (GOLDEN / name, tmp_path / "orbax")
+        _assert_same(
+            _load(tmp_path / "orbax", layout, dtype=dtype),
+            _load(GOLDEN / name, layout, dtype=dtype),
         )
-        for one, other in zip(expected, got, strict=True):
-            assert one.sharding == other.sharding
-            np.testing.assert_array_equal(one, other)
     with pytest.raises(CheckpointError, match="already holds"):
         convert(GOLDEN / name, tmp_path / "orbax", "auto", devices=1)
     fields = json.loads((tmp_path / "orbax" / "config.json").read_text())
@@ -168,11 +173,21 @@ def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_pa
         _load(tmp_path / "orbax")
 
 
+def _python(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=time_scale.seconds(300),
+    )
+
+
 LOAD_ALL = """
 import sys, jax
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
-from models.feed_forward import SparseMLP
 from models.checkpoint import load_model
 for directory in sys.argv[1:]:
     try:
@@ -196,18 +211,8 @@ def test_an_orbax_checkpoint_that_was_copied_in_part_is_refused_in_one_line(tmp_
         )
     # In a process of its own: Orbax leaves its other reads unfinished, and the interpreter tells of
     # them at any time after.
-    command, environment = (
-        [sys.executable, "-c", LOAD_ALL, *map(str, copies)],
-        os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(300),
-    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = _python("-c", LOAD_ALL, *map(str, copies), environment=environment)
     said = done.stdout.splitlines()
     assert len(said) == len(copies), (done.stdout, done.stderr)
     for line, copy in zip(said, copies, strict=True):
@@ -273,11 +278,7 @@ def test_layers_behind_the_last_one_are_left_aside(name: str, tmp_path: Path) ->
 
 def test_experts_fused_the_other_way_round_are_read_alike(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "qwen3_vl_moe", tmp_path / "model"))
-    files = SafetensorsFiles.from_directory(directory)
-    tensors = {
-        name: np.array(files.read(name, (slice(None),) * len(shape)), np.float32)
-        for name, shape in files.shapes().items()
-    }
+    tensors = _floats(directory)
     fused = [name for name in tensors if ".mlp.experts." in name]
     assert len(fused) == 4
     for name in fused:
@@ -384,33 +385,12 @@ def test_layouts_and_types_that_cannot_work_are_refused_with_the_numbers() -> No
 @pytest.mark.ci
 def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Path) -> None:
     """A process of its own: how many devices there are is settled once."""
-    command = [
-        sys.executable,
-        "-m",
-        "launch.convert",
-        f"--source={GOLDEN / MOE}",
-        f"--destination={tmp_path / 'orbax'}",
-        "--devices=2",
-    ]
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    }
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(300),
-    )
+    more = [f"--source={GOLDEN / MOE}", f"--destination={tmp_path / 'orbax'}", "--devices=2"]
+    chosen = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {key: value for key, value in os.environ.items() if key not in chosen}
+    done = _python("-m", "launch.convert", *more, environment=environment)
     assert done.returncode == 0, done.stderr
-    expected, got = (
-        jax.tree.leaves(nnx.state(_load(path).model)) for path in (GOLDEN / MOE, tmp_path / "orbax")
-    )
-    for one, other in zip(expected, got, strict=True):
-        np.testing.assert_array_equal(one, other)
+    _assert_same(_load(tmp_path / "orbax"), _load(GOLDEN / MOE))
 
 
 def test_the_index_decides_which_file_a_tensor_is_read_from(

@@ -97,7 +97,7 @@ def test_sizes_by_layer_are_read_as_transformers_writes_them() -> None:
     alike = _gemma_4(written | {"per_layer_config": {}}).layers[5].attention
     assert alike is not None and (alike.kv_heads, alike.head_dim) == (16, 256)
     for wrong in ({"5": {"head_dim": 64}}, by_layer | {"4": {"head_dim": 512}}, {"5": 3}, [1]):
-        with pytest.raises(CheckpointError, match="per_layer_config must give head_dim"):
+        with pytest.raises(CheckpointError, match="per_layer_config must give the same head_dim"):
             _gemma_4(written | {"per_layer_config": wrong})
 
 

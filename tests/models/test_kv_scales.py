@@ -205,7 +205,7 @@ def test_a_checkpoints_scale_that_cannot_be_is_refused_by_name(
     [
         (lambda stated: stated.pop("format"), "format must be 1, got None"),
         (lambda stated: stated.update(family="phi3"), "family must be 'llama', got 'phi3'"),
-        (lambda stated: stated["layers"].pop(), "layers must be 2, .* got 1"),
+        (lambda stated: stated["layers"].pop(), "layers must have 2 .* got 1"),
         (lambda stated: stated["layers"][1].pop("v"), r"layers\[1\] must have k, v"),
         (lambda stated: stated["layers"][1]["k"].clear(), r"\.k\.scale must be 2 .*None"),
         (lambda stated: stated["layers"][1]["k"]["scale"].pop(), r"\.k\.scale must be 2 powers"),

@@ -14,11 +14,10 @@ from jdisagg.ops.quantized_weights import Weights, halves, quantized
 from launch.convert import convert
 from models.checkpoint import LoadedModel, load_model
 from models.inspection import bytes_per_device, inspect
-from models.parameter_tree import parameter_shapes
 from models.relayout import relayout
 from tests.lanes import first_quick
+from tests.models.quantized_fixtures import GOLDEN, arrays_of, assert_same
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 FORMS: list[Weights] = ["int8", "int4", "fp8"]
 
 
@@ -26,12 +25,6 @@ def _load(name: str, layout: str, weights: Weights, dtype: str = "float32") -> L
     parsed = Layout.parse(layout)
     devices = jax.devices()[: parsed.devices]
     return load_model(GOLDEN / name, parsed, devices, dtype=dtype, weights=weights)
-
-
-def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
-    leaves = jax.tree.leaves(nnx.state(loaded.model))
-    paths = [".".join(map(str, part.path)) for part in parameter_shapes(loaded.model)]
-    return dict(zip(paths, map(np.asarray, leaves), strict=True))
 
 
 @pytest.mark.parametrize("weights", FORMS)
@@ -42,7 +35,7 @@ def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
 def test_matrices_of_layers_are_quantized_and_all_else_is_as_stored(
     name: str, dtype: str, weights: Weights
 ) -> None:
-    plain, kept = (_arrays(_load(name, "", form, dtype)) for form in ("", weights))
+    plain, kept = (arrays_of(_load(name, "", form, dtype)) for form in ("", weights))
     quantized_names = set()
     for path, values in kept.items():
         if path.endswith("scale"):
@@ -80,7 +73,7 @@ def test_matrices_of_layers_are_quantized_and_all_else_is_as_stored(
 )
 def test_values_do_not_depend_on_the_layout(name: str, layout: str, weights: Weights) -> None:
     """Scales are of all inputs, also where a device keeps some of them."""
-    one, spread = (_arrays(_load(name, each, weights)) for each in ("", layout))
+    one, spread = (arrays_of(_load(name, each, weights)) for each in ("", layout))
     for path, values in spread.items():
         if not path.startswith("stem."):
             np.testing.assert_array_equal(values, one[path])
@@ -105,10 +98,7 @@ def test_a_quantized_model_that_is_laid_out_anew_is_what_loading_it_would_have_g
     moved = relayout(_load("llama_tied", "tp=2", "int4"), layout, jax.devices()[:2])
     expected = _load("llama_tied", "dp=2,tp=1", "int4")
     assert nnx.graphdef(moved.model) == nnx.graphdef(expected.model)
-    for (path, ours), theirs in zip(
-        _arrays(moved).items(), _arrays(expected).values(), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs, path)
+    assert_same(arrays_of(moved), arrays_of(expected))
 
 
 @pytest.mark.ci

@@ -229,7 +229,7 @@ def test_a_step_of_the_convolution_is_a_row_of_one_token_and_a_bias_is_added_onc
         for shape in ((2, CHANNELS), (CHANNELS, TAPS), (2, TAPS - 1, CHANNELS), (CHANNELS,))
     )
     for added in (None, bias):
-        plus = 0 if added is None else added
+        plus = np.zeros((1, CHANNELS), np.float32) if added is None else np.asarray(added)[None]
         y, new = convolve_step(x, kernel, state, added)
         for row in range(2):
             padded = jnp.pad(x[row : row + 1], ((0, 15), (0, 0)))

@@ -1,5 +1,6 @@
-"""What made the shipped tiny models (models/tiny/): two checkpoints in Hugging Face form.
+"""Creates the shipped tiny models (models/tiny/), two checkpoints in Hugging Face format.
 
-`corpus` writes the text from `stories.json`, `tokenizer` cuts it, `network` is the training form of
-both families, `training` the loop, `export` the checkpoint folder; `train` runs it all. Serving
-needs none of this code."""
+`corpus` writes the text from `stories.json`, `tokenizer` splits it, `network` is the training form
+of both families, `training` the loop, `export` the checkpoint folder, and `train` runs them all.
+Serving needs none of this code.
+"""

@@ -1,10 +1,11 @@
-"""Writes the text that the tiny models learn: short stories and short talks about them, from
+"""Writes the tiny models' training text: short stories and short conversations about them, from
 templates.
 
-A document is the text of one training sequence, special tokens included and BOS left out: a story
-and `</s>`, or a talk in the form of the chat template. `document(seed, index)` is a pure function,
-so that any part of the endless corpus can be had without the rest, and the held-out part is simply
-other indices. Knows nothing of tokens or arrays."""
+A document is the text of one training sequence, special tokens included but without BOS: a story
+and `</s>`, or a conversation in the form of the chat template. `document(seed, index)` is a pure
+function, so any part of the endless corpus is available without the rest, and the held-out part has
+other indices. Knows nothing of tokens or arrays.
+"""
 
 import random
 import re
@@ -24,8 +25,8 @@ _HELD_OUT = 1 << 40
 
 
 def document(seed: int, index: int, *, held_out: bool = False) -> str:
-    """Document number `index` of the corpus of this seed. Held-out documents come from the same
-    grammar, never seen in training."""
+    """Returns document `index` of the corpus of this seed. Held-out documents come from the same
+    grammar and are never trained on."""
     rng = random.Random(seed * (1 << 42) + index + (_HELD_OUT if held_out else 0))
     if rng.random() < 0.68:
         return story(rng) + END_OF_TEXT
@@ -33,7 +34,7 @@ def document(seed: int, index: int, *, held_out: bool = False) -> str:
 
 
 def documents(seed: int, *, held_out: bool = False) -> Iterator[str]:
-    """The endless corpus from its first document."""
+    """Yields the endless corpus from its first document."""
     index = 0
     while True:
         yield document(seed, index, held_out=held_out)
@@ -41,14 +42,14 @@ def documents(seed: int, *, held_out: bool = False) -> Iterator[str]:
 
 
 def vocabulary_of(texts: list[str]) -> set[str]:
-    """The words (letters only, as written) of some documents."""
+    """Returns the words (letters only, as written) of some documents."""
     return {
         word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"<[^>]*>", " ", text))
     }
 
 
 def story(rng: random.Random) -> str:
-    """One story of one to three plots around the same hero."""
+    """Returns a story of one to three plots around the same hero."""
     cast = _cast(rng)
     return _tell(rng, cast, _plots(rng))
 
@@ -86,7 +87,7 @@ def _tell(rng: random.Random, cast: dict[str, str], plots: list[Plot]) -> str:
 
 
 def _write(rng: random.Random, cast: dict[str, str], template: str) -> str:
-    """Chooses among the alternatives, innermost first, then names the cast."""
+    """Chooses among the alternatives, innermost first, then inserts the cast's names."""
     while (match := _INNERMOST_CHOICE.search(template)) is not None:
         template = (
             template[: match.start()] + rng.choice(match[1].split("|")) + template[match.end() :]
@@ -97,7 +98,7 @@ def _write(rng: random.Random, cast: dict[str, str], template: str) -> str:
 
 
 def _cast(rng: random.Random) -> dict[str, str]:
-    """Who and what one story is about."""
+    """Draws the characters and things of one story."""
     hero_kind, hero, he = _person(rng, ())
     friend_kind, friend, friend_he = _person(rng, (hero, hero_kind))
     helper = rng.choice(sorted(WORDS.helpers))
@@ -141,7 +142,7 @@ def _cast(rng: random.Random) -> dict[str, str]:
 
 
 def _person(rng: random.Random, others: tuple[str, ...]) -> tuple[str, str, str]:
-    """(kind, name, pronoun) of someone unlike `others`."""
+    """Draws (kind, name, pronoun) of a character unlike `others`."""
     while True:
         kind = (
             rng.choice(sorted(WORDS.children)) if rng.random() < 0.5 else rng.choice(WORDS.animals)
@@ -163,8 +164,8 @@ def _pronouns(prefix: str, he: str) -> dict[str, str]:
 
 
 def _talk(rng: random.Random) -> str:
-    """A conversation in the form of the chat template: mostly a request for a story, then perhaps
-    questions about it."""
+    """Returns a conversation in the form of the chat template: mostly a request for a story, then
+    perhaps questions about it."""
     turns: list[tuple[str, str]] = []
     cast = _cast(rng)
     if rng.random() < 0.3:

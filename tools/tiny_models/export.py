@@ -1,8 +1,6 @@
 """Writes a trained tiny model as a Hugging Face folder: config.json, generation_config.json,
-model.safetensors, tokenizer files.
-
-Names and shapes are those of transformers' LlamaForCausalLM and Qwen3MoeForCausalLM: kernels [out,
-in], experts apart. float32."""
+model.safetensors and tokenizer files. Names and shapes are those of transformers' LlamaForCausalLM
+and Qwen3MoeForCausalLM: kernels [out, in], separate experts, float32."""
 
 import json
 from pathlib import Path
@@ -26,7 +24,7 @@ def write_checkpoint(network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -
 
 
 def config(shape: TinyShape) -> dict[str, object]:
-    """config.json of the shape."""
+    """Returns the config.json of a shape."""
     common: dict[str, object] = {
         "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "LlamaForCausalLM"],
         "model_type": shape.family,
@@ -62,7 +60,7 @@ def config(shape: TinyShape) -> dict[str, object]:
 
 
 def tensors(network: TinyNetwork) -> dict[str, np.ndarray]:
-    """All weights under their published names."""
+    """Returns all weights under their published names."""
     named = {
         "model.embed_tokens.weight": _array(network.embedding[...]),
         "model.norm.weight": _array(network.norm[...]),

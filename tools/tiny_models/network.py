@@ -1,10 +1,11 @@
 """The training form of the two tiny families: Llama, and Qwen3-MoE with its experts as one dense
 mixture.
 
-Whole batches of packed rows, no cache, no sharding, every expert computed and the unchosen weighed
-by zero, so that all has gradients: the serving form (`models/blocks.py`) routes with loops that
-have none. Written apart from it on purpose, so that equal logits of the two are a test of both. R
-rows of T tokens; other letters as everywhere, G query heads of a kv head."""
+It computes whole batches of packed rows, without cache or sharding. Every expert is computed and
+unchosen ones have weight zero, so that everything has gradients: the serving form
+(`models/blocks.py`) routes with loops that have none. The two are separate on purpose, so that
+equal logits test both. R rows of T tokens; other letters as everywhere, G query heads of a kv head.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,8 +20,8 @@ _QUERY_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes chosen so that tp in {1, 2, 4} and ep in {1, 2, 4, 8} divide them. `experts` is 0 for
-    the dense family."""
+    """Sizes that tp in {1, 2, 4} and ep in {1, 2, 4, 8} divide. `experts` is 0 for the dense
+    family."""
 
     family: Family
     layers: int
@@ -46,9 +47,9 @@ SHAPES: dict[str, TinyShape] = {
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Whole documents laid one after the other: int32 [R, T] each. A token sees its own document
-    alone, from position 0; `documents` is 0 where a row is padding, `targets` -1 where nothing is
-    to be predicted."""
+    """Rows of concatenated whole documents: int32 [R, T] each. A token attends only to its own
+    document, from position 0. `documents` is 0 for padding, and `targets` is -1 where nothing is
+    predicted."""
 
     tokens: jax.Array
     targets: jax.Array
@@ -60,14 +61,14 @@ jax.tree_util.register_dataclass(PackedRows, ["tokens", "targets", "documents", 
 
 
 class Block(nnx.Module):
-    """One layer. Kernels are [in, out]; those of the experts lie side by side, expert-major: [D, E
+    """One layer. Kernels are [in, out]. Those of the experts are concatenated, expert-major: [D, E
     * F] and [E * F, D]."""
 
     def __init__(self, shape: TinyShape, rngs: nnx.Rngs) -> None:
         width, head = shape.width, shape.head_dim
         q_size, kv_size = shape.query_heads * head, shape.kv_heads * head
         ffn = shape.experts * shape.expert_ffn or shape.ffn
-        # what adds to the residual stream starts small, as in GPT-2
+        # Projections into the residual stream start small, as in GPT-2.
         small = (2 * shape.layers) ** -0.5
         self.attention_norm = nnx.Param(jnp.ones((width,)))
         self.q, self.k, self.v = (_matrix(rngs, width, size) for size in (q_size, kv_size, kv_size))
@@ -83,8 +84,8 @@ class Block(nnx.Module):
         self.shape = shape
 
     def __call__(self, x_RTD: jax.Array, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
-        """The next x, and the router's load imbalance: 1 when even, E / k at worst; 0 in a dense
-        layer."""
+        """Returns the next x, and the router's load imbalance: 1 if even, E / k at worst, 0 in a
+        dense layer."""
         epsilon = self.shape.norm_epsilon
         x_RTD = x_RTD + self._attention(_norm(x_RTD, self.attention_norm[...], epsilon), rows)
         y_RTD = _norm(x_RTD, self.mlp_norm[...], epsilon)
@@ -109,8 +110,8 @@ class Block(nnx.Module):
             _rotate(q_RTNH, rows.positions, shape.rope_theta),
             _rotate(k_RTKH, rows.positions, shape.rope_theta),
         )
-        # Row by row and recomputed on the way back: scores stay in the CPU's cache (3.3 times as
-        # fast as all rows at once).
+        # Row by row and recomputed in the backward pass, so that scores stay in the CPU's cache
+        # (3.3 times as fast as all rows at once).
         o_RTNH = jax.lax.map(
             jax.checkpoint(_attend_row),
             (q_RTNH * shape.head_dim**-0.5, k_RTKH, v_RTKH, rows.documents),
@@ -120,8 +121,8 @@ class Block(nnx.Module):
     def _route(
         self, y_RTD: jax.Array, router_DE: jax.Array, valid_RT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Weights of the experts, summing to one over the chosen few, and the imbalance of Fedus et
-        al. (2021), equation 4."""
+        """Returns the weights of the experts, which sum to one over the chosen few, and the
+        imbalance of Fedus et al. (2021), equation 4."""
         chosen, experts = self.shape.experts_per_token, self.shape.experts
         share_RTE = jax.nn.softmax(y_RTD @ router_DE, axis=-1)
         _, top_RTC = jax.lax.top_k(share_RTE, chosen)
@@ -137,7 +138,7 @@ class Block(nnx.Module):
 
 
 class TinyNetwork(nnx.Module):
-    """Embedding, blocks, final norm; the head is the embedding."""
+    """Embedding, blocks and final norm. The head is the embedding."""
 
     def __init__(self, shape: TinyShape, seed: int) -> None:
         rngs = nnx.Rngs(seed)
@@ -149,7 +150,7 @@ class TinyNetwork(nnx.Module):
         self.shape = shape
 
     def __call__(self, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
-        """Logits float32 [R, T, V], and the mean load imbalance of the layers."""
+        """Returns logits float32 [R, T, V], and the layers' mean load imbalance."""
         x_RTD = self.embedding[...][rows.tokens]
         imbalance = jnp.zeros(())
         for block in self.blocks:
@@ -169,10 +170,9 @@ def _matrix(
 
 
 def _attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """Attention of one row, causal and within documents: q [T, N, H] (scaled), k and v [T, K, H],
-    documents [T] -> [T, N, H].
-
-    Block by block of queries, so that little of the upper triangle is computed."""
+    """Computes attention of one row, causal and within documents: q [T, N, H] (scaled), k and v [T,
+    K, H], documents [T] -> [T, N, H]. It proceeds by blocks of queries, so that little of the upper
+    triangle is computed."""
     q_TNH, k_TKH, v_TKH, documents_T = row
     T, K, H = k_TKH.shape
     q_KGTH = q_TNH.reshape(T, K, -1, H).transpose(1, 2, 0, 3)
@@ -202,7 +202,7 @@ def _norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _rotate(x_RTNH: jax.Array, positions_RT: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding: dimension i of a head turns with dimension i + H / 2."""
+    """Applies rotary embedding: dimension i of a head pairs with dimension i + H / 2."""
     half = x_RTNH.shape[-1] // 2
     speed = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions_RT[:, :, None, None].astype(jnp.float32) * speed[None, None, None, :]

@@ -1,16 +1,17 @@
-"""The words and templates of the tiny stories, read from `stories.json`: plain data, no randomness.
+"""The words and templates of the tiny stories, read from `stories.json`: plain data without
+randomness.
 
-Words: who can act, where, with what. A name has one pronoun set for ever (a small model cannot
-guess it), and a place knows its own hiding spots, so that a story drawn from these tables is
-coherent by construction.
+Words are characters, places and things. A name has one fixed set of pronouns (a small model cannot
+guess it), and a place has its own hiding spots, so that a story drawn from these tables is coherent
+by construction.
 
-Frames (what stands around a plot: openings, habits, friends, bridges, endings), talk and plots are
-templates. `[a|b|c]` is a free choice (nested, possibly empty), `{slot}` a member of the cast that
-stays the same through a story: H the hero, F the friend, M the helper, with the pronouns
-he/him/his, fhe/fhim/fhis, mhe/mhim/mhis (capital for a sentence's start). A plot is a list of
-paragraphs, each a list of sentences. `topic` completes "a story about ..."; `questions` have
-answers that the story gives. Invariant: a later sentence only uses what an earlier one, or the
-opening, has told."""
+Frames (text around a plot: openings, habits, friends, bridges, endings), conversations and plots
+are templates. `[a|b|c]` is a free choice (nested, possibly empty). `{slot}` is a member of the cast
+that stays the same through a story: H the hero, F the friend, M the helper, with the pronouns
+he/him/his, fhe/fhim/fhis, mhe/mhim/mhis (capitalised at a sentence's start). A plot is a list of
+paragraphs, each a list of sentences. `topic` completes "a story about ...", and `questions` have
+answers in the story. Invariant: a sentence only uses facts of earlier sentences or the opening.
+"""
 
 from pathlib import Path
 
@@ -21,7 +22,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """`name` follows 'in' or 'to' as `inside` says; `spots` are where a thing can hide."""
+    """A place. `inside` states whether `name` follows 'in' or 'to'. Things can hide in `spots`."""
 
     name: str
     inside: str
@@ -51,12 +52,12 @@ class Words(msgspec.Struct, frozen=True):
 
     @property
     def children(self) -> dict[str, Texts]:
-        """The names of each kind of child."""
+        """Returns the names of each kind of child."""
         return {"girl": self.girls, "boy": self.boys, "princess": self.girls, "prince": self.boys}
 
     @property
     def remembered(self) -> Texts:
-        """What a reader must remember to follow a story, names apart."""
+        """Returns the words, other than names, that a reader must remember to follow a story."""
         return (
             *("he", "she", "his", "her", "him", "He", "She", "His", "Her"),
             *(*self.children, *self.animals, *self.colors, *self.toys, *self.foods),

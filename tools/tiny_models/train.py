@@ -38,7 +38,7 @@ flags = define(
 
 
 def tokenizer_of(seed: int) -> Tokenizer:
-    """Both families have the same tokenizer."""
+    """Trains the tokenizer that both families share."""
     return train_tokenizer(
         (document(seed, index) for index in range(_TOKENIZER_DOCUMENTS)), SHAPES["llama"].vocabulary
     )
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def places_to_write(destination: str, keep: str | None) -> tuple[Path, Path | None]:
-    """The folder and the file, before minutes are spent on what they are to hold. Raises
+    """Returns the destination folder and the state file, created before the training starts. Raises
     ConfigError."""
     folder = made_folder("--destination", destination)
     if keep is None:

@@ -1,8 +1,9 @@
-"""The training loop of the tiny models: packs the endless corpus into rows and learns from them.
+"""The training loop of the tiny models: packs the endless corpus into rows and trains on them.
 
 Deterministic: the same seed, steps and versions give the same weights on the same machine. The last
 part of the run has rows of the whole context, so that all positions are trained. Flax NNX and
-Optax; one device; parameters and state are donated."""
+Optax, one device, donated parameters and state.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,11 +31,12 @@ _IMBALANCE_WEIGHT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up, a constant rate, and a linear end over the last `end_share` of the steps.
+    """Warm-up, a constant rate, and a linear decay over the last `end_share` of the steps.
 
-    The text comes in rows of `row_tokens`, as many as `tokens_per_step` holds, and at the end of
-    the whole context. The first part does not depend on `steps`, so that a kept state can be taken
-    to another number of steps with the same result."""
+    The text comes in rows of `row_tokens`, as many as fit `tokens_per_step`, and at the end in rows
+    of the whole context. The first part does not depend on `steps`, so that a saved state can
+    continue to another number of steps with the same result.
+    """
 
     steps: int
     seed: int = 0
@@ -74,11 +76,12 @@ def train(
     every: int = 100,
     keep: Path | None = None,
 ) -> TinyNetwork:
-    """Trains from random weights; calls `on_progress` every so many steps and after the last. Stops
+    """Trains from random weights. Calls `on_progress` every `every` steps and after the last. Stops
     early when time is over.
 
-    `keep`: a file that holds the state each time that progress is told, and from which training
-    goes on if it is there."""
+    `keep` is a file for the state, saved at each progress report. Training resumes from it if it
+    exists.
+    """
     graph, parameters = nnx.split(TinyNetwork(shape, schedule.seed))
     weights_V = jnp.asarray(token_weights(tokenizer))
     optimizer = _optimizer(schedule)
@@ -131,7 +134,7 @@ def train(
 def mean_loss(
     logits_RTV: jax.Array, targets_RT: jax.Array, weights_V: jax.Array | None = None
 ) -> jax.Array:
-    """Mean cross-entropy in nats over the tokens that are to be predicted, each with its weight."""
+    """Returns the weighted mean cross-entropy in nats over the tokens to predict."""
     known_RT = jnp.maximum(targets_RT, 0)
     losses_RT = optax.softmax_cross_entropy_with_integer_labels(logits_RTV, known_RT)
     weights_RT = (targets_RT >= 0).astype(jnp.float32) * (
@@ -141,9 +144,9 @@ def mean_loss(
 
 
 def token_weights(tokenizer: Tokenizer) -> np.ndarray:
-    """Names count four times, other words that a story must remember twice: the phrases around them
-    are learned soon enough, while who did what to whom is learned late, and is what makes a story
-    one."""
+    """Returns token weights: four for names, two for other words that a story must remember. The
+    phrases around them are learned soon, while the relations of characters are learned late and
+    make a story coherent."""
     weights_V = np.ones(tokenizer.get_vocab_size(), np.float32)
     known = STORIES.words
     for words, weight in ((known.remembered, 2.0), (known.girls + known.boys, 4.0)):
@@ -157,8 +160,8 @@ def token_weights(tokenizer: Tokenizer) -> np.ndarray:
 def held_out_losses(
     network: TinyNetwork, tokenizer: Tokenizer, seed: int, row_count: int = 64
 ) -> dict[str, float]:
-    """Nats a token on text that was not trained on: of the network, and of unigram and bigram
-    counts as baselines."""
+    """Returns nats per token on held-out text, of the network and of unigram and bigram counts as
+    baselines."""
     graph, parameters = nnx.split(network)
     evaluate = jax.jit(
         lambda parameters, rows: mean_loss(nnx.merge(graph, parameters)(rows)[0], rows.targets)
@@ -188,14 +191,14 @@ def held_out_losses(
 
 
 def encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
-    """Token ids of each document, `<s>` first."""
+    """Yields the token ids of each document, `<s>` first."""
     for text in texts:
         yield tokenizer.encode(text).ids
 
 
 def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[PackedRows]:
-    """Rows of whole documents, as NumPy arrays [T]: the longest waiting one that still fits comes
-    next. Longer ones are dropped."""
+    """Yields rows of whole documents as NumPy arrays [T]. The longest waiting document that still
+    fits comes next. Longer ones are dropped."""
     pool: list[list[int]] = []
     while True:
         while len(pool) < _POOL_DOCUMENTS:
@@ -205,7 +208,7 @@ def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[Pac
         tokens, documents, positions = (np.zeros(row_tokens, np.int32) for _ in range(3))
         targets = np.full(row_tokens, -1, np.int32)
         start, count = 0, 0
-        # The oldest comes first, so that none waits for ever.
+        # The oldest comes first, so that none waits forever.
         chosen: int | None = 0
         while chosen is not None:
             ids = pool.pop(chosen)
@@ -240,8 +243,8 @@ def _stack(rows: list[PackedRows]) -> PackedRows:
 
 
 def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    """Muon (Jordan et al., 2024) for the matrices between, which learns from half the text; AdamW
-    for embedding, router and norms."""
+    """Returns Muon (Jordan et al., 2024) for the inner matrices, which then needs half the text,
+    and AdamW for embedding, router and norms."""
     return optax.partition(
         {
             "matrix": optax.contrib.muon(schedule.rate(schedule.matrix_rate), weight_decay=0.02),
