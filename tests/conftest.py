@@ -1,8 +1,9 @@
-"""Eight virtual CPU devices and a strict JAX for every test; `JAX_PLATFORMS=cuda` runs the same
+"""Eight virtual CPU devices and a strict JAX for every test. `JAX_PLATFORMS=cuda` runs the same
 tests on a GPU.
 
-Compiled programs are kept in one folder for all processes of a run and for the next run
-(`tests/programs.py`)."""
+All processes of a run, and the next run, share one folder of compiled programs
+(`tests/programs.py`).
+"""
 
 import os
 

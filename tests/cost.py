@@ -1,6 +1,6 @@
-"""What a test run costs, under `--cost`: processor seconds (children that ended included) by test
-file, most first, and the memory of each worker. The processor's seconds say on a busy machine, too,
-what a wall clock would say on a quiet one."""
+"""The cost of a test run, under `--cost`: processor seconds (ended children included) by test file,
+highest first, and the memory of each worker. Processor seconds on a busy machine compare to wall
+time on an idle one."""
 
 import os
 from collections import defaultdict
@@ -14,12 +14,12 @@ Report = Generator[None, pytest.TestReport, pytest.TestReport]
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that have ended."""
+    """Seconds of this process and its ended children."""
     return sum(os.times()[:4])
 
 
 class Cost:
-    """Measures in the process that runs the tests, sums up in the one that reports."""
+    """Measures in the process that runs the tests and sums in the one that reports."""
 
     def __init__(self) -> None:
         self._last = cpu_seconds()
@@ -29,7 +29,7 @@ class Cost:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Report:
-        """Of setup, call and teardown each."""
+        """Measures setup, call and teardown separately."""
         report = yield
         now = cpu_seconds()
         memory = psutil.Process().memory_info().rss / 2**30

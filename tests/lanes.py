@@ -1,6 +1,6 @@
-"""Which tests a person waits for. A test is `slow` (full matrices and long runs: only when asked
-for), `ci` (clusters of processes and what widens a matrix: `.ci/run` runs it, too) or, without
-either mark, `quick`: the line in README.md runs those alone."""
+"""Lanes of tests. `slow` tests (full matrices and long runs) run only on request. `ci` tests
+(clusters of processes, wider matrices) also run in `.ci/run`. Others are `quick`, and the command
+in README.md runs only those."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def first_quick(cases: Iterable[Sequence[object]], quick: int = 1) -> list[object]:
-    """Cases for `parametrize`: all but the first `quick` belong to the lane `ci`."""
+    """Returns cases for `parametrize`: all but the first `quick` are in lane `ci`."""
     return [
         case if number < quick else pytest.param(*case, marks=pytest.mark.ci)
         for number, case in enumerate(cases)
@@ -16,8 +16,8 @@ def first_quick(cases: Iterable[Sequence[object]], quick: int = 1) -> list[objec
 
 
 def sort_into_lanes(items: list[pytest.Item]) -> None:
-    """Marks what is quick, and begins with the files that take long, so that no worker has one of
-    them left at the end."""
+    """Marks quick tests, and starts with long files, so that no worker runs one alone at the
+    end."""
     long = set()
     for item in items:
         if item.get_closest_marker("ci"):

@@ -1,5 +1,5 @@
-"""Keeps a process that runs many tests small: what JAX holds on to is dropped between two tests
-once there is much of it."""
+"""Bounds the memory of a process that runs many tests: JAX's caches are cleared between two tests
+once they are large."""
 
 import ctypes
 import gc
@@ -12,14 +12,14 @@ MUCH = 1.2 * 2**30  # bytes; a test may need half a gigabyte on top
 
 
 class Memory:
-    """Executables that functions were jitted to stay in JAX's caches, with their constants, after
-    everybody else has let go of them; freed memory stays with the allocator."""
+    """JAX's caches keep executables and their constants after all other references are gone, and
+    the allocator keeps freed memory."""
 
     def __init__(self) -> None:
         self._bound = MUCH
 
     def drop(self) -> None:
-        """Between two tests. What is in use stays: then the bound grows."""
+        """Runs between two tests. Memory in use stays, and then the bound grows."""
         if psutil.Process().memory_info().rss < self._bound:
             return
         gc.collect()

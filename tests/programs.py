@@ -1,6 +1,6 @@
-"""The folder of compiled programs that all processes of a test run share, and keep for the next
-run: `JDISAGG_TEST_PROGRAMS`, or ~/.cache/jdisagg/tests. JAX finds a program by its content, its
-flags and its version, so that nothing that a test sees depends on what lies there."""
+"""The folder of compiled programs that all processes of a test run and the next run share:
+`JDISAGG_TEST_PROGRAMS`, or ~/.cache/jdisagg/tests. JAX finds programs by content, flags and
+version, so results never depend on it."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ CACHE_FLAG = f"--compilation_cache={PROGRAMS}"
 
 
 def forget_unused() -> None:
-    """Removes what no run has read for two weeks."""
+    """Removes programs that no run has read for two weeks."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in PROGRAMS.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another run removes it, too

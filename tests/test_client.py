@@ -1,5 +1,4 @@
-"""The sync client, what both clients do when there is no server, and `launch.ask`, which stands on
-them."""
+"""The sync client, both clients without a server, and `launch.ask`, which uses them."""
 
 import asyncio
 import pathlib

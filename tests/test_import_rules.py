@@ -1,11 +1,11 @@
-"""The arrows of the house, followed transitively through the source text; nothing is imported to
-find out.
+"""Import rules, followed transitively through the source text without importing anything.
 
 1. The plain and the pure rooms reach neither JAX nor gRPC. 2. `service` and `client` never reach
-   JAX. 3. `jdisagg` never imports `models`, `launch`, `configs`. 4. No two rooms of `jdisagg`
-   import each other. 5. Nothing that is served, or serves, imports `tools` or `benchmarks`.
-And `import jdisagg` is light: neither JAX nor gRPC. Beside the arrows: no file is too long to be
-read."""
+JAX. 3. `jdisagg` never imports `models`, `launch`, `configs`. 4. No two rooms of `jdisagg` import
+each other. 5. Served or serving code never imports `tools` or `benchmarks`.
+
+`import jdisagg` imports neither JAX nor gRPC. No file is too long.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(path: Path, module: str) -> Iterator[str]:
-    """Every name that an import statement anywhere in the file could load."""
+    """Returns every name that an import statement anywhere in the file could load."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -69,8 +69,8 @@ def import_graph(*packages: str) -> dict[str, set[str]]:
 
 
 def reached(graph: dict[str, set[str]], start: str) -> tuple[set[str], dict[str, str]]:
-    """Our modules reached from `start`, its packages included, and foreign top names with the
-    module that imports them."""
+    """Returns our modules reached from `start`, its packages included, and foreign top-level names
+    with the module that imports them."""
     ours: set[str] = set()
     foreign: dict[str, str] = {}
     todo = [start]
@@ -103,15 +103,15 @@ def rooms(names: tuple[str, ...]) -> list[str]:
 
 
 def room(module: str) -> str:
-    """The part of `jdisagg` that a module belongs to; empty for the package itself and for other
-    packages."""
+    """Returns the part of `jdisagg` that a module belongs to, empty for the package itself and
+    other packages."""
     package, _, rest = module.partition(".")
     return rest.split(".")[0] if package == "jdisagg" else ""
 
 
 def loads(name: str, forbidden: set[str]) -> dict[str, dict[str, str]]:
-    """The modules of a room (or the package's own) that load what they must not: what, and by
-    which import."""
+    """Returns the modules of a room (or of the package itself) that load something forbidden: what,
+    and by which import."""
     modules = [name] if name in GRAPH else rooms((name,))
     found = {
         module: {top: via for top, via in reached(GRAPH, module)[1].items() if top in forbidden}
@@ -172,7 +172,7 @@ def flags_defined(path: Path) -> set[str]:
 
 
 def test_benchmarks_that_tests_load_define_no_flag_twice() -> None:
-    """One process of pytest loads all of them, and absl refuses a flag's second definition."""
+    """One pytest process loads all of them, and absl refuses a second definition of a flag."""
     graph = import_graph("tests", "benchmarks")
     loaded = set().union(
         *(
@@ -198,7 +198,8 @@ def test_the_rules_see_what_they_guard() -> None:
 
 
 def test_no_file_outgrows_six_hundred_lines() -> None:
-    """A file is cut by idea; about 400 lines are a smell, and 600 mean that two ideas share it."""
+    """Files are split by idea. About 400 lines are a smell, and 600 mean that two ideas share a
+    file."""
     folders = ("jdisagg", "models", "launch", "configs", "tools", "tests", "benchmarks")
     written = [
         path

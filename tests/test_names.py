@@ -1,5 +1,5 @@
-"""Names and words: one class name stands for one thing, constructors have few parameters, and pages
-and docstrings use the field's words. The source is read; nothing is imported."""
+"""Each class name stands for one thing, and constructors take few parameters. The source is read,
+not imported."""
 
 import ast
 import re

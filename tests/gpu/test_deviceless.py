@@ -1,5 +1,5 @@
-"""What `benchmarks.deviceless` reads out of what XLA wrote down: texts as XLA of two JAX versions
-writes them. Needs no plugin."""
+"""How `benchmarks.deviceless` parses XLA's dumps, with texts from two JAX versions. Needs no
+plugin."""
 
 import sys
 from pathlib import Path

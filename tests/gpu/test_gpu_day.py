@@ -1,5 +1,5 @@
-"""`benchmarks.gpu_day`, what is to be tried on a GPU, in its form for a CPU: so that it still runs
-on the day when there is one."""
+"""`benchmarks.gpu_day`, a list of trials for a GPU, in its CPU form, so that it still runs when a
+GPU is available."""
 
 import json
 import os

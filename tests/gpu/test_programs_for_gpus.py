@@ -1,8 +1,9 @@
-"""What XLA makes of the executor's own programs for an H200 and a GB200, without one: graphs, loops
-that the host drives, copies, memory. Needs a CUDA plugin of JAX, else skipped; minutes a case.
+"""XLA's output for the executor's programs on an H200 and a GB200, without either: graphs,
+host-driven loops, copies, memory. Skipped without JAX's CUDA plugin. Takes minutes per case.
 
-`benchmarks/gpu_programs.py` compiles them, in a process of its own: this one's JAX has eight CPU
-devices and is strict."""
+`benchmarks/gpu_programs.py` compiles them in a separate process, because JAX here has eight strict
+CPU devices.
+"""
 
 import json
 import os
@@ -44,7 +45,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
-    """The case, and what was counted of each of its programs."""
+    """Returns the case and the counts of each of its programs."""
     case: Case = request.param
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.gpu_programs"]
@@ -58,7 +59,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
 
 
 def test_a_program_is_one_cuda_graph_and_the_host_drives_no_loop(compiled) -> None:
-    """Between collectives one each: XLA 0.11 does not put them into a graph."""
+    """With collectives, one graph between each two: XLA 0.11 does not put them into a graph."""
     for program in compiled[1]:
         small = program["kernels"] + program["copies"] < SMALLEST_GRAPH
         graphs = (

@@ -1,4 +1,4 @@
-"""Layouts: what is read, what is refused, and the mesh that follows."""
+"""Layouts: parsing, refusals, and the resulting mesh."""
 
 import math
 

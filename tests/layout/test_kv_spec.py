@@ -1,5 +1,5 @@
-"""Whatever a cache is made of, its rows hold each of its bytes once, and a hand-off moves as many
-as the spec says."""
+"""For any cache, the rows hold each byte once, and a hand-off transfers the bytes that the spec
+states."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -142,7 +142,7 @@ def test_layers_with_a_window_can_be_kept_apart_from_others_without_one(
     st.integers(1, 4),
 )
 def test_kinds_of_layers_that_are_kept_apart_keep_each_byte_once(kinds, shards) -> None:
-    """Heads and widths of their own, with a window or without one; sharded as both can be."""
+    """Layers with their own heads and widths, with or without a window, sharded as both allow."""
     layers = tuple(
         KVLayer(
             (KVComponent("k", heads * shards, width), KVComponent("v", heads * shards, width)),

@@ -1,4 +1,4 @@
-"""A plan, executed with numpy, against gather-then-scatter, over random shardings with uneven
+"""A plan executed with numpy against gather-then-scatter, over random shardings with uneven
 replication."""
 
 from collections import Counter
@@ -22,7 +22,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 def execute(
     plan: ReshardPlan, shards: dict[int, np.ndarray], destination: Placement
 ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-    """The received shards, and how often each of their elements was written."""
+    """Returns the received shards, and how often each element was written."""
     received = {
         device: np.full([stop - start for start, stop in box], -1)
         for device, box in destination.items()
@@ -38,7 +38,7 @@ def execute(
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Cuts each dimension at random places; the cells of the grid."""
+    """Cuts each dimension at random places and returns the cells of the grid."""
     edges = []
     for size in shape:
         cuts = draw(st.lists(st.integers(1, size - 1), max_size=2, unique=True)) if size > 1 else []
@@ -54,8 +54,8 @@ def partial_boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement, Placement]:
-    """A shape; a source that covers it, each cell held by one to three devices, some devices
-    holding odd extra boxes; any destination."""
+    """Returns a shape, a source that covers it (each cell on one to three devices, with odd extra
+    boxes), and any destination."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     held = [box for box in draw(grids(shape)) for _ in range(draw(st.integers(1, 3)))]
     held += draw(st.lists(partial_boxes(shape), max_size=2))

@@ -1,5 +1,4 @@
-"""Every message arrives as it was sent, and bytes that are no message are an InvalidRequestError,
-in little memory, whatever is wrong with them."""
+"""Every message arrives as sent. Other bytes raise an InvalidRequestError and use little memory."""
 
 import hashlib
 import json
@@ -36,8 +35,8 @@ PORTS = (
 
 
 def _kinds() -> dict[str, object]:
-    """All that goes over a connection: arguments and replies of every port's methods, and each
-    message of the unions that streams and files carry."""
+    """Returns everything that goes over a connection: arguments and replies of every port's
+    methods, and each message of the unions that streams and files carry."""
     found: dict[str, object] = {}
     for port in PORTS:
         for method in rpc.methods(port):
@@ -75,8 +74,8 @@ def test_a_message_arrives_equal(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_spoiled_bytes_are_refused_or_are_another_message(name: str) -> None:
-    """Cut off, with bits flipped, with bytes replaced: an error that is typed, or a message whose
-    fields have their types (it packs to bytes that give it again)."""
+    """Truncated, flipped or replaced bytes give a typed error, or a message whose fields have their
+    types, so that it packs and unpacks to the same bytes."""
     unpack = Unpacker(KINDS[name])
 
     @QUICK
@@ -136,7 +135,7 @@ def test_what_is_no_message_is_refused(name: str, spoiled: bytes) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_lengths_that_are_only_claimed_take_no_memory(name: str) -> None:
-    """Each array in a message, once with a length of 100 million in its place."""
+    """Replaces the length of each array by 100 million, one at a time."""
     unpack = Unpacker(KINDS[name])
 
     @settings(QUICK, max_examples=5)
@@ -179,7 +178,7 @@ WIRE = (21, "10e0644cc530d0d0")
 
 
 def test_a_message_that_has_changed_is_another_protocol() -> None:
-    """Order and types of all fields, nested ones included; names do not travel."""
+    """Covers order and types of all fields, nested ones included. Names are not sent."""
     schemas, parts = msgspec.json.schema_components(list(KINDS.values()))
     text = json.dumps([_bare(one) for one in (*schemas, parts)], sort_keys=True)
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -187,7 +186,7 @@ def test_a_message_that_has_changed_is_another_protocol() -> None:
 
 
 def _bare(schema: object) -> object:
-    """Without words for people."""
+    """Removes texts for readers."""
     if isinstance(schema, dict):
         return {
             name: _bare(inner)

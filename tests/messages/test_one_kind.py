@@ -1,7 +1,9 @@
-"""Messages are structs and nothing else is: the two kinds of plain data are not mixed up.
+"""Messages are structs, and only messages are: the two kinds of plain data are not mixed up.
 
-`dataclasses.replace` of a struct, and the other way round, raises TypeError only when it runs, and
-no type checker sees it: msgspec's structs look like dataclasses to it. So the source is read."""
+`dataclasses.replace` of a struct, or the reverse, raises TypeError only at run time, and type
+checkers miss it because msgspec's structs look like dataclasses to them. This test therefore reads
+the source.
+"""
 
 import ast
 import importlib
@@ -44,7 +46,7 @@ def _fields(node: ast.ClassDef) -> set[str]:
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.Call, bool]]:
-    """The calls that change fields of plain data, each with whether it takes a struct."""
+    """Yields the calls that change fields of plain data, each with whether it takes a struct."""
     names = {"msgspec.structs.replace": True, "dataclasses.replace": False}
     if any(
         isinstance(line, ast.ImportFrom)
@@ -65,7 +67,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def test_fields_are_changed_by_the_function_for_their_kind() -> None:
-    """What a call names must be fields of one class, at least, of the kind that it is for."""
+    """The keywords of a call must be fields of at least one class of its kind."""
     texts = {
         path: path.read_text(encoding="utf-8")
         for folder in FOLDERS

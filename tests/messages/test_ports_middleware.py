@@ -1,4 +1,4 @@
-"""Middleware of ports: what it takes part in passes it, the rest goes straight through."""
+"""Middleware of ports: calls with a method pass through it, other calls reach the port directly."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +33,7 @@ class Adder:
 
 
 class Everything:
-    """Notes every call, and adds one to what it gives."""
+    """Records every call and adds one to its result."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[object, ...]] = []

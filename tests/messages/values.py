@@ -26,8 +26,7 @@ UNIT = st.floats(0.001, 1.0)
 
 
 def of_annotation(kind: typing.Any) -> st.SearchStrategy[typing.Any]:
-    """Values of an annotated type, made of the strategies above and of dataclasses field by
-    field."""
+    """Returns a strategy for an annotated type, field by field for dataclasses and structs."""
     known = {
         int: INT64,
         float: FLOATS,
@@ -79,7 +78,7 @@ def of_dataclass(kind: type) -> st.SearchStrategy[typing.Any]:
 
 
 def of_field(name: str, kind: typing.Any) -> st.SearchStrategy[typing.Any]:
-    """Names and checksums are drawn from all 64 bits, unsigned."""
+    """Draws ids and checksums from all 64 bits, unsigned."""
     if "token" not in name and name.endswith(("_id", "_ids", "checksum", "checksum_key")):
         if kind is int:
             return UINT64

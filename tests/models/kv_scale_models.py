@@ -1,5 +1,5 @@
-"""Models whose KV is kept in fp8, as the tests of scales want them: with scales that differ from
-head to head, with outliers among their keys, and what a dense pass makes of them."""
+"""Models with KV in fp8 for the tests of scales: scales that differ by head, outliers among keys,
+and dense reference passes."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ def copied(name: str, folder: Path) -> Path:
 
 
 def scales_by_head(directory: Path, exponents: Sequence[int]) -> list[dict[str, np.ndarray]]:
-    """Of each layer, component and head the next of these powers of two, over and over."""
+    """Assigns the next of these powers of two, cyclically, to each layer, component and head."""
     count = 0
     found: list[dict[str, np.ndarray]] = []
     for layer in load_config(directory).kv_spec("float32").layers:
@@ -45,15 +45,15 @@ def with_scales(directory: Path, scales: KVScales) -> Path:
 
 
 def rounded(values: np.ndarray, scale_K: np.ndarray) -> np.ndarray:
-    """[T, K, H] as e4m3 keeps it, divided by a scale of each head, by numpy."""
+    """Rounds [T, K, H] to e4m3 after division by a scale per head, in numpy."""
     scale = scale_K[:, None]
     limited = np.clip(np.asarray(values, np.float32) / scale, -448, 448)
     return (limited.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale).astype(values.dtype)
 
 
 def attend_rounded(scales: Sequence[Mapping[str, np.ndarray]]) -> Callable[..., jax.Array]:
-    """Dense attention for one pass over a model: of each layer in turn that attends, keys and
-    values are first rounded as `rounded` has it."""
+    """Dense attention for one pass over a model. Keys and values of each attending layer are first
+    rounded by `rounded`."""
     layers = iter([layer for layer in scales if layer])
 
     def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: Any, **how: Any) -> jax.Array:
@@ -76,7 +76,8 @@ def dense_logits(
     dtype: str = "float32",
     kv_dtype: str = "",
 ) -> np.ndarray:
-    """Float32 [T, V] of one dense pass on one device. `attend` sees what the model would keep."""
+    """Returns float32 [T, V] of one dense pass on one device. `attend` receives what the model
+    would cache."""
     devices = jax.devices()[-1:]
     model = load_model(directory, Layout(), devices, dtype=dtype, kv_dtype=kv_dtype).model
     positions_T = jnp.arange(len(ids), dtype=jnp.int32)
@@ -85,8 +86,9 @@ def dense_logits(
 
 
 def with_outliers(name: str, folder: Path, bias: float, shrunk: float) -> Path:
-    """A model whose keys have biases of +-`bias` in two pairs of channels of each kv head, as Qwen2
-    has some. Queries are `shrunk` there, as training leaves them: scores would be thousands."""
+    """Makes a model whose keys have biases of +-`bias` in two pairs of channels of each kv head, as
+    some Qwen2 models have. Queries are `shrunk` there, as training does, or scores would be in the
+    thousands."""
     directory = copied(name, folder)
     path, random = directory / "model.safetensors", np.random.default_rng(0)
     tensors = {name: values.copy() for name, values in load_file(path).items()}

@@ -1,5 +1,5 @@
-"""Checkpoints in the forms of `models/stored_forms.py`, written by the formats' definitions: one
-number after the other, and beside them the float matrices that these define."""
+"""Checkpoints in the forms of `models/stored_forms.py`, written number by number from the formats'
+definitions, each with the float matrices that it defines."""
 
 import json
 import re
@@ -25,7 +25,7 @@ GROUP = 8
 
 
 def _words(numbers: np.ndarray, bits: int, axis: int, order: tuple[int, ...] = ()) -> np.ndarray:
-    """One number after the other, number order[i] of each word at its bits i * `bits`."""
+    """Packs number by number. Number order[i] of each word is at its bits i * `bits`."""
     each = 32 // bits
     order = order or tuple(range(each))
     shape = list(numbers.shape)
@@ -43,7 +43,7 @@ def _scales(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _each(shape: tuple[int, int], value: Callable[[int, int], float]) -> np.ndarray:
-    """w [out, in] in float32, by the formula of one value of it."""
+    """Computes w [out, in] in float32 from a formula for one value."""
     found = [[value(row, column) for column in range(shape[1])] for row in range(shape[0])]
     return np.array(found, np.float64).astype(np.float32)
 
@@ -195,8 +195,8 @@ FORMS: dict[str, tuple[Keep, dict[str, object]]] = {
 
 
 def written(directory: Path, fixture: str, form: str) -> tuple[Path, Path, Tensors]:
-    """The fixture with other matrices: quantized, and the same in float32; and the tensors of the
-    former."""
+    """Writes the fixture with other matrices, quantized and in float32, and returns both folders
+    and the tensors of the former."""
     keep, config = FORMS[form]
     random = np.random.default_rng(5)
     kept: Tensors = {}

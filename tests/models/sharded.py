@@ -1,5 +1,4 @@
-"""Runs a loaded model on its mesh, each dp rank with a sequence of its own, as the programs do but
-with dense attention."""
+"""Runs a loaded model on its mesh with dense attention, one sequence per dp rank."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from models.checkpoint import LoadedModel
 
 
 def sharded_logits(loaded: LoadedModel, tokens_BT: np.ndarray) -> np.ndarray:
-    """One sequence per dp rank -> logits [dp, T, V], padding cut off."""
+    """Maps one sequence per dp rank to logits [dp, T, V] without padding."""
     layout, vocabulary = loaded.layout, loaded.model.vocabulary
     graphdef, state = nnx.split(loaded.model)
     leaves, treedef = jax.tree.flatten(state)

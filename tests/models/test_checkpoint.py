@@ -1,5 +1,5 @@
-"""One checkpoint under every layout, in both forms, each device reading only its slices; what does
-not fit is listed."""
+"""One checkpoint under every layout, in both formats, each device reading only its slices. Misfits
+are listed."""
 
 import json
 import os
@@ -384,7 +384,7 @@ def test_layouts_and_types_that_cannot_work_are_refused_with_the_numbers() -> No
 
 @pytest.mark.ci
 def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Path) -> None:
-    """A process of its own: how many devices there are is settled once."""
+    """Runs in a separate process, because the number of devices is fixed once."""
     more = [f"--source={GOLDEN / MOE}", f"--destination={tmp_path / 'orbax'}", "--devices=2"]
     chosen = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {key: value for key, value in os.environ.items() if key not in chosen}
@@ -396,7 +396,7 @@ def test_the_converter_makes_the_devices_that_it_is_to_spread_over(tmp_path: Pat
 def test_the_index_decides_which_file_a_tensor_is_read_from(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A second shard holds a stale copy of one tensor and one that the index does not name."""
+    """A second shard holds a stale copy of one tensor, and one that the index does not name."""
     own = load_file(checkpoint / "model.safetensors")
     stale = {"model.norm.weight": own["model.norm.weight"] + 1, "unnamed": np.zeros(3, np.float32)}
     moved = {"model.embed_tokens.weight": own.pop("model.embed_tokens.weight")}

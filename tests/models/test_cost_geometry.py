@@ -1,4 +1,4 @@
-"""What a model costs is computed from the sizes that it is served with."""
+"""A model's cost is computed from the sizes with which it is served."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""config.json of Gemma 4: as published, and as transformers 5 writes it; what is beyond what is
-served is refused by name."""
+"""config.json of Gemma 4 as published and as transformers 5 writes it. Unsupported features are
+refused by name."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""config.json of every family: transformers' defaults where it is silent, refusal by name of what
-is not supported."""
+"""config.json of every family: transformers' defaults for missing fields, and refusal by name of
+unsupported ones."""
 
 import math
 

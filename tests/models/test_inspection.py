@@ -1,4 +1,4 @@
-"""What is said of a checkpoint is what happens when it is loaded."""
+"""The inspection of a checkpoint agrees with loading it."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
-"""Scales of KV that is kept in fp8: where they come from, that by themselves they change nothing,
-and what they keep of a model whose keys have outliers."""
+"""Scales of KV stored in fp8: their sources, that they change nothing by themselves, and how much
+accuracy they preserve in a model whose keys have outliers."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def _loaded(directory: Path, layout: str = "", kv_dtype: str = "fp8") -> LoadedM
 
 
 def _held(loaded: LoadedModel) -> KVScales:
-    """The scales that a loaded model has."""
+    """Returns the scales of a loaded model."""
     return [
         {} if scales is None else {name: np.asarray(scales[name][...]) for name in scales}
         for scales in (getattr(layer.attention, "kv_scales", None) for layer in loaded.model.layers)
@@ -93,7 +93,7 @@ def test_what_is_kept_is_divided_by_the_scale_of_its_head(name: str, tmp_path: P
 @pytest.mark.parametrize("layout", ["tp=2", "tp=4", "dp=2,tp=2"])
 @pytest.mark.parametrize("name", ["qwen2_windows", "gemma4", "deepseek_v3"])
 def test_scales_lie_where_their_heads_do(name: str, layout: str, tmp_path: Path) -> None:
-    """With heads that several devices have, too, and after a worker has changed its role."""
+    """Includes heads on several devices, and a worker that changed its role."""
     directory = copied(name, tmp_path)
     exact = dense_logits(directory, IDS)
     scales = scales_by_head(directory, EXPONENTS)
@@ -108,7 +108,7 @@ def test_scales_lie_where_their_heads_do(name: str, layout: str, tmp_path: Path)
 
 @pytest.mark.parametrize("largest", [0.0, 1e-6, 3.4, 224.0, 224.1, 448.0, 1000.0, 1e9])
 def test_a_scale_is_the_smallest_power_of_two_that_leaves_room(largest: float) -> None:
-    """For values twice as large; within limits."""
+    """Room for values twice as large, within limits."""
     scale = float(chosen_scales(np.array([largest], np.float32))[0])
     assert np.frexp(scale)[0] == 0.5
     if largest == 0:
@@ -156,7 +156,7 @@ def test_the_largest_keys_and_values_are_found_under_any_layout(name: str, layou
 def test_scales_of_a_checkpoint_are_rounded_up_to_powers_of_two(
     pattern: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """A number a tensor, or one of each kv head; where a layer has none it is one."""
+    """One number per tensor or per kv head. Layers without a scale have one."""
     directory = copied("llama_tied", tmp_path)
     path = directory / "model.safetensors"
     stored = {"k": [0.3, 2.5], "v": [0.25, 0.0011]}
@@ -252,7 +252,7 @@ def test_the_orbax_form_has_the_scales_of_what_it_was_made_from(of: str, tmp_pat
 
 
 def _calibrated(directory: Path) -> KVScales:
-    """Scales by other tokens than those that are judged."""
+    """The scales come from other tokens than those evaluated."""
     other = np.random.default_rng(11).integers(3, 131, (2, 64)).tolist()
     largest = largest_kept(_loaded(directory, kv_dtype=""), other)
     return [{name: chosen_scales(values) for name, values in layer.items()} for layer in largest]
@@ -267,7 +267,7 @@ def _error(found: np.ndarray, exact: np.ndarray) -> float:
 
 
 def test_calibrated_scales_keep_what_outliers_among_keys_would_spoil(tmp_path: Path) -> None:
-    """Of logits, teacher-forced, against the same model with KV unrounded."""
+    """Compares teacher-forced logits with those of the same model with unrounded KV."""
     directory = with_outliers("llama_biased", tmp_path, 1000.0, 1 / 256)
     ids = np.random.default_rng(3).integers(3, 131, 96).tolist()
     exact = dense_logits(directory, ids)
@@ -280,7 +280,7 @@ def test_calibrated_scales_keep_what_outliers_among_keys_would_spoil(tmp_path: P
 
 
 def test_keys_of_any_magnitude_are_kept_equally_well(tmp_path: Path) -> None:
-    """Keys 256 times as large and queries as much smaller are the same model."""
+    """Keys 256 times as large with queries as much smaller are the same model."""
     plain, grown = copied("llama_tied", tmp_path / "plain"), copied("llama_tied", tmp_path)
     path = grown / "model.safetensors"
     factors = {"q_proj.weight": 2.0**-8, "k_proj.weight": 2.0**8, "v_proj.weight": 2.0**-12}

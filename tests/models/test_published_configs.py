@@ -1,5 +1,5 @@
-"""config.json as published models have it, with all that is said beside the sizes: each is read,
-and its parameters and the bytes of its KV are those that are published."""
+"""config.json of published models with all their fields: each is read, and gives the published
+parameter count and KV size."""
 
 import json
 from pathlib import Path
@@ -261,8 +261,7 @@ def test_one_that_says_something_else_is_refused(fields: dict[str, object], matc
 
 
 def test_what_is_named_as_missing_is_missing(tmp_path: Path) -> None:
-    """A window that is switched off is not, nor are fields beside rotary positions that are
-    refused."""
+    """A disabled window is not listed, nor are fields beside refused rotary positions."""
     path = tmp_path / "config.json"
     off = {"model_type": "qwen2_5_vl", "sliding_window": 9, "use_sliding_window": False}
     path.write_text(json.dumps(PHI | off | {"rope_scaling": None}))
@@ -281,7 +280,7 @@ def test_a_gemma_3_that_sees_bounds_no_logits_as_transformers_has_it() -> None:
 
 
 def test_one_kv_head_of_many_queries_is_counted_as_one(tmp_path: Path) -> None:
-    """tiiuae/falcon-7b, of a family that is not served."""
+    """tiiuae/falcon-7b, of an unsupported family."""
     fields = {"model_type": "falcon", "multi_query": True, "new_decoder_architecture": False}
     sizes = {"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32}
     path = tmp_path / "config.json"

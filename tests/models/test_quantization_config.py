@@ -1,4 +1,4 @@
-"""What published configs say of their quantized matrices is read; what is not is refused."""
+"""Supported quantization configs of published models are read, others are refused."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
-"""Checkpoints that are quantized already are the models that their formats' definitions say: value
-by value, whatever the layout, and what a format lacks or adds is said by name."""
+"""Quantized checkpoints restore to the values that their formats define, under any layout, and
+errors name misfitting tensors."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_devices_read_their_own_slices_of_experts_and_heads_too(
 def test_numbers_of_the_form_that_is_asked_for_are_kept_as_they_are(
     form: str, weights: str, fixture: str, layout: str, tmp_path: Path
 ) -> None:
-    """One scale an output, and not rounded again."""
+    """One scale per output, and no second rounding."""
     quantized, plain, _ = written(tmp_path, fixture, form)
     expected, kept = loaded(plain), 0
     found = loaded(quantized, layout, weights)
@@ -146,7 +146,7 @@ def experts_in_float(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_in_mxfp4_are_those_that_the_format_defines(
     layout: str, weights: str, experts_in_float: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where they are restored in small pieces."""
+    """Also when restored in small pieces."""
     expected = loaded(experts_in_float, layout, weights)
     monkeypatch.setattr(quantized_files, "_AT_ONCE", 200)
     assert_same(loaded(GOLDEN / "gpt_oss_mxfp4", layout, weights), expected)

@@ -1,5 +1,4 @@
-"""A float checkpoint in fewer bits: what is loaded is the quantized matrices and nothing else
-changed, whatever the layout."""
+"""A float checkpoint quantized while loading: only matrices change, under any layout."""
 
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_matrices_of_layers_are_quantized_and_all_else_is_as_stored(
     ),
 )
 def test_values_do_not_depend_on_the_layout(name: str, layout: str, weights: Weights) -> None:
-    """Scales are of all inputs, also where a device keeps some of them."""
+    """Scales cover all inputs, even if a device holds only some of them."""
     one, spread = (arrays_of(_load(name, each, weights)) for each in ("", layout))
     for path, values in spread.items():
         if not path.startswith("stem."):

@@ -1,5 +1,5 @@
-"""Laying a loaded model out anew gives what loading it so would have given, without the files, and
-lets the old arrays go."""
+"""Resharding a loaded model gives the same as loading it in the new layout, without reading files,
+and frees the old arrays."""
 
 import gc
 import itertools
@@ -72,7 +72,7 @@ def test_every_pair_of_layouts(name: str, before: str, after: str) -> None:
 
 
 def test_padding_of_the_vocabulary_follows_the_layout() -> None:
-    """The sizes are really different here: else this would show nothing."""
+    """Without a real difference in sizes the test would show nothing."""
     found = []
     for before, after in (("dp=1,tp=1", "dp=1,tp=4"), ("dp=1,tp=4", "dp=1,tp=1")):
         found.append(

@@ -1,5 +1,5 @@
-"""A tokenizer's directory: ends, special tokens, and chat templates as published checkpoints write
-them."""
+"""A tokenizer's folder: end tokens, special tokens, and chat templates as published checkpoints
+have them."""
 
 import json
 import threading

@@ -1,6 +1,7 @@
-"""Attention in float64, one query and one head at a time, and random cases for it.
+"""An attention oracle in float64, one query and one head at a time, and random cases for it.
 
-`cap` bounds scores through a tanh; `sinks` are of each head a score that mixes nothing in."""
+`cap` bounds scores through a tanh. `sinks` give each head a score without a value.
+"""
 
 import numpy as np
 
@@ -29,8 +30,8 @@ def dense(
 def case(
     batch: int, heads: int, groups: int, slots: int, columns: int, width: int, seed: int = 0
 ) -> tuple[np.ndarray, ...]:
-    """q, k pages, v pages and a random table; the entries it does not use are out of range or
-    foreign pages."""
+    """Returns q, k pages, v pages and a random table. Unused entries are out of range or pages of
+    others."""
     rng = np.random.default_rng(seed)
     pages = batch * columns + 3
     q = rng.standard_normal((batch, heads * groups, width)).astype(np.float32)

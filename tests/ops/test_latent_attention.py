@@ -1,5 +1,5 @@
-"""Latent attention in both of its forms, over pages and over chunks, against keys and values that
-NumPy makes of each head and a softmax written out."""
+"""Both forms of latent attention, over pages and over chunks, against per-head keys and values from
+NumPy and an explicit softmax."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ TOKENS = 37
 
 
 def made(seed: int = 0) -> tuple[np.ndarray, np.ndarray, Latent]:
-    """Queries [T, N, nope + turned], what is cached [T, 1, rank + turned], the matrices."""
+    """Returns queries [T, N, nope + turned], cached vectors [T, 1, rank + turned], and the
+    matrices."""
     random = np.random.default_rng(seed)
     draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
     weights = Latent(draw(HEADS, RANK, NOPE) / 2, draw(HEADS, RANK, VALUE) / 2)  # type: ignore[arg-type]
@@ -102,7 +103,7 @@ def test_the_gpus_kernel_mixes_as_a_softmax_written_out(splits: int | None, head
 def test_a_chunk_after_cached_latents_is_attention_to_all_of_them(
     past: int, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU without a loop, in steps."""
+    """The GPU's form: without a loop, in steps."""
     monkeypatch.setattr(ops_prefill, "UNROLLED_POSITIONS", 2 * SLOTS)
     q_TNH, cached_T1H, latent = made(past)
     chunk, count = 48, TOKENS - past
@@ -138,7 +139,7 @@ def test_a_chunk_after_cached_latents_is_attention_to_all_of_them(
 
 @pytest.mark.parametrize("paged", [True, False])
 def test_a_broken_token_shows_in_its_own_sequence_and_in_no_other(paged: bool) -> None:
-    """However its key's score would have come out."""
+    """Whatever the score of its key would have been."""
     for seed in range(4):
         q_TNH, cached_T1H, latent = made(seed)
         cached_T1H[3, 0, seed] = np.nan

@@ -1,5 +1,5 @@
-"""Experts over every placement against a loop over experts in numpy; nothing dropped, nothing
-computed that was not routed."""
+"""Experts over every placement against a loop over experts in numpy. No pair is dropped, and only
+routed pairs are computed."""
 
 from functools import partial
 
@@ -207,8 +207,8 @@ def test_the_rows_of_a_block_follow_the_share_of_an_expert() -> None:
 
 
 def test_the_compiled_loop_multiplies_one_block_at_a_time() -> None:
-    """The only products are of [rows, D] and [rows, F]: work is the number of blocks, and that is
-    data."""
+    """The only products are of [rows, D] and [rows, F], so the work is the number of blocks, which
+    is data."""
     x_TD, logits_TE, weights = _inputs()
     local_TJ = route(logits_TE, CHOSEN, normalised=True).experts_TJ
     jaxpr = str(jax.make_jaxpr(block_products, static_argnums=3)(x_TD, local_TJ, weights, 4))
@@ -259,8 +259,8 @@ def test_experts_without_a_gate_square_what_is_positive(platform: str) -> None:
 def test_the_gpu_s_kernels_give_what_the_loop_over_blocks_gives(
     tokens: int, dtype: str, clamp: ExpertGate | None
 ) -> None:
-    """Pairs of no local expert included; an expert without any, too. Biases with the clamp; without
-    a gate the other half in its place."""
+    """Includes pairs without a local expert and experts without pairs. Biases go with the clamp.
+    Without a gate, `up` is in its place."""
     x_TD, _, weights = _inputs(3, dtype)
     weights = _biased(weights) if clamp is CLAMP else weights
     if isinstance(clamp, SquaredRelu):

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.one_device
 
 
 class Chunk:
-    """A random packed chunk: rows of (past tokens, new tokens), those with a past first; padding
-    between and behind."""
+    """A random packed chunk of rows (past tokens, new tokens), rows with a past first, with padding
+    between and after."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ def test_the_cudnn_recipes_give_sinks_their_part(
 
 
 def test_sums_of_packed_segments_are_found_in_the_rows_that_hold_them() -> None:
-    """cuDNN's sums of segments of 3, 1 and 2 tokens of a chunk of 8 that ends in padding."""
+    """cuDNN's sums for segments of 3, 1 and 2 tokens of a chunk of 8 that ends in padding."""
     segment_T, first_R = np.array([0, 0, 0, 1, 2, 2, -1, -1]), np.array([0, 3, 4, -1])
     sums_RNT = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8)
     got = prefill_attention_cudnn.of_packed(

@@ -1,4 +1,4 @@
-"""Packing keeps to its stated error bounds; the forms in memory are what they are said to be."""
+"""Packing keeps its stated error bounds and memory formats."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.one_device
 
 
 def rows(seed: int = 0) -> np.ndarray:
-    """Rows of very different magnitudes, and among them zeros, one huge value, and equal values."""
+    """Rows of very different magnitudes, including zeros, one huge value, and equal values."""
     rng = np.random.default_rng(seed)
     values = rng.normal(size=(64, 32)) * 10.0 ** rng.uniform(-20, 20, size=(64, 1))
     values[0] = 0

@@ -1,5 +1,5 @@
-"""Quantized weights against float64: what is kept is within its bound of the matrix, and a product
-is that of what is kept."""
+"""Quantized weights against float64: stored values are within their bound, and a product uses the
+stored values."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def _matrix(*shape: int) -> np.ndarray:
 def _kept(
     values: np.ndarray, axis: int, weights: Weights, platform: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As a loaded model has it: (values, scales)."""
+    """Returns (values, scales) in the form of a loaded model."""
     q, scale = quantized(values, axis, weights)
     form = KernelForm(weights=weights, platform=platform)
     if form.packed(experts=values.ndim == 3):
@@ -92,7 +92,7 @@ def test_a_product_is_that_of_the_restored_matrix(
 def test_quantized_experts_give_what_their_restored_matrices_give(
     weights: Weights, platform: str, biased: bool
 ) -> None:
-    """Pairs of no local expert included. The GPU's kernels are interpreted."""
+    """Includes pairs without a local expert. The GPU's kernels run in interpret mode."""
     experts, width, ffn, tokens = 4, 32, 48, 9
     floats = [_matrix(experts, width, ffn), -_matrix(experts, width, ffn)]
     floats.append(_matrix(experts, ffn, width) / 5)

@@ -1,4 +1,4 @@
-"""Routing by sigmoid scores against a loop in NumPy that says the same in words."""
+"""Routing by sigmoid scores against an explicit loop in NumPy."""
 
 import jax.numpy as jnp
 import numpy as np

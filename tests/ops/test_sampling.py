@@ -1,4 +1,4 @@
-"""Sampling against a plain reference: numpy, float64, sorting, and a hash of its own in Python
+"""Sampling against a plain reference: numpy, float64, sorting, and its own hash in Python
 integers."""
 
 import functools
@@ -69,7 +69,7 @@ def reference_exponential(row: Row, vocabulary: int) -> np.ndarray:
 
 
 def reference_set(logits: np.ndarray, row: Row) -> np.ndarray:
-    """The tokens that the filters leave, by sorting; ties stand or fall together."""
+    """Returns the tokens that the filters leave, by sorting. Ties are kept or dropped together."""
     weight = np.exp((logits - logits.max()) / row.temperature)
     keep = np.isfinite(logits)
     if row.top_k:
@@ -86,7 +86,7 @@ def reference_set(logits: np.ndarray, row: Row) -> np.ndarray:
 
 
 def acceptable(logits: np.ndarray, row: Row) -> set[int]:
-    """The reference's choice, and any that float32 rounding could make instead: usually one
+    """Returns the reference's choice, and any that float32 rounding could make instead, usually one
     token."""
     logits = logits.astype(np.float64)
     if row.temperature == 0:
@@ -111,7 +111,7 @@ Choose = Callable[[np.ndarray, list["Row"]], jax.Array]
 
 
 def by_shards(logits_BV: np.ndarray, rows: list[Row], devices: int = 4) -> jax.Array:
-    """The same over a vocabulary that lies on several devices, padded so that they divide it."""
+    """Samples over a vocabulary sharded over several devices, padded so that they divide it."""
     width = -(-logits_BV.shape[1] // devices)
     padding = ((0, 0), (0, width * devices - logits_BV.shape[1]))
     padded_BV = np.pad(logits_BV, padding, constant_values=-np.inf)
@@ -130,7 +130,7 @@ def by_shards(logits_BV: np.ndarray, rows: list[Row], devices: int = 4) -> jax.A
 
 @pytest.fixture(params=["loops", "passes", pytest.param("shards", marks=pytest.mark.ci)])
 def choose(request: pytest.FixtureRequest) -> Choose:
-    """The CPU's form, the GPU's, and that of a sharded vocabulary."""
+    """The forms of the CPU, of the GPU, and of a sharded vocabulary."""
     return {
         "loops": lambda logits, rows: sample(jnp.asarray(logits), pack(rows)),
         "passes": lambda logits, rows: sample(jnp.asarray(logits), pack(rows), platform="gpu"),

@@ -1,5 +1,5 @@
-"""The hash behind sampling: uniform, without correlation along any coordinate, and never a number
-that breaks the race."""
+"""The hash behind sampling is uniform, uncorrelated along every coordinate, and never gives a
+number that breaks the race."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def bits_of(words_B4: np.ndarray, vocabulary: int) -> np.ndarray:
 
 
 def neighbours(coordinate: int, rows: int) -> np.ndarray:
-    """Rows alike but for one coordinate, which counts up from 0."""
+    """Rows that differ only in one coordinate, which counts up from 0."""
     words_B4 = np.tile(np.array([[12345, 0, 0, 700]]), (rows, 1))
     words_B4[:, coordinate] = np.arange(rows)
     return words_B4

@@ -1,1 +1,2 @@
-"""Other engines measured beside ours, without any of them: a driver that speaks their protocol."""
+"""Comparisons with other engines, tested without them through a driver that implements their
+protocol."""

@@ -1,5 +1,5 @@
-"""The link to another project's engine, and the arithmetic of what is measured there, over a driver
-that knows no model."""
+"""The link to another project's engine, and the arithmetic of its measurements, over a driver
+without a model."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Servers side by side: what they are started with, what the clients' times become, and what is
-said where something fails. No server of a model runs here."""
+"""Servers side by side: their start commands, the clients' times, and error reports. No model
+server runs here."""
 
 import asyncio
 import importlib
@@ -90,7 +90,7 @@ def test_a_run_with_lost_requests_has_no_figures(completed: int, failed: int):
 
 
 def test_the_client_runs_under_the_peers_python_and_its_words_are_told():
-    """This Python has no vLLM, and says so."""
+    """This Python has no vLLM, and the error reports it."""
     with pytest.raises(UnavailableError, match="No module named 'vllm'"):
         bench_serve.measured(sys.executable, "http://127.0.0.1:1", SIZES, Load("inf"))
 
