@@ -21,7 +21,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; in serving it only shows its
+    """`{% generation %}` marks the assistant's words for training. Serving renders only its
     body."""
 
     tags = {"generation"}
@@ -32,7 +32,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Refused(Exception):
-    """What `raise_exception` in a template raises."""
+    """Raised by `raise_exception` in a template."""
 
 
 class ChatTemplate:
@@ -102,7 +102,8 @@ class ChatTemplate:
         return _before_the_mark(text, mark) if mark else text
 
     def _in_form(self, name: str, message: Mapping[str, object]) -> dict[str, object]:
-        """The message with its content as text or as parts, whichever the template displays."""
+        """Returns the message with its content as text or as parts, whichever the template
+        displays."""
         content = message.get("content")
         forms = self._forms_of(name, message.get("role"), bool(message.get("tool_calls")))
         if isinstance(content, Sequence) and not isinstance(content, str) and not forms.several:
@@ -227,7 +228,7 @@ def _now(form: str) -> str:
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,  # noqa: E501
              sort_keys: bool = False) -> str:  # fmt: skip
-    """Plain JSON: Jinja's own filter escapes for HTML."""
+    """Dumps plain JSON, because Jinja's own filter escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

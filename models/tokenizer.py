@@ -1,10 +1,10 @@
-"""Text to token ids and back, as a checkpoint's tokenizer.json says, with its special tokens, ends,
-chat template and wishes for sampling.
+"""Tokenizer of a checkpoint: text to token ids and back, special tokens, end tokens, chat templates
+and sampling defaults.
 
-The work is done by the `tokenizers` package. Truncation and padding that a tokenizer.json may carry
-are switched off: length is the server's affair. Safe to share between threads, and those that do
-not wait for it run on meanwhile: of the package's calls only the ones for batches let go of the
-interpreter's lock, and a text of megabytes takes seconds."""
+The `tokenizers` package does the work. Truncation and padding of a tokenizer.json are disabled,
+because the server limits lengths. Instances are thread-safe. Only the package's batch calls release
+the GIL, so long texts use these: a text of megabytes takes seconds.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,9 +31,8 @@ _SPECIAL_NAMES = (
 
 
 class Tokenizer:
-    """`eos_ids`: all ids that end a text, the first one the main. `special_ids`: ids that are no
-    part of the text. `sampling_defaults`: what generation_config.json wants of a request that says
-    nothing."""
+    """A tokenizer. `eos_ids` end a text, the main one first. `special_ids` are not part of the
+    text. `sampling_defaults` are generation_config.json's, for requests that leave fields unset."""
 
     def __init__(
         self,
@@ -60,15 +59,15 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and what else of tokenizer_config.json, generation_config.json and
-        config.json is there."""
+        """Reads tokenizer.json and, if present, tokenizer_config.json, generation_config.json and
+        config.json."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         check_model_folder(directory)
         if not path.is_file():
             raise CheckpointError(
-                f"model directory {str(directory)!r} has no tokenizer.json; fetch it, or convert"
-                " the tokenizer to that form"
+                f"model directory {str(directory)!r} has no tokenizer.json; download it, or convert"
+                " the tokenizer to that format"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -91,7 +90,7 @@ class Tokenizer:
         return self._chat is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with BOS and the like where tokenizer.json adds them."""
+        """Returns token ids, with BOS and the like if tokenizer.json adds them."""
         try:
             return list(
                 self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
@@ -104,9 +103,10 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids; ids beyond the vocabulary have none."""
+        """Returns the text of the ids. Ids beyond the vocabulary have none."""
         try:
-            # of every stream at every token: handing the lock over would cost more than it gives
+            # Called for every token of every stream: releasing the GIL would cost more than it
+            # gains.
             if len(ids) <= _FEW_TOKENS:
                 return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
             return str(
@@ -118,7 +118,7 @@ class Tokenizer:
             ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling, None of an unknown id."""
+        """Returns the vocabulary's own spelling, or None for an unknown id."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
@@ -133,9 +133,13 @@ class Tokenizer:
         arguments: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """The text that the model was taught to see for these messages; it holds its special tokens
-        already. `continue_final_message`: it ends where the last message's words end. `arguments`:
-        what the template may ask for beside the messages. `tools`: that the model may call."""
+        """Renders messages to the text that the model was trained on, special tokens included.
+
+        Args:
+            continue_final_message: Whether the text ends with the last message's content.
+            arguments: Additional variables of the template.
+            tools: Tools that the model may call.
+        """
         if self._chat is None:
             raise InvalidRequestError(
                 "messages need a chat template and this model has none; send text or token ids"
@@ -151,7 +155,8 @@ class Tokenizer:
 
 
 def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
-    """Special tokens by name. A file states one as a string, or as an object with `content`."""
+    """Reads special tokens by name. A file states one as a string, or as an object with
+    `content`."""
 
     def content(value: object) -> object:
         return value.get("content") if isinstance(value, dict) else value
@@ -170,9 +175,9 @@ def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
 def _eos_ids(
     directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str | list[str]]
 ) -> tuple[int, ...]:
-    """All that generation_config.json, config.json (each an id or a list) and the tokenizer's EOS
-    token name, in this order; perhaps none. One of them alone is often behind: a chat's end is told
-    to the tokenizer, and generation_config.json is the base model's."""
+    """Returns the EOS ids of generation_config.json, config.json (each an id or a list) and the
+    tokenizer, in this order, possibly none. All are needed: often only the tokenizer has a chat's
+    end token, because generation_config.json is the base model's."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found += stated_eos_ids(directory / name)
@@ -182,8 +187,8 @@ def _eos_ids(
     ids = tuple(dict.fromkeys(found))
     if len(ids) > MAX_EOS_IDS:
         raise CheckpointError(
-            f"{directory}: eos_token_id may name {MAX_EOS_IDS} tokens, got {len(ids)} of"
-            " generation_config.json, config.json and the tokenizer together; leave some out"
+            f"{directory}: eos_token_id may list {MAX_EOS_IDS} tokens, got {len(ids)} from"
+            " generation_config.json, config.json and the tokenizer together; remove some"
         )
     return ids
 

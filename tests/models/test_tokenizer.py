@@ -302,7 +302,7 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
         Tokenizer.from_directory(directory)
     _write(directory / "generation_config.json", eos_token_id=list(range(16)))
     _write(directory / "config.json", eos_token_id=16)
-    with pytest.raises(CheckpointError, match="eos_token_id may name 16 tokens, got 17"):
+    with pytest.raises(CheckpointError, match="eos_token_id may list 16 tokens, got 17"):
         Tokenizer.from_directory(directory)
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
@@ -314,7 +314,7 @@ def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path / "nowhere")
     with pytest.raises(
         CheckpointError,
-        match="generation_config.json' is a file; give the directory that it lies in",
+        match="generation_config.json' is a file; give the directory that contains it",
     ):
         Tokenizer.from_directory(directory / "generation_config.json")
 
