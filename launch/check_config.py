@@ -47,14 +47,15 @@ def main() -> int:
     problems += [f"the checkpoint cannot be served: {text}" for text in found.missing]
     with _noting(problems):
         check_address(config.service)
+    plans: list[str] = []
     if _fits_layouts(config, found, problems):
         with _noting(problems):
-            for plan in _plans(config, found):
-                print(plan)
+            plans = _plans(config, found)
     for problem in problems:
         print(f"problem: {problem}")
     if not problems:
-        print(f"{found.where}: can be served, {config.mode.value}, {devices_of(config)} devices")
+        print(f"can be served: {found.where}, {config.mode.value}, {devices_of(config)} devices")
+    print("\n".join(plans), end="\n" if plans else "")
     return 1 if problems else 0
 
 

@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 
+from jdisagg.errors import UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
@@ -63,7 +64,15 @@ async def _switch(
     role: WorkerRole, layout: Layout | None, credentials_given: Credentials
 ) -> SwitchReport:
     async with cluster_roles(flags.target, credentials_given) as roles:
-        return await roles.switch(flags.worker, role, layout, flags.deadline_seconds)
+        try:
+            return await roles.switch(flags.worker, role, layout, flags.deadline_seconds)
+        except UnavailableError as error:
+            if "connect" not in error.message:
+                raise
+            raise UnavailableError(
+                f"no router answered at {flags.target}; start one with jdisagg cluster or jdisagg"
+                " router, or pass --authority=FILE if it uses TLS"
+            ) from error
 
 
 if __name__ == "__main__":

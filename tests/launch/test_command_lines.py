@@ -98,3 +98,9 @@ def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     assert empty.err.startswith(
         f"error: decision log '{tmp_path / 'empty.jsonl'}' holds no decision; "
     )
+
+
+def test_a_role_switch_without_a_router_names_the_commands_that_start_one() -> None:
+    (end,) = ends("switch_role", ("--target=localhost:1", "--worker=w", "--role=decode"))
+    assert end.status == 1 and end.err.count("\n") == 1
+    assert end.err.startswith("error: no router answered at localhost:1; start one with jdisagg")
