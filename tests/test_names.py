@@ -84,7 +84,7 @@ PRIVATE_WORDS = {
 _WORD = {text: re.compile(rf"(?<![\w-])(?:{text})(?![\w-])", re.M) for text in PRIVATE_WORDS}
 # Uses that remain in docstrings, by folder. A number may only shrink.
 REMAINING: dict[str, int] = {
-    "jdisagg": 3,
+    "jdisagg": 1,
     "jdisagg/chat": 15,
     "jdisagg/costs": 29,
     "jdisagg/dispatch": 34,
@@ -96,7 +96,7 @@ REMAINING: dict[str, int] = {
     "jdisagg/messages": 1,
     "jdisagg/node": 32,
     "jdisagg/observe": 17,
-    "jdisagg/ops": 24,
+    "jdisagg/ops": 1,
     "jdisagg/router": 43,
     "jdisagg/scheduler": 73,
     "jdisagg/service": 41,
@@ -104,8 +104,6 @@ REMAINING: dict[str, int] = {
     "jdisagg/supervisor": 4,
     "jdisagg/transfer": 63,
     "jdisagg/worker": 32,
-    "models": 35,
-    "tools": 5,
 }
 
 
