@@ -2,8 +2,7 @@
 
 The application's folders `models`, `launch` and `configs` are top-level in a checkout. A wheel
 holds them in `jdisagg/_app`, so that site-packages has no generic names. This module puts them on
-the path of its process before it imports anything from them.
-"""
+the path of its process before it imports anything from them."""
 
 import os
 import runpy

@@ -2,8 +2,7 @@
 
 A context variable holds it. The guard of an endpoint sets it, and the code that builds a request
 reads it. KV is shared only within a scope made of this identity and of fields of the message, so a
-message can narrow its scope but never widen it.
-"""
+message can narrow its scope but never widen it."""
 
 import json
 from collections.abc import Iterator

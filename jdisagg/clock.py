@@ -1,8 +1,7 @@
 """Clock seam: the only module that reads the machine's clock. The simulator replaces it.
 
 Deadlines travel between processes as remaining seconds. Instants are local monotonic seconds and
-never leave the process.
-"""
+never leave the process."""
 
 import asyncio
 import time

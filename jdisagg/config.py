@@ -26,8 +26,7 @@ class Mode(enum.Enum):
     """How prefill and decode share devices.
 
     DISAGGREGATED has one mesh for each. CHUNKED has one mesh, which mixes prefill chunks into
-    decode steps. UNIFIED has one mesh, which runs whole prefills between decode steps.
-    """
+    decode steps. UNIFIED has one mesh, which runs whole prefills between decode steps."""
 
     DISAGGREGATED = "disaggregated"
     CHUNKED = "chunked"

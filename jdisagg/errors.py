@@ -1,8 +1,7 @@
 """Errors of jdisagg. Each message gives subject, rule, value and remedy.
 
 `status` is the name of the gRPC status code that an error becomes. It is text, so that this module
-need not import gRPC; `service/` maps it. `assert` is reserved for violations by our own code.
-"""
+need not import gRPC; `service/` maps it. `assert` is reserved for violations by our own code."""
 
 from typing import ClassVar
 

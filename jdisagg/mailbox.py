@@ -1,8 +1,7 @@
 """Unbounded queue with one reader, cheaper than asyncio's queue, which supports many.
 
 Putting never waits. Invariant: each item is returned once, in insertion order, even if a `get` was
-cancelled.
-"""
+cancelled."""
 
 import asyncio
 from collections import deque

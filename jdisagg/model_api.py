@@ -3,8 +3,7 @@
 A model is a stem (embedding, final norm, head) and a list of layers. Each is a Flax NNX module
 whose parameters carry logical axes. All calls work on LOCAL shards inside `shard_map`, where
 `Shards` names the mesh axes, or on whole arrays if `Shards()` has no axes. Local sizes follow from
-the weights. Activations are flattened tokens, `x_TD`, replicated over tp.
-"""
+the weights. Activations are flattened tokens, `x_TD`, replicated over tp."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +56,7 @@ class Latent(NamedTuple):
     The vector has [rank + rope] values. A local head's key has nope + rope values: the first `rank`
     values times its matrix of `keys_NRH` [N, rank, nope], then the rope values unchanged. Its value
     is the first `rank` values times its matrix of `values_NRH` [N, rank, value]. See
-    `ops/latent_attention.py`.
-    """
+    `ops/latent_attention.py`."""
 
     keys_NRH: jax.Array
     values_NRH: jax.Array
@@ -101,8 +99,7 @@ class Runs(NamedTuple):
 
     Row r has `count_R[r]` tokens from `first_R[r]` on (possibly none). Token t is the
     `index_T[t]`-th of row `row_T[t]`, or padding if that is -1. Rows start at multiples of `grain`
-    tokens, a power of two.
-    """
+    tokens, a power of two."""
 
     row_T: jax.Array
     index_T: jax.Array
@@ -121,8 +118,7 @@ class Recur(Protocol):
     Calls `advance` with the layer's state of each row and with the rows' positions. The state is
     local, [R, heads, width] per component of the KV spec, and zero where a sequence starts.
     Positions of None mean that each token is a row. Stores the returned state and returns the
-    output.
-    """
+    output."""
 
     def __call__(self, advance: Advance) -> jax.Array: ...
 

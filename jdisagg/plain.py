@@ -2,8 +2,7 @@
 
 `dataclass(frozen=True)` sets each field through `object.__setattr__`, at ten times the cost of an
 assignment, and a request creates about seventy such objects. Immutability is therefore checked by
-the type checker only. Instances compare by value and are hashable if their fields are.
-"""
+the type checker only. Instances compare by value and are hashable if their fields are."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform

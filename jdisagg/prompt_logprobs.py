@@ -2,8 +2,7 @@
 
 Each token but the first has its log-probability given the tokens before it, its rank in the
 vocabulary, and the most likely tokens at its position. The values are the model's own, before bias,
-penalties, grammar, temperature and filters, which apply to answers only.
-"""
+penalties, grammar, temperature and filters, which apply to answers only."""
 
 import math
 from array import array

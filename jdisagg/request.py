@@ -7,8 +7,7 @@ on the model (vocabulary, context length).
 
 Types that users create and receive are dataclasses, which support `dataclasses.replace` and
 `asdict`. Types that only processes exchange are `Message` (`messages/`), as is `TokenLogprobs`,
-which workers send by the thousand.
-"""
+which workers send by the thousand."""
 
 import enum
 import json
@@ -125,8 +124,7 @@ class SamplingParams:
     tokens), the repetition penalty follows Hugging Face (over prompt and generated tokens).
     `include_stop_str_in_output` and `skip_special_tokens` affect the text only. `logprobs` and
     `prompt_logprobs` are the numbers of most likely tokens to report for each answer and prompt
-    token. If `grammar` allows only the end, the answer ends despite min_tokens and ignore_eos.
-    """
+    token. If `grammar` allows only the end, the answer ends despite min_tokens and ignore_eos."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -422,8 +420,7 @@ class StreamEvent:
 
     A parsed chat answer has `text`, `reasoning` and `tool_calls`. `finish_reason` is set on a
     child's last event, `usage` and `timings` on the last event of the stream. `request_id` and
-    requested `prompt_logprobs` are set on the first event that a client receives.
-    """
+    requested `prompt_logprobs` are set on the first event that a client receives."""
 
     child: int
     first_index: int

@@ -2,8 +2,7 @@
 call served.
 
 OpenTelemetry holds the current context in a context variable of the task. Outside of a trace
-nothing is sent. This module handles headers and does not import gRPC.
-"""
+nothing is sent. This module handles headers and does not import gRPC."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

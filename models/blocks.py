@@ -4,8 +4,7 @@ has the feed-forward blocks.
 Flax NNX modules over `jdisagg/ops`. They see local shards inside `shard_map` (`Shards` names the
 axes) or whole arrays, and derive local head and expert counts from the weights. There is one psum
 after the attention output and one after the feed-forward, whose biases are added once, after it. No
-layer knows its index: layers of equal configuration have equal structure.
-"""
+layer knows its index: layers of equal configuration have equal structure."""
 
 import math
 

@@ -4,8 +4,7 @@ A directory holds config.json and either safetensors files in Hugging Face forma
 format that `jdisagg convert` writes. Every tensor must be accounted for: missing, extra and wrongly
 shaped ones are listed. Each process reads only its own slices. If the files hold a head despite
 `tie_word_embeddings`, it is compared with the embedding and used if the two differ, as in
-transformers.
-"""
+transformers."""
 
 import logging
 import re

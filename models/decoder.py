@@ -3,8 +3,7 @@ head) and layers.
 
 `abstract_model` has shapes only, `init_model` random weights, and `checkpoint.py` fills the same
 description from files. The vocabulary is padded to a multiple of tp. Kernels have the platform's
-orientation (`jdisagg/ops/linear.py`).
-"""
+orientation (`jdisagg/ops/linear.py`)."""
 
 import math
 

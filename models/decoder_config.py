@@ -2,8 +2,7 @@
 from config.json.
 
 Layers with equal `LayerConfig` have equal structure, so that one compiled program serves them all.
-Holds no JAX arrays.
-"""
+Holds no JAX arrays."""
 
 import math
 from dataclasses import dataclass

@@ -4,8 +4,7 @@ Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each hea
 Each key head serves a group of value heads, and a group's queries, keys and values are adjacent in
 one kernel and one convolution. Groups are sharded over kv heads' axis, like the state. If tp
 exceeds that, each replica computes the recurrence, and only the gate and the output are split
-further. The state is float32, the convolution's has the activations' type.
-"""
+further. The state is float32, the convolution's has the activations' type."""
 
 import jax
 import jax.numpy as jnp

@@ -4,8 +4,7 @@ heads. Queries, keys and values have norms, blocks have norms on both sides, and
 has a factor. 26B-A4B has experts beside each dense block.
 
 The additions of E2B and E4B, embeddings of each layer and layers that share keys and values, are
-refused by name.
-"""
+refused by name."""
 
 from collections.abc import Mapping
 from dataclasses import replace

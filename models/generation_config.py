@@ -2,8 +2,7 @@
 them unset, as in vLLM and SGLang.
 
 `do_sample` is not read, as there: a request for greedy decoding sets temperature 0. Needs no JAX,
-because routers read it.
-"""
+because routers read it."""
 
 import json
 from pathlib import Path

@@ -2,8 +2,7 @@
 
 A reader requests the fields that it supports. Remaining fields are checked at the end
 (`refuse_unread`, by the lists of `models/hf_fields.py`), so that nothing that may change the output
-is ignored.
-"""
+is ignored."""
 
 import json
 import math

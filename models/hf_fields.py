@@ -1,8 +1,7 @@
 """Fields of config.json that are known to leave the output unchanged or to change it.
 
 Readers request the fields that they support, and `HfConfig` records them. Every other field must be
-listed here. A field in neither list with a significant value is refused by name.
-"""
+listed here. A field in neither list with a significant value is refused by name."""
 
 
 def names(text: str) -> frozenset[str]:

@@ -7,8 +7,7 @@ one for each other parameter. The convolution of both is as in Qwen3.5.
 
 Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
 step per head), one for the convolution over x, b and c, and one for each other parameter. Our
-parameters group rows by group, b before c.
-"""
+parameters group rows by group, b before c."""
 
 from collections.abc import Mapping
 

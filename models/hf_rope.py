@@ -3,8 +3,7 @@
 
 `dynamic` and `longrope` change the rotation of all positions, cached ones included, once a sequence
 exceeds the original context. transformers and vLLM handle this differently. Such a model is served
-within its original context, where both agree, and longer sequences are refused.
-"""
+within its original context, where both agree, and longer sequences are refused."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """Cuts slices of our parameters out of Hugging Face tensors, without reading the rest.
 
 Their matrices are [out, in], ours [in, out] or [out, in], and [E, in, out] for experts. The
-vocabulary of a parameter may be padded beyond its tensor, and padding reads as zeros.
-"""
+vocabulary of a parameter may be padded beyond its tensor, and padding reads as zeros."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

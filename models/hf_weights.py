@@ -2,8 +2,7 @@
 cuts slices out of tensors.
 
 Experts have one tensor each, or one fused tensor with gate and up side by side, or interleaved if
-biased (gpt-oss). Queries, keys and values may be one tensor, and so may a dense gate and up.
-"""
+biased (gpt-oss). Queries, keys and values may be one tensor, and so may a dense gate and up."""
 
 from collections.abc import Mapping
 

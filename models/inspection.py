@@ -2,8 +2,7 @@
 weight.
 
 The config is read strictly, as a worker reads it. If that fails, it is read again for its sizes
-only, so that the report lists everything that is missing instead of the first problem.
-"""
+only, so that the report lists everything that is missing instead of the first problem."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -3,8 +3,7 @@ are chosen (`models/kv_scales.py`).
 
 Layers run as loaded, on their mesh, one after the other over whole sequences, with dense attention
 and no cache (`ops/dense_attention.py`). This covers every family, including those with state.
-Layers of equal structure share a program.
-"""
+Layers of equal structure share a program."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ Scales belong to the model and never to a request, or tokens would depend on ear
 placement. The first of these sources applies: 1. `kv_scales.json` in the model's folder, written by
 `jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per matrix or kv head, as ModelOpt and
 llm-compressor write them (stored value = value / scale), rounded up to powers of two; 3. one, for
-everything without a scale.
-"""
+everything without a scale."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 `jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
 The projection to the cached vector is whole on every device, and heads are sharded over tp. Queries
-are computed in one step or, with a norm between, in two.
-"""
+are computed in one step or, with a norm between, in two."""
 
 import jax
 import jax.numpy as jnp

@@ -6,8 +6,7 @@ Heads are sharded over kv heads' axis, like the state. If tp exceeds that, each 
 recurrence, and only the gate and the output are split further. A group's shared part (b and c of
 the recurrence) is sharded with its heads if the groups divide over any number of kv shards.
 Otherwise each shard computes and stores it whole (Granite has one group). The recurrent state is
-float32, the convolution's has the activations' type.
-"""
+float32, the convolution's has the activations' type."""
 
 import jax
 import jax.numpy as jnp

@@ -4,8 +4,7 @@ of any other.
 A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the
 tokenizer's files. Arrays are stored as [in, out] with the unpadded vocabulary, independent of
 platform and layout. Orbax pads the vocabulary on restore, and kernels that a platform stores as
-[out, in] are transposed on their devices afterwards.
-"""
+[out, in] are transposed on their devices afterwards."""
 
 import json
 import shutil

@@ -2,8 +2,7 @@
 refused by name.
 
 Tensors show which matrices are quantized, so lists of modules are not read. Activations and KV use
-the model's type, whatever the checkpoint states.
-"""
+the model's type, whatever the checkpoint states."""
 
 import re
 from dataclasses import dataclass

@@ -3,8 +3,7 @@ checkpoint has that form.
 
 A scale covers all inputs of an output. A device that holds some of the inputs therefore reads all
 of them, and values do not depend on the layout. Beside the weights, this needs memory for one
-quantized parameter of a process and one of its matrices in float32.
-"""
+quantized parameter of a process and one of its matrices in float32."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,7 @@ its role.
 
 Nothing is read again. Each parameter is transferred from its old sharding into its new one, device
 to device, and its old array is freed before the next. The extra memory is thus one parameter,
-twice. Vocabulary padding, which depends on tp, is cut off and recreated as zeros.
-"""
+twice. Vocabulary padding, which depends on tp, is cut off and recreated as zeros."""
 
 from collections.abc import Sequence
 
@@ -25,8 +24,7 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
     """Reshards the weights to `layout`, on exactly as many `devices`. Blocks until done.
 
     Consumes `loaded` like a donation. Other references to its arrays keep their memory in use.
-    Raises `LayoutError` before anything is transferred.
-    """
+    Raises `LayoutError` before anything is transferred."""
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.kv_heads, devices)

@@ -3,8 +3,7 @@ arrays.
 
 This module parses the headers itself: the numpy API of the safetensors package has no bfloat16 and
 notices a truncated file only when a tensor is read. Only the pages of a slice are read from disk.
-Knows nothing of models.
-"""
+Knows nothing of models."""
 
 import json
 import logging

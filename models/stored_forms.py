@@ -15,8 +15,7 @@ Any slice is restored without reading the rest. Words are int32, with number 0 a
   may be given.
 - `Mxfp4Matrix`: gpt-oss's stacks of experts (OCP Microscaling Formats, 1.0). Bytes [E, out, in /
   32, 16], each with two neighbouring inputs, the first in its low half, as e2m1: a sign, and one of
-  0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32 inputs.
-"""
+  0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32 inputs."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -3,8 +3,7 @@ and sampling defaults.
 
 The `tokenizers` package does the work. Truncation and padding of a tokenizer.json are disabled,
 because the server limits lengths. Instances are thread-safe. Only the package's batch calls release
-the GIL, so long texts use these: a text of megabytes takes seconds.
-"""
+the GIL, so long texts use these: a text of megabytes takes seconds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,7 @@ from the names under which jdisagg/observe exports metrics.
 
 A query uses counter names with their suffix (_total) and histogram names with _bucket. Queries are
 summed over processes. `$model` selects a model, `$pool` prefill or decode workers. Alert thresholds
-that depend on a service's objectives are constants at the top; change them in your copy.
-"""
+that depend on a service's objectives are constants at the top; change them in your copy."""
 
 import json
 from collections.abc import Sequence

@@ -7,8 +7,7 @@ vocabulary, C chunk.
 An instance's mesh has the axes ("dp", "kv", "rep"). Tensor parallelism is split into `kv`, over
 which kv heads are sharded, and `rep`, over which they are replicated when tp exceeds them. Every KV
 array thus has an ordinary sharding, and a reshard plan needs no special case. All other
-tensor-parallel dimensions are sharded over both, `kv` major. Does not import JAX.
-"""
+tensor-parallel dimensions are sharded over both, `kv` major. Does not import JAX."""
 
 import re
 from dataclasses import dataclass

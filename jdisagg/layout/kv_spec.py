@@ -20,8 +20,7 @@ If only some layers have a window, the two kinds may be stored and sent separate
 Each is then a spec with the same number of layers, in which layers of the other kind are empty.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
-for MLA. Does not import JAX.
-"""
+for MLA. Does not import JAX."""
 
 import enum
 import functools
@@ -54,8 +53,7 @@ class KvKind(enum.StrEnum):
     POSITIONS: KV of positions, in all layers that have any, or in those without a window if the
       others are sent apart.
     WINDOW: KV of positions in the layers with a sliding window, if they are sent apart.
-    STATE: The recurrent state of all layers, as a block of one token.
-    """
+    STATE: The recurrent state of all layers, as a block of one token."""
 
     POSITIONS = "positions"
     WINDOW = "window"

@@ -1,8 +1,7 @@
 """A worker's mesh as plain data, exchanged in the hello before two workers transfer KV.
 
 Device and process numbers are the sender's own, because every JAX job counts from 0. The receiver
-uses them only as identifiers of pieces.
-"""
+uses them only as identifiers of pieces."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,7 @@ Invariants for every destination device: its pieces are disjoint and fill its bo
 destination byte arrives once. Each piece lies inside its source's box. A device that already holds
 a byte reads its own copy (`local`: nothing is transferred). Among replicas the one with the fewest
 bytes so far sends. The plan is a function of its inputs, so both ends of a connection compute it
-independently. Imports neither JAX nor a model.
-"""
+independently. Imports neither JAX nor a model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -121,8 +120,7 @@ def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> li
     with the least to send.
 
     The most constrained pieces choose first, then the largest. Afterwards pieces change their
-    source while that brings two loads closer, until no single change does.
-    """
+    source while that brings two loads closer, until no single change does."""
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
     remote = [index for index, device in enumerate(chosen) if device < 0]

@@ -2,8 +2,7 @@
 
 A follower joins, reports when it is loaded and warm, and then runs every ordered command in order.
 It reports what the leader cannot observe: how its part of a pull ended, and failures. Both sides
-send heartbeats, and silence counts as death.
-"""
+send heartbeats, and silence counts as death."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult

@@ -6,8 +6,7 @@ state if those are no longer recorded. Lost, doubled or reordered news thus cost
 the next repairs them.
 
 A block is identified by the first bytes of its name, a keyed hash (`scheduler/residency.py`).
-Without the key, names reveal nothing about prompts.
-"""
+Without the key, names reveal nothing about prompts."""
 
 from jdisagg.plain import Message
 

@@ -27,8 +27,7 @@ reads what S wrote into registered memory. With CUDA IPC on one host, R copies t
 computed and holds.
 
 Any message may be lost, late or doubled: ids are used once and deadlines decide. Device numbers
-belong to the side that names them.
-"""
+belong to the side that names them."""
 
 import enum
 from typing import Protocol

@@ -3,8 +3,7 @@ hand-off.
 
 An embedded cluster calls these directly, separate processes over gRPC. All arguments are frozen
 plain data. Durations are remaining seconds. `attempt` numbers rise with each retry of a request, so
-that calls of an outdated attempt are ignored.
-"""
+that calls of an outdated attempt are ignored."""
 
 import enum
 from collections.abc import AsyncIterator

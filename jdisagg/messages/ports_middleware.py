@@ -16,8 +16,7 @@
 A middleware is any object and intercepts the calls that it has methods for. `proceed` is the port's
 own method, which a middleware calls with the same arguments, with others, or not at all. Other
 calls reach the port directly at no cost. The methods of a port, and which of them stream, are read
-from its Protocol once. The calls of a wrapped port are bound when it is wrapped.
-"""
+from its Protocol once. The calls of a wrapped port are bound when it is wrapped."""
 
 import inspect
 from functools import cache, partial

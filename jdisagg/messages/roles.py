@@ -2,8 +2,7 @@
 
 A change is a new incarnation of the same process. The worker drains, leaves its routers, reshards
 its weights, warms up, and registers under the same name and address with its new role and a new
-boot id. While its port is closed, callers retry until a deadline.
-"""
+boot id. While its port is closed, callers retry until a deadline."""
 
 import enum
 from typing import Protocol

@@ -7,8 +7,7 @@ absolute in the sequence. Page ids are local to a dp rank.
 
 State of a sequence on the mesh: with tokens t_0..t_(n-1) known, pages hold the KV of positions
 0..n-2, and the slot holds `token` = t_(n-1) and `position` = n-1. A decode step writes that token's
-KV, samples t_n and advances, while position < limit.
-"""
+KV, samples t_n and advances, while position < limit."""
 
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
@@ -139,8 +138,7 @@ class PullBlock(Message, frozen=True):
     The result follows its arrival or failure.
 
     `codec` names the block's compression (transfer/codec.py). `source_rank` is the peer's dp rank.
-    `kind` is as in `ExtractBlock`.
-    """
+    `kind` is as in `ExtractBlock`."""
 
     step: int
     offer_id: int
@@ -161,8 +159,7 @@ class InsertBlock(Message, frozen=True):
 
     `pages` covers positions [0, start + valid_tokens): position p lies in pages[p // page_size].
     The `InsertResult` has the sum under `checksum_key` of the values read back. A STATE
-    block is written to slot `pages[0]`, a WINDOW block to the `pages` of layers with a window.
-    """
+    block is written to slot `pages[0]`, a WINDOW block to the `pages` of layers with a window."""
 
     step: int
     offer_id: int
@@ -238,8 +235,7 @@ class FindSaved(Message, frozen=True):
     be equal for KV to be equal except a block's name. Must precede other disk commands. The
     `DiskResult` has names, least recently used first.
 
-    Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`.
-    """
+    Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`."""
 
     step: int
     namespace: bytes

@@ -10,8 +10,7 @@ undetected with chance 2^-64. All weights depend on the secret key.
 
 Coordinates are the model's own: the component's index over all layers, the global kv head, the
 absolute position. Pure and traceable, with 32-bit integer arithmetic only. Callers must sum values
-that lie in memory, because a fusion may recompute a value with another rounding.
-"""
+that lie in memory, because a fusion may recompute a value with another rounding."""
 
 from collections.abc import Sequence
 

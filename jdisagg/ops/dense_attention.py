@@ -2,8 +2,7 @@
 training.
 
 The tokens are one sequence, in order. The softmax is in float32. Memory is T x T per head, so this
-is not for serving.
-"""
+is not for serving."""
 
 import jax
 import jax.numpy as jnp

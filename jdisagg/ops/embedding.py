@@ -2,8 +2,7 @@
 
 The table is padded to a multiple of tp. Padded rows are never looked up and padded logits are -inf,
 so sampling and randomness use only the real vocabulary. Works on local shards inside `shard_map`,
-or on a whole table without axes.
-"""
+or on a whole table without axes."""
 
 import jax
 import jax.numpy as jnp

@@ -8,8 +8,7 @@ u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t
 A decode step computes just that. A chunk is processed in runs of `grain` tokens. Within a run, with
 cumulative gates G, the u solve a triangular system, (I + A) U = B (V - exp(G) K S), A_ij = b_i
 exp(G_i - G_j) k_i.k_j for j < i. A run is thus a few matrix products, and only the state passes
-between runs. All in float32. q and k have length one.
-"""
+between runs. All in float32. q and k have length one."""
 
 from typing import NamedTuple
 

@@ -10,8 +10,7 @@ assignment of rows on the device, so the host drives no loop and no expert's mat
   exist do nothing. Quantized values are widened as they are read.
 
 Rows without a local expert are not computed and their output is undefined. Triton is imported as in
-`paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests.
-"""
+`paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -12,8 +12,7 @@ attention multiplies stale slots by zero.
 Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to it
 first (`as_kept`), and attention reads the rounded values both from pages and from the present chunk
 (`as_read`). Tokens thus do not depend on how or where a prompt is cut. On a CPU bfloat16 pages are
-stored as their bits (`kept_dtype`).
-"""
+stored as their bits (`kept_dtype`)."""
 
 from typing import NamedTuple
 
@@ -38,8 +37,7 @@ def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     16 bits are bfloat16's (`kept_dtype`). Bytes are fp8 (e4m3fn: 3 bits of mantissa, smallest
     2^-9). Values beyond +-448 become 448. The marker of a broken sequence does not fit and becomes
     NaN. Bytes avoid XLA's widening of fp8 arrays, which turned a write of one row into a copy of
-    the pool.
-    """
+    the pool."""
     if values.dtype == dtype:
         return values
     if dtype == jnp.uint16:
@@ -105,8 +103,7 @@ def write_tokens(
 
     `unique=True` promises that all coordinates are in range and distinct, as in decode, where
     padding rows own distinct dummy rows. `unique=False` drops rows whose page is out of range. If
-    rows share a coordinate, any of them wins.
-    """
+    rows share a coordinate, any of them wins."""
     kv_TKH = as_kept(kv_TKH, pages_PKSH.dtype)
     rows = pages_PKSH.at[page_T, :, slot_T]
     if unique:
@@ -205,8 +202,7 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
     are made outside the loop, and a barrier keeps the result's. A `where` that always takes one
     side turns the gather into a fusion, which runs on all cores, where a plain gather runs on one.
     A single sequence is gathered plainly: there is little to copy, and with so few rows XLA would
-    re-lay the pages' rows, a copy of the whole pool in every step.
-    """
+    re-lay the pages' rows, a copy of the whole pool in every step."""
     heads, slots, length = span.heads, span.slots, span.length
     batch, columns, parts = table_BN.shape[0], max(1, length // slots), max(1, slots // length)
     table_BC = lax.dynamic_slice(table_BN, (0, index // parts * columns), (batch, columns))

@@ -4,8 +4,7 @@ them. Works on local shards inside `shard_map` over the mesh axes ("dp", "kv", "
 A component [k, T, w] is a device's heads of some tokens, or all of a component without heads. If
 all components are equal, a component is one row and nothing is moved. A component without heads
 beside others with heads is cut along its values: each kv shard sends its part, and `from_rows`
-gathers them.
-"""
+gathers them."""
 
 from collections.abc import Iterator, Sequence
 

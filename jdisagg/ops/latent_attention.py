@@ -9,8 +9,7 @@ the latent. The same attention has two forms:
   Attention then has many query heads over one kv head of rank + rope values, whose first `rank` are
   its values. A token is read once for all heads (decode, cached tokens).
 
-Local heads, no meshes: the latent is replicated over tp.
-"""
+Local heads, no meshes: the latent is replicated over tp."""
 
 import jax
 import jax.numpy as jnp

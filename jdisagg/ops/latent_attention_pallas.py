@@ -4,8 +4,7 @@ Pallas, Triton backend, with the splits of `paged_attention_pallas`.
 A program takes ROWS query heads of a sequence, so that its mix stays in registers, and walks its
 share of the positions. Latent and rotary part are read separately, because Triton's blocks are
 powers of two. The latent is read once for scores and mix. `interpret=True` runs the kernel on a
-CPU.
-"""
+CPU."""
 
 from functools import partial
 

@@ -3,8 +3,7 @@
 A kernel is [in, out], or [out, in] if `transposed`. On a CPU the latter makes bfloat16 about 10 %
 faster and float32 decode a third slower. `kernel_is_transposed` decides when a model is built, and
 the choice is part of the module's structure. All CPU tuning of matrix products is here, and that of
-quantized kernels in `quantized_weights`, so that models contain none.
-"""
+quantized kernels in `quantized_weights`, so that models contain none."""
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +58,7 @@ def _bfloat16_on_cpu(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> ja
     2048] x [2048, 2048]: 25 against 2.3 ms), so float32 is requested there.
 
     A single row is very slow (46 ms against 5 ms for that kernel), and so would be a doubled row
-    that XLA recognises, hence two rows behind a barrier.
-    """
+    that XLA recognises, hence two rows behind a barrier."""
     wanted = jnp.dtype(jnp.float32) if _UPCASTS else None
     if x_TD.shape[0] > 1:
         return _product(x_TD, kernel, transposed, wanted).astype(x_TD.dtype)

@@ -11,8 +11,7 @@ parameters keeps its logits bit for bit.
   0)
 
 A row's history is one int32 array of counts, a function of prompt and accepted ids. `token_counts`
-builds it on the host, `update_counts` adds sampled tokens.
-"""
+builds it on the host, `update_counts` adds sampled tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -80,8 +79,7 @@ def logprobs(
     the `top` most likely tokens, descending, ties by id.
 
     `logits` are the shaped ones, before temperature and filters (`request.TokenLogprobs`). An
-    invalid token gives NaN.
-    """
+    invalid token gives NaN."""
     values_BK, ids_BK = selection.largest(logits_BV, max(top, 1))
     # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, at ten times the cost
     # of all this.

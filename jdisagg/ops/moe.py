@@ -10,8 +10,7 @@ experts). On TPU it is a grouped product and is used. Kernels are [in, out] for 
 
 Three placements (see `layout/axes.py`): whole experts spread over dp and tp (tokens gathered over
 dp, results scattered back), whole experts over tp (tokens are already on all of tp), or each expert
-split inside over tp. Padding tokens are routed nowhere.
-"""
+split inside over tp. Padding tokens are routed nowhere."""
 
 from typing import NamedTuple
 
@@ -58,8 +57,7 @@ class BlockPlan(NamedTuple):
 
     Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
     are valid, and start and end are 0 behind them. The loop also computes a block's surplus rows.
-    The next expert's block overwrites them, or they have no local expert and are never read.
-    """
+    The next expert's block overwrites them, or they have no local expert and are never read."""
 
     order_P: jax.Array
     expert_B: jax.Array

@@ -3,8 +3,7 @@
 A state is the largest score, the sum of exponentials relative to it, and the unnormalised mix of
 values, all float32. Folding blocks in any order gives the softmax over their union. Masked scores
 are `MASKED`, a finite number, which avoids NaN: a row with only masked scores so far holds
-meaningless values, which the first real score fades to 0.
-"""
+meaningless values, which the first real score fades to 0."""
 
 from collections.abc import Callable
 from typing import NamedTuple

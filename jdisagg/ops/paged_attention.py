@@ -12,8 +12,7 @@ For latent attention (`ops/latent_attention.py`) the pages hold one vector per t
 absorbed form is used.
 
 The op works on local shards, without meshes or page ownership. Table entries beyond a sequence's
-length may hold anything: they are clipped into range and masked. No row ever gives NaN.
-"""
+length may hold anything: they are clipped into range and masked. No row ever gives NaN."""
 
 from functools import partial
 from typing import Literal
@@ -130,8 +129,7 @@ def _loop(
     """`values` are their pages, or the number of leading key values that serve as values.
 
     Processes whole steps of 256 or 128 positions or a page, then the rest of the longest sequence
-    in parts of a step, so that a nearly empty last page is not read whole.
-    """
+    in parts of a step, so that a nearly empty last page is not read whole."""
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
     positions = (

@@ -10,8 +10,7 @@ read. Table entries beyond the length may be anything.
 
 Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12. Only this file
 imports it, and `applies` returns False without it. `interpret=True` runs the same kernel on CPU,
-for tests.
-"""
+for tests."""
 
 import importlib
 from functools import partial

@@ -3,8 +3,7 @@
 Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name of `layout/axes.py`'s
 table per dimension. A layout's table maps them to mesh axes. Flax's own sharding annotations are
 not used, because they constrain eagerly and our programs run on local shards inside `shard_map`.
-Leaf order is always that of `jax.tree.leaves(nnx.state(module))`.
-"""
+Leaf order is always that of `jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, get_args

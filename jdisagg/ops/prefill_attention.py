@@ -16,8 +16,7 @@ Latent attention takes the expanded form among the chunk's tokens and the absorb
 past, whose keys would otherwise be recomputed for each chunk (`ops/latent_attention.py`). On a GPU
 the past covers the whole page table in unrolled steps, without a loop. So do families with capped
 scores, which cuDNN does not support, and packed chunks of families with sinks except for their
-past.
-"""
+past."""
 
 from functools import partial
 

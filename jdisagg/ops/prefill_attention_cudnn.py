@@ -16,8 +16,7 @@ softmax at the end, through the log-sum-exp of all scores.
 
 Float32 takes the XLA form, and so do heads larger than 128 (256 on Hopper), for which `applies`
 returns False. The same recipes run on any platform with `implementation="xla"`, which tests them
-without a GPU.
-"""
+without a GPU."""
 
 from typing import Literal
 

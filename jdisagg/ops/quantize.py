@@ -8,8 +8,7 @@ Error bounds, with row x, packed q and `scale` = max|x| / (127, 7 or 448):
 
 Float32 rounding (a few 2^-24 of max|x|) and rounding to a narrower result dtype add to these. Zero
 rows come back as zeros. Rows must be finite. Pure and traceable. The two values of an int4 byte are
-from the two halves of H, so that both are contiguous.
-"""
+from the two halves of H, so that both are contiguous."""
 
 import jax
 import jax.numpy as jnp

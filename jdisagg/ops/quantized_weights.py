@@ -10,8 +10,7 @@ On an accelerator XLA widens q inside the product, and q has XLA's own type. XLA
 the widened matrices, and those of a whole program at once. There the product runs over tiles of
 columns, fp8 is stored as bytes, and two adjacent int4 inputs share a byte (the first in its low
 half), because XLA:CPU copies whole arrays of its own narrow types before it cuts a tile. int4
-experts on a GPU share bytes too, because their kernels do not support int4.
-"""
+experts on a GPU share bytes too, because their kernels do not support int4."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

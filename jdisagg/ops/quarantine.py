@@ -10,8 +10,7 @@ In latent attention one vector is key and value: all of it becomes the marker, a
 reveals it, counts as zero (`seen_scores`).
 
 `seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
-layer.
-"""
+layer."""
 
 import jax
 import jax.numpy as jnp

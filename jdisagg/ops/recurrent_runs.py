@@ -3,8 +3,7 @@ only the state passes between runs. `gated_delta` and `state_space` define a run
 state, this module the order of runs.
 
 A row's first run selects the row's own state by a choice, never by a product with zero, so that a
-row that is not finite affects no other.
-"""
+row that is not finite affects no other."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -4,8 +4,7 @@ token's own position only. A key never depends on how its prompt was cut or on l
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
 transition); yarn (Peng et al., 2023: divided by number of rotations, and a factor on the attention
 temperature); longrope (Ding et al., 2024: each wavelength divided by its own factor); proportional
-(Gemma 4: only the first pairs rotate, at the wavelengths that they would have if all did).
-"""
+(Gemma 4: only the first pairs rotate, at the wavelengths that they would have if all did)."""
 
 import jax
 import jax.numpy as jnp

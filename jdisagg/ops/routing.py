@@ -4,8 +4,7 @@ scores from V3 on (arXiv 2412.19437, section 2.1.2), also used by GLM-4.5, MiniM
 A sigmoid scores each expert independently. A learned correction for load balance affects only the
 choice, and weights use the plain scores. Experts may form groups of which only the best are
 considered. A group's score is its best score (softmax) or the sum of its two best corrected scores
-(sigmoid).
-"""
+(sigmoid)."""
 
 from typing import Literal
 

@@ -21,8 +21,7 @@ race is repeated over the rest. A row needs 1 + ln(1 / top_p) rounds in the mean
 Argmax ties go to the smallest id. Programs that sum in different orders may differ in the last bits
 of a logit and choose differently between candidates that close. Nothing here adds to that. A row
 without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives INVALID_TOKEN and
-affects no other row.
-"""
+affects no other row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -86,8 +85,7 @@ def sample(
     on local shards in `shard_map`.
 
     On a GPU, and with a sharded vocabulary, both filters find their bound by a fixed number of
-    passes (`selection.last_value`) instead of loops with early exit.
-    """
+    passes (`selection.last_value`) instead of loops with early exit."""
     largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
@@ -250,8 +248,7 @@ def _outside(
     at least top_p of the weight.
 
     larger >= p * total is written as (1 - p) * larger - p * rest >= 0, one sum. The most likely
-    token is inside: p * rest must not underflow.
-    """
+    token is inside: p * rest must not underflow."""
     p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
     return (
         jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0

@@ -5,8 +5,7 @@ and values / t are stored. Attention receives queries * s, and its mix of values
 Since q * s . k / s = q . k, scale, cap, window and sinks of the scores are unchanged.
 
 Scales are powers of two (`models/kv_scales.py`). Multiplication by one is exact in bfloat16 and
-float32 and commutes with products and sums, so only the rounding to e4m3 differs.
-"""
+float32 and commutes with products and sums, so only the rounding to e4m3 differs."""
 
 import jax
 import jax.numpy as jnp

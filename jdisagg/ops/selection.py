@@ -5,8 +5,7 @@ All are exact, and ties go to the smaller index. They exist because XLA's CPU fo
 vocabulary: measured for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (here 0.2), `lax.top_k`
 of 20 takes 1.2 ms (here 0.5), and a sort of 8 rows takes 21 ms. The idea is one plain maximum over
 blocks of 128, which vectorises, followed by work on few blocks. A row with a NaN gives some index
-in range and affects no other row.
-"""
+in range and affects no other row."""
 
 from collections.abc import Callable, Sequence
 
@@ -70,8 +69,7 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
 
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
     count is met. Rows where `wanted` is False give -inf, and no pass runs if all are. `count` >= 1.
-    Wanted rows have no NaN.
-    """
+    Wanted rows have no NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
@@ -97,8 +95,7 @@ def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows
     [rows].
 
     Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. This avoids loops,
-    which the host drives on a GPU.
-    """
+    which the host drives on a GPU."""
     key_B = jnp.zeros((rows,), jnp.uint32)
     for shift in range(28, -1, -4):
         asked = [_number(key_B + np.uint32(digit << shift)) for digit in range(1, 16)]

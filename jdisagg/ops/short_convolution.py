@@ -2,8 +2,7 @@
 the inputs of the last K - 1 tokens, for a kernel of K.
 
 Masking uses a choice, never a product with zero, so that a sequence whose inputs are not finite
-affects no other. Pure, computed in float32 and rounded once.
-"""
+affects no other. Pure, computed in float32 and rounded once."""
 
 import jax
 import jax.numpy as jnp

@@ -8,8 +8,7 @@ S_t = exp(g_t) S_(t-1) + b_t (x) d_t x_t,   y_t = S_t^T c_t
 where g = -d a, and a > 0 is the head's own. A decode step computes just that. A chunk is processed
 in runs of `grain` tokens. With cumulative gates G, the tokens of a run contribute to each other by
 a masked product, y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j <= i, and only the state passes
-between runs. All in float32. Heads form groups of equal size, G of U heads, which share b and c.
-"""
+between runs. All in float32. Heads form groups of equal size, G of U heads, which share b and c."""
 
 from typing import NamedTuple
 

@@ -4,8 +4,7 @@ templates.
 A document is the text of one training sequence, special tokens included but without BOS: a story
 and `</s>`, or a conversation in the form of the chat template. `document(seed, index)` is a pure
 function, so any part of the endless corpus is available without the rest, and the held-out part has
-other indices. Knows nothing of tokens or arrays.
-"""
+other indices. Knows nothing of tokens or arrays."""
 
 import random
 import re

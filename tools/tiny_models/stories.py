@@ -10,8 +10,7 @@ are templates. `[a|b|c]` is a free choice (nested, possibly empty). `{slot}` is 
 that stays the same through a story: H the hero, F the friend, M the helper, with the pronouns
 he/him/his, fhe/fhim/fhis, mhe/mhim/mhis (capitalised at a sentence's start). A plot is a list of
 paragraphs, each a list of sentences. `topic` completes "a story about ...", and `questions` have
-answers in the story. Invariant: a sentence only uses facts of earlier sentences or the opening.
-"""
+answers in the story. Invariant: a sentence only uses facts of earlier sentences or the opening."""
 
 from pathlib import Path
 

@@ -2,8 +2,7 @@
 
 Deterministic: the same seed, steps and versions give the same weights on the same machine. The last
 part of the run has rows of the whole context, so that all positions are trained. Flax NNX and
-Optax, one device, donated parameters and state.
-"""
+Optax, one device, donated parameters and state."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +34,7 @@ class Schedule:
 
     The text comes in rows of `row_tokens`, as many as fit `tokens_per_step`, and at the end in rows
     of the whole context. The first part does not depend on `steps`, so that a saved state can
-    continue to another number of steps with the same result.
-    """
+    continue to another number of steps with the same result."""
 
     steps: int
     seed: int = 0
@@ -80,8 +78,7 @@ def train(
     early when time is over.
 
     `keep` is a file for the state, saved at each progress report. Training resumes from it if it
-    exists.
-    """
+    exists."""
     graph, parameters = nnx.split(TinyNetwork(shape, schedule.seed))
     weights_V = jnp.asarray(token_weights(tokenizer))
     optimizer = _optimizer(schedule)
