@@ -190,7 +190,7 @@ async def tiers() -> dict[str, object]:
     one = Contender(Mode.DISAGGREGATED, True, 2.0, pages, disk.name)
     prefill, decode = one.cluster._workers
     assert isinstance(prefill, PrefillWorker)
-    tier, counters = prefill._host, prefill.counters
+    sources, counters = prefill._sources, prefill.counters
     rng = np.random.default_rng(0)
 
     def words(count: int) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ async def tiers() -> dict[str, object]:
     async def ttft(prompt: tuple[int, ...]) -> float:
         decode._kept.clear()
         seconds = (await one.ask(prompt, 1))[0]
-        while not tier.quiet:
+        while not sources.quiet:
             await asyncio.sleep(0.01)
         return seconds
 
@@ -216,7 +216,7 @@ async def tiers() -> dict[str, object]:
                 seconds.append(await ttft(prompt))
                 assert counters["host_tokens_restored"] > restored
                 await ttft(words(CONTEXT - 16))
-                tier._drop(tier.blocks.clear(), "room")
+                prefill._host._drop(prefill._host.blocks.clear(), "room")
                 restored = counters["disk_tokens_restored"]
                 seconds.append(await ttft(prompt))
                 assert counters["disk_tokens_restored"] > restored

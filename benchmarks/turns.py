@@ -63,6 +63,7 @@ from jdisagg.node.commands.cost_measurement import (
 )
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.cluster_state import Description
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.prefill_worker import PrefillWorker
 from models.catalog import read_config
 from models.hf_config import HfConfig
@@ -105,7 +106,7 @@ class ByWay(EmbeddedCluster):
         ports = self.ports = super()._make_ports()
         prefill, decode = self._workers
         assert isinstance(prefill, PrefillWorker)
-        prefill._fetched = prefill._fetches_from({DECODE: decode})
+        prefill._sources = prefill._find_sources(prefill._kept, TierRoom(), {DECODE: decode})
         return ports
 
     def open_ways(self, hardware: Accelerator) -> None:

@@ -29,10 +29,11 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import ring_pages
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
-from jdisagg.scheduler.fetch_prices import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_FETCHES
 from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
+from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
+from jdisagg.worker.peer_fetch import MOST_FETCHES
 
 # Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
 # fragments, for Python, and for whatever else runs there.

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jdisagg.plain import plain
-from jdisagg.scheduler.host_blocks import PROBE, HostBlocks, RestorePrices
+from jdisagg.scheduler.host_blocks import HostBlocks
+from jdisagg.scheduler.prices import PROBE
 from jdisagg.scheduler.residency import Chain
 
 MOST_SAVING = 8
@@ -66,9 +67,12 @@ class DiskBlocks:
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
-    def __iter__(self) -> Iterator[DiskBlock]:
-        """Least recently used first."""
-        return iter(self._blocks.values())
+    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
+        """Yields rank, name, index in the chain and whether it is in use of each block, least
+        recently used first."""
+        for block in self._blocks.values():
+            in_use = block.readers > 0 or not block.written
+            yield block.rank, block.name, block.index, in_use
 
     @property
     def writing(self) -> int:
@@ -210,26 +214,13 @@ class DiskBlocks:
         return False
 
 
-def sources(chain: Chain, host: HostBlocks, disk: DiskBlocks) -> tuple[bool, ...]:
-    """Of the blocks of a chain that can be brought back, from its first on, whether each comes from
-    disk; else it is in host memory."""
+def restorable(chain: Chain, host: HostBlocks, disk: DiskBlocks) -> tuple[bool, ...]:
+    """Returns, for each leading block of a chain that can be restored, whether it must be read from
+    disk because host memory lacks it."""
     found: list[bool] = []
     for name in chain:
-        if name in host:
-            if not host.match((name,), 0):
-                break
-        elif not disk.readable(name):
+        in_host = name in host
+        if not (host.match((name,), 0) if in_host else disk.readable(name)):
             break
-        found.append(name not in host)
+        found.append(not in_host)
     return tuple(found)
-
-
-def worth_bringing(found: tuple[bool, ...], block_tokens: int, prices: RestorePrices) -> int:
-    """How many of these blocks (`sources`) are better brought back than computed: all, or those
-    before the first on disk, or none."""
-    on_disk = sum(found)
-    if on_disk:
-        if prices.worth(len(found) * block_tokens, on_disk * block_tokens):
-            return len(found)
-        found = found[: found.index(True)]
-    return len(found) if found and prices.worth(len(found) * block_tokens) else 0

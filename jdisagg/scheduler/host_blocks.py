@@ -7,8 +7,6 @@ the piece was read from its pages. Above the high watermark (all of the capacity
 used go, until the low one is reached: so room is made for many at a time. Blocks on their way in or
 back are not given up for others.
 
-`RestorePrices` compares what bringing back costs with what computing does, as measured here.
-
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
 - a_block_on_its_way_back_is_not_given_up
@@ -25,9 +23,6 @@ from jdisagg.scheduler.residency import Chain
 
 LOW_WATERMARK = 0.9
 MOST_WRITING = 32  # blocks on their way out
-# of a measurement, in the mean of those before
-WEIGHT = 0.2
-PROBE = 32  # one in so many that are judged too dear is tried all the same
 
 
 @plain
@@ -79,9 +74,12 @@ class HostBlocks:
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
-    def __iter__(self) -> Iterator[HostBlock]:
-        """Least recently used first."""
-        return iter(self._blocks.values())
+    def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
+        """Yields rank, name, index in the chain and whether it is in use of each block, least
+        recently used first."""
+        for block in self._blocks.values():
+            offer, in_use = block.pieces[0].offer, block.held or not block.written
+            yield offer.rank, block.name, offer.start // block_tokens, in_use
 
     @property
     def free(self) -> int:
@@ -162,58 +160,3 @@ class HostBlocks:
                 del self._blocks[block.name]
                 gone.append(block)
         return tuple(gone)
-
-
-class RestorePrices:
-    """Seconds a token, of computing and of bringing back from host memory or from disk (through
-    host memory, all the way): means of what was measured, of which the latest count most. `always`:
-    nothing is compared."""
-
-    def __init__(self, always: bool = False) -> None:
-        self._always = always
-        self._declined = self._declined_disk = 0
-        self.computed: float | None = None
-        self.restored: float | None = None
-        self.from_disk: float | None = None
-
-    def computed_in(self, tokens: int, seconds: float) -> None:
-        """So many tokens of a prompt were computed."""
-        if tokens > 0:
-            self.computed = _mean(self.computed, seconds / tokens)
-
-    def restored_in(self, tokens: int, seconds: float, disk_tokens: int = 0) -> None:
-        """So many were brought back, or tried to be, `disk_tokens` of them from disk: what the
-        others do not cost is the disk's."""
-        if disk_tokens > 0:
-            others = (tokens - disk_tokens) * (self.restored or 0.0)
-            self.from_disk = _mean(self.from_disk, max(0.0, seconds - others) / disk_tokens)
-        elif tokens > 0:
-            self.restored = _mean(self.restored, seconds / tokens)
-
-    def worth(self, tokens: int, disk_tokens: int = 0) -> bool:
-        """Whether so many tokens, `disk_tokens` of them on disk, are better brought back than
-        computed. What nobody has measured yet, and now and then what seemed too dear, is tried."""
-        if tokens < 1:
-            return False
-        disk = self.from_disk if disk_tokens else 0.0
-        host = self.restored if tokens > disk_tokens else 0.0
-        if self._always or self.computed is None or disk is None or host is None:
-            return True
-        if disk_tokens * disk + (tokens - disk_tokens) * host < tokens * self.computed:
-            return True
-        if disk_tokens:
-            self._declined_disk += 1
-            return self._declined_disk % PROBE == 0
-        self._declined += 1
-        return self._declined % PROBE == 0
-
-    def patience_seconds(self, tokens: int) -> float | None:
-        """For how long a prompt waits for so many tokens: no longer than computing them takes.
-        None: nobody knows how long that is."""
-        if self._always or self.computed is None:
-            return None
-        return tokens * self.computed
-
-
-def _mean(before: float | None, now: float) -> float:
-    return now if before is None else before + WEIGHT * (now - before)

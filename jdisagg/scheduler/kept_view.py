@@ -1,33 +1,31 @@
-"""What stays on a mesh, block by block, for people who look: a list made when it is asked for.
+"""Lists the cached blocks of a worker for display. Pure: reads the tiers and does not change the
+order of eviction."""
 
-Pure; reads the three places where blocks lie and changes none of them, nor the order in which they
-go."""
-
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from jdisagg.plain import plain
-from jdisagg.scheduler.disk_blocks import DiskBlocks
-from jdisagg.scheduler.host_blocks import HostBlocks
 from jdisagg.scheduler.residency import Residency
 
 SHOWN_BYTES = 8  # of a name
 
+Listed = Iterable[tuple[int, bytes, int, bool]]
+
 
 @plain
 class KeptBlock:
-    """One block in one place; it may lie in several.
+    """One cached block in one tier. A block may lie in several.
 
     Attributes:
-        worker: who keeps it.
+        worker: Name of the worker.
         tier: "pages", "host" or "disk".
-        rank: the dp rank whose pages it lies in, or came from; of a block on disk that was found at
-            the start, 0.
-        name: the beginning of its keyed name, in hexadecimal digits: equal where the tokens of the
-            block and all before it are, and the tenant.
-        index: which of its chain it is: positions [index * tokens, (index + 1) * tokens). Of a
-            block on disk that was found at the start, 0.
-        tokens: of a block.
-        in_use: a sequence holds its pages, or it is on its way in or out; then it does not go.
+        rank: Data-parallel rank whose pages hold it or held it; 0 for a block found on disk at the
+            start.
+        name: First digits of its keyed name, hexadecimal. Two blocks with the same name have the
+            same tokens, the same tokens before them and the same tenant.
+        index: Place in its chain: it holds positions [index * tokens, (index + 1) * tokens); 0 for
+            a block found on disk at the start.
+        tokens: Tokens of a block.
+        in_use: A sequence holds its pages, or it is being copied; it is not evicted meanwhile.
     """
 
     worker: str
@@ -39,25 +37,19 @@ class KeptBlock:
     in_use: bool
 
 
-def kept_blocks(
-    worker: str, kept: Residency, host: HostBlocks | None = None, disk: DiskBlocks | None = None
-) -> Iterator[KeptBlock]:
-    """The blocks of a worker, tier by tier (of pages, rank by rank), by their last use: that which
-    was used longest ago, and goes first, comes first; those in pages that sequences hold come
-    last."""
-    size = kept.block_tokens
-    for rank, tree in enumerate(kept.trees):
-        for name, index, held in tree.by_last_use():
-            yield KeptBlock(worker, "pages", rank, _shown(name), index, size, held)
-    for block in host or ():
-        offer, busy = block.pieces[0].offer, block.held or not block.written
-        index = offer.start // size
-        yield KeptBlock(worker, "host", offer.rank, _shown(block.name), index, size, busy)
-    for saved in disk or ():
-        busy = saved.readers > 0 or not saved.written
-        name = _shown(saved.name)
-        yield KeptBlock(worker, "disk", saved.rank, name, saved.index, size, busy)
+def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> Iterator[KeptBlock]:
+    """Yields the blocks of a worker, tier by tier (pages rank by rank), least recently used first.
+    Blocks in pages that sequences hold come last in their tier.
 
-
-def _shown(name: bytes) -> str:
-    return name[:SHOWN_BYTES].hex()
+    Args:
+        tiers: By name, rank, name, index in the chain and whether it is in use of each block.
+    """
+    in_pages = [
+        (rank, name, index, held)
+        for rank, tree in enumerate(kept.trees)
+        for name, index, held in tree.by_last_use()
+    ]
+    for tier, blocks in {"pages": in_pages, **tiers}.items():
+        for rank, name, index, in_use in blocks:
+            shown = name[:SHOWN_BYTES].hex()
+            yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.host_blocks import HostPiece, RestorePrices
+from jdisagg.scheduler.host_blocks import HostPiece
+from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, Stage
 
@@ -60,7 +61,7 @@ class Spill:
 class Spills:
     """Of one mesh. `room_bytes`: of host memory for them; 0: nobody goes there."""
 
-    def __init__(self, limits: MeshLimits, room_bytes: int, prices: RestorePrices) -> None:
+    def __init__(self, limits: MeshLimits, room_bytes: int, prices: Prices) -> None:
         spec = limits.kv_spec
         whole = not (spec.has_state or limits.windows_apart or limits.ring_pages)
         self.room_bytes = room_bytes if whole else 0
@@ -94,7 +95,7 @@ class Spills:
             return "early"
         if sum([not spill.written for spill in self._spills.values()]) >= SPILLS_AT_ONCE:
             return "busy"
-        return "" if self._prices.worth(child.position) else "price"
+        return "" if self._prices.worth(child.position, child.position) else "price"
 
     def has_room(self, nbytes: int) -> bool:
         return self.bytes + nbytes <= self.room_bytes

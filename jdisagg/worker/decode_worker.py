@@ -55,6 +55,7 @@ from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
@@ -67,7 +68,7 @@ from jdisagg.worker.incoming_kv import IncomingKv
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.peers import PeerResolver, Peers
+from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.spilled_kv import SpilledKv
 
@@ -118,9 +119,9 @@ class DecodeWorker(MeshWorker):
         self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
         self._streams: dict[int, SpanStream] = {}
         now, timeouts = context.clock.now, limits.timeouts.handoff
-        self._peers = Peers(peers, self._hello, self._loop, config.codec, now, timeouts)
+        self._peers = self._connect(peers, config.codec)
         self._incoming = IncomingKv(
-            self._state, self._loop, self._peers, limits, now, self.counters, events=self
+            self._state, self._loop, self._peers, self._calls, limits, now, self.counters, self
         )
         self._migration = MigrationSender(
             self._state,
@@ -132,7 +133,18 @@ class DecodeWorker(MeshWorker):
             self.counters,
         )
         kept, mesh = self._state.residency, executor.limits
-        self._given = GivenKv(kept, None, self._outgoing, self._loop, mesh, context, self.counters)
+        # its host memory is for swapped-out sequences, so it restores no blocks
+        self._sources = self._find_sources(kept, TierRoom(), None)
+        self._given = GivenKv(
+            kept,
+            self._sources,
+            self._outgoing,
+            self._loop,
+            mesh,
+            context,
+            self.counters,
+            decodes=True,
+        )
         self._state.give_way = self._given.give_way
         self._spilled = SpilledKv(
             self._state,
@@ -147,20 +159,13 @@ class DecodeWorker(MeshWorker):
 
     # ---- the loop
 
-    def _turn(self) -> None:
-        if self._loop.has_finished():
-            for command, result in self._loop.finished():
-                self._apply(command, result)
-                self._settle()
-        while self._loop.is_room():
-            command = self._plan(self._loop.next_number())
-            if self._state.news:
-                self._settle()
-            if command is None:
-                return
-            self._loop.issue(command)
-
     def _plan(self, step: int) -> StepCommand | None:
+        command = self._next_command(step)
+        if self._state.news:
+            self._settle()
+        return command
+
+    def _next_command(self, step: int) -> StepCommand | None:
         snapshot = self._snapshot()
         decision = next_step(snapshot)
         match decision.action:
@@ -198,6 +203,7 @@ class DecodeWorker(MeshWorker):
             if forced := self._batches.forced_tokens - self.counters["forced_tokens"]:
                 self.counters.add("forced_tokens", forced)
         self._migration.poke()
+        self._settle()
 
     def _settle(self) -> None:
         """After any change: news to streams, pages to those that wait, and the loop looks again."""
@@ -502,7 +508,8 @@ class DecodeWorker(MeshWorker):
         self._given.stop()
         await super().stop()
         self._spilled.stop()
-        await self._incoming.stop()
+        self._incoming.stop()
+        await self._calls.stop()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
@@ -588,7 +595,7 @@ class DecodeWorker(MeshWorker):
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
             kv_channels=self._context.kv_channels(),
-            kept=(*self._kept_tiers(), *self._spilled.kept_tiers()),
+            kept=(*self._kept_tiers(), *self._spilled.stats()),
         )
 
 

@@ -1,15 +1,16 @@
-"""The disk tier of a mesh, behind its host memory: blocks that are used a second time are written
-to disk, and come back into host memory for prompts that would compute them again, in this life of
-the worker or in a later one.
+"""The disk tier of a mesh: writes blocks at their second use and restores them, in this run of the
+worker or a later one.
 
-The files are the executor's (`transfer/disk_store.py`); here are the commands, and what became of
-them. What lies on disk is known by the names of blocks, which are the same as long as the secret
-is. A disk that fails, in whatever way, is counted (`disk_errors`), and what was to be there is
-computed. Only `reset` raises: what it cannot remove would be served after a restart."""
+Blocks go to disk from host memory and come back through it (`worker/host_tier.py`). The executor
+owns the files (`transfer/disk_store.py`); this module issues the commands. Block names stay the
+same as long as the cluster's secret does. Any failure of the disk is counted (`disk_errors`) and
+costs a cache miss. Only `erase` raises: files that it cannot remove would be served after a
+restart."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
@@ -23,56 +24,55 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import KeptTier
-from jdisagg.plain import plain
-from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlocks
-from jdisagg.scheduler.host_blocks import HostBlock
+from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlocks, restorable
+from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
+from jdisagg.worker.host_tier import HostTier
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Wanted
 from jdisagg.worker.step_loop import StepLoop
 
-FILE_SECONDS = 10.0  # for a block; then the disk is not what it should be
-FIND_SECONDS = 600.0  # to look at what lies there
-START_SECONDS = 5.0  # for which a start waits for that
+FILE_SECONDS = 10.0  # deadline for one block; the disk counts as slow beyond it
+FIND_SECONDS = 600.0  # deadline for listing the directory
+START_SECONDS = 5.0  # how long a start waits for the list; a longer listing ends in the background
 RESET_SECONDS = 60.0
 
-Copied = Callable[[int, bytes, int], Awaitable[HostBlock | None]]
 
+class DiskTier(KvSource):
+    """Implements `KvSource`.
 
-@plain
-class DiskRoom:
-    """`bytes_`: of all files; `block_bytes`: of each block; `geometry`: how a block lies. What was
-    written `ttl_seconds` ago is not used any more; 0: whenever it was."""
+    Args:
+        kept: Prefix cache of the mesh's pages.
+        host: Host-memory tier that blocks pass through.
+        room: Bytes of disk; the tier is off without any or if `host` is off.
+    """
 
-    bytes_: int
-    block_bytes: int
-    geometry: str
-    ttl_seconds: float = 0.0
-
-
-class DiskTier:
-    """`copied` gives a block of a rank, by name and index in its chain, as it lies in host memory,
-    if it does or can be copied there."""
+    name: Origin = "disk"
+    most_restores = 4
+    most_seconds = None
 
     def __init__(
         self,
         kept: Residency,
         loop: StepLoop,
-        copied: Copied,
+        host: HostTier,
+        room: TierRoom,
         counters: Counters,
-        room: DiskRoom,
         now: Callable[[], float],
     ) -> None:
-        self._file_bytes = room.block_bytes + FILE_EXTRA_BYTES
-        self.blocks = DiskBlocks(room.bytes_ // self._file_bytes if kept.on else 0)
+        self._file_bytes = host.block_bytes + FILE_EXTRA_BYTES
+        self.blocks = DiskBlocks(room.disk_bytes // self._file_bytes if host.on else 0)
+        self.prices = Prices(room.always)
+        self._ttl_seconds = room.disk_ttl_seconds
         self._kept = kept
         self._loop = loop
-        self._copied = copied
+        self._host = host
         self._counters = counters
-        self._room = room
         self._now = now
         self._open = False
-        self._epoch = 0  # of what was found and what was cleared
+        self._epoch = 0  # increases when blocks are cleared
         self._tasks = BackgroundTasks()
 
     @property
@@ -83,24 +83,27 @@ class DiskTier:
     def quiet(self) -> bool:
         return self._tasks.quiet
 
-    def kept_tiers(self) -> tuple[KeptTier, ...]:
-        """What lies here; nothing where it is not on."""
-        if not self.on:
-            return ()
-        blocks, size = self.blocks, self._file_bytes
-        return (KeptTier("disk", len(blocks), len(blocks) * size, blocks.capacity * size),)
+    def stats(self) -> tuple[KeptTier, ...]:
+        count, size = len(self.blocks), self._file_bytes
+        return (KeptTier(self.name, count, count * size, self.blocks.capacity * size),)
+
+    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
+        return self.blocks.listed()
 
     async def start(self) -> None:
-        """Looks at what lies there; what takes longer than a start may is found meanwhile."""
-        if self.on:
-            await asyncio.wait({self._tasks.spawn(self._find())}, timeout=START_SECONDS)
+        await asyncio.wait({self._tasks.spawn(self._find())}, timeout=START_SECONDS)
 
     def stop(self) -> None:
         self._tasks.cancel()
 
     async def _find(self) -> None:
         epoch = self._epoch
-        namespace = self._kept.digest(b"jdisagg disk", self._room.geometry)
+        cuts = [
+            (one.group, one.groups, one.start, one.valid_tokens, one.block_tokens)
+            for one in self._host.offers(0, 0)
+        ]
+        geometry = f"blocks of {self._kept.block_tokens} tokens as {cuts}"
+        namespace = self._kept.digest(b"jdisagg disk", geometry)
         found = await self._run(FindSaved(self._loop.next_number(), namespace, FIND_SECONDS))
         for cause, count in found.skipped:
             self._counters.add("disk_errors", count, cause=cause)
@@ -115,12 +118,11 @@ class DiskTier:
                 self._kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))
             self._remove(gone, "room")
-            self.expire()
+            self.expire(now)
 
-    # ---- out
+    # ---- writing
 
-    def use(self, rank: int, chain: Chain) -> None:
-        """A prompt begins with these blocks, which are known on the rank."""
+    def used(self, rank: int, chain: Chain) -> None:
         if self._open:
             self._counters.add("disk_blocks_skipped", self.blocks.use(rank, chain))
             self._write_more()
@@ -136,7 +138,7 @@ class DiskTier:
     async def _write(self, block: DiskBlock) -> None:
         error, done = "", False
         try:
-            host = await self._copied(block.rank, block.name, block.index)
+            host = await self._host.copied(block.rank, block.name, block.index)
             if host is not None and self.blocks.knows(block):
                 saved = await self._run(
                     SaveBlock(
@@ -155,82 +157,116 @@ class DiskTier:
                     self._counters.add("disk_bytes_written", saved.bytes_moved)
                     self._kept.log.gained(block.name)
                 elif error == SLOW:
-                    self._remove_files((block.name,))  # if it is written all the same
+                    self._remove_files((block.name,))  # it may still be written later
         finally:
             if not done and self.blocks.not_written(block, bool(error)) and not error:
                 self._counters.add("disk_blocks_skipped")
         self._write_more()
 
-    # ---- back
+    # ---- restoring
 
-    async def load(
-        self, block: DiskBlock, index: int, offer_ids: tuple[int, ...], given_up: asyncio.Event
-    ) -> DiskResult:
-        """Reads a block that is held into host memory; one that is not what was written is
-        forgotten. A disk that is only slow keeps it, and so does one that nobody waits for any
-        more."""
-        command = LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
-        if given_up.is_set():
-            return DiskResult(command.step, SLOW)
-        reading = asyncio.ensure_future(self._run(command))
-        giving_up = asyncio.ensure_future(given_up.wait())
+    def worth(self, wanted: Wanted) -> RestorePlan | None:
+        self.expire(self._now())
+        chain, size = wanted.chain, self._kept.block_tokens
+        host = self._host.blocks
+        found = [restorable(chain[known:], host, self.blocks) for known in wanted.known]
+        reach = [known + len(run) for known, run in zip(wanted.known, found, strict=True)]
+        rank = reach.index(max(reach))
+        tokens, on_disk = len(found[rank]) * size, sum(found[rank]) * size
+        if not self.prices.worth(on_disk, tokens):
+            return None
+        return RestorePlan(self, rank, chain[: reach[rank]], tokens, on_disk)
+
+    @contextmanager
+    def holding(self, restore: Restore) -> Iterator[None]:
+        self.expire(self._now())
+        saved = {
+            index: self.blocks.hold(name)
+            for index, name in enumerate(restore.plan.chain)
+            if name not in self._host.blocks and self.blocks.readable(name)
+        }
+        restore.held.update(saved)
         try:
-            await asyncio.wait({reading, giving_up}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                return DiskResult(command.step, SLOW)
+            with self._host.holding(restore):
+                yield
         finally:
-            reading.cancel()  # what comes all the same is dropped
-            giving_up.cancel()
-        read = reading.result()
+            self.blocks.let_go(saved.values())
+
+    async def bring(self, restore: Restore) -> str:
+        host, gap = self._host, False
+
+        async def from_disk(index: int) -> None:
+            nonlocal gap
+            block = restore.held.get(index)
+            if gap or not isinstance(block, DiskBlock):
+                return  # blocks behind a missing one are useless
+            offers = host.offers(restore.plan.rank, index)
+            loaded = await host.load(block.name, offers, lambda ids: self._read(block, index, ids))
+            if loaded is None:
+                gap = True
+                return
+            try:
+                if await host.copy_in(loaded, restore):
+                    restore.origins[index] = "disk"
+                else:
+                    self._forget(block)
+            finally:
+                host.blocks.let_go((loaded,))
+
+        await host.bring(restore, from_disk)
+        # blocks that a failing disk did not give took their time, too
+        restore.moved_tokens = restore.plan.moved_tokens
+        return ""
+
+    async def _read(
+        self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Reads a block into host memory and returns its checksums. Returns none if the disk is
+        slow, or if it does not hold what was written: then the block is dropped."""
+        read = await self._run(
+            LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
+        )
         if not read.error:
             self._counters.add("disk_blocks_read")
             self._counters.add("disk_bytes_read", read.bytes_moved)
-        elif read.error != SLOW:
-            self.forget(block)
-        return read
+            return read.checksums
+        if read.error != SLOW:
+            self._forget(block)
+        return ()
 
-    def forget(self, block: DiskBlock) -> None:
-        """It is not what was written."""
-        if self.blocks.forget(block):
-            self._gone((block.name,), "broken")
+    def failed(self, cause: str) -> None:
+        self._host.failed(cause)
 
-    # ---- gone
+    # ---- dropped blocks
 
-    def expire(self) -> None:
-        """What was written too long ago is not used any more, and removed."""
-        if self._room.ttl_seconds:
-            self._gone(self.blocks.expire(self._now() - self._room.ttl_seconds), "expired")
+    def expire(self, now: float) -> None:
+        if self._ttl_seconds:
+            self._gone(self.blocks.expire(now - self._ttl_seconds), "expired")
 
-    def clear(self) -> int:
-        """Nothing that lies there is used again; returns how many blocks there were."""
+    def clear(self, cause: str) -> int:
         self._epoch += 1
         gone = self.blocks.clear()
+        if gone:
+            self._counters.add("disk_blocks_dropped", len(gone), cause=cause)
         for block in gone:
             if block.written:
                 self._kept.log.lost(block.name)
         return len(gone)
 
-    async def empty(self) -> None:
-        """Removes what was cleared. Raises UnavailableError where it still lies there."""
+    async def erase(self) -> None:
         command = RemoveSaved(self._loop.next_number(), (), RESET_SECONDS, everything=True)
         removed = await self._run(command)
         if removed.error:
             raise UnavailableError(
-                f"KV on disk could not be removed ({removed.error}), and would be used again after"
-                " a restart; empty the folder of --disk_cache_dir, or mend the disk and reset again"
+                f"KV on disk could not be removed ({removed.error}) and would be used again after a"
+                " restart; empty the folder of --disk_cache_dir, or repair the disk and reset again"
             )
 
-    def empty_later(self) -> None:
-        """As `empty`, which nobody waits for."""
-
-        async def empty() -> None:
-            with contextlib.suppress(UnavailableError):  # counted
-                await self.empty()
-
-        self._tasks.spawn(empty())
+    def _forget(self, block: DiskBlock) -> None:
+        if self.blocks.forget(block):
+            self._gone((block.name,), "broken")
 
     def _gone(self, names: Iterable[bytes], cause: str) -> None:
-        """They are not known any more."""
         names = tuple(names)
         for name in names:
             self._kept.log.lost(name)
@@ -242,30 +278,28 @@ class DiskTier:
             self._remove_files(names)
 
     def _remove_files(self, names: tuple[bytes, ...]) -> None:
-        command = RemoveSaved(self._loop.next_number(), names, RESET_SECONDS)
-        running = self._begin(command)  # before whatever is written there later
+        # issued now, before any later write of the same names
+        removing = self._issue(RemoveSaved(self._loop.next_number(), names, RESET_SECONDS))
 
         async def remove() -> None:
-            await self._end(command, running)
+            await self._end(removing)
 
         self._tasks.spawn(remove())
 
-    # ---- the commands
+    # ---- commands
 
     async def _run(self, command: DiskCommand) -> DiskResult:
-        return await self._end(command, self._begin(command))
+        return await self._end(self._issue(command))
 
-    def _begin(self, command: DiskCommand) -> "asyncio.Future[StepResult] | None":
-        """It takes its place now. None: the mesh is broken, and its disk with it."""
+    def _issue(self, command: DiskCommand) -> "asyncio.Future[StepResult] | None":
+        """Issues a command now. Returns None if the mesh, and its disk with it, has failed."""
         try:
             return self._loop.submit(command)
         except JdisaggError:
             return None
 
-    async def _end(
-        self, command: DiskCommand, running: "asyncio.Future[StepResult] | None"
-    ) -> DiskResult:
-        result: StepResult = DiskResult(command.step, "mesh")
+    async def _end(self, running: "asyncio.Future[StepResult] | None") -> DiskResult:
+        result: StepResult = DiskResult(0, "mesh")
         if running is not None:
             with contextlib.suppress(JdisaggError):
                 result = await asyncio.shield(running)

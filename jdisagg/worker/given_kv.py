@@ -1,66 +1,71 @@
-"""Kept blocks that a worker gives to others: a prefill worker that is given a prompt may fetch its
-beginning from one that keeps it, be it one that prefills or one that decodes
-(`worker/fetched_kv.py` is the asker's side).
+"""Serves cached KV blocks of this mesh to other workers: the serving side of
+`worker/peer_fetch.py`.
 
-The holder decides. What it has in its pages, or may bring back from host memory, it holds there, so
-that it is not given away, and offers as a hand-off of its own (`worker/outgoing_kv.py`), with the
-checksums, heartbeats and leases of any; when that is over, however it ends, the pages are let go.
-Few are given at a time, and of all together no more than a few chunks are offered and not fetched:
-the rest waits. A block is known by its name, keyed and with its tenant in it, so that who can name
-one may have it; one whose blocks are cut otherwise gets none.
+The holder decides what it gives. It restores blocks from its local sources where that is
+worthwhile, holds their pages, and offers them as a hand-off of its own (`worker/outgoing_kv.py`),
+with the checksums, heartbeats and leases of any hand-off. The pages are released when the hand-off
+ends. The number of hand-offs is bounded, and so are the tokens offered and not yet fetched. A block
+name is a keyed digest that includes the tenant, so a caller that can name a block may read it.
 
-A mesh that decodes gives without being in the way of its steps. Few extractions are issued at a
-time, and no more than these come between two steps; pages are let go as soon as all that reads them
-is issued, for commands run in their order; and where a sequence lacks pages, what still holds some
-for others gives way: that hand-off ends."""
+A decode mesh serves without delaying its steps. Only a few extractions run between two steps. Pages
+are released as soon as all commands that read them are issued, because commands run in order. A
+sequence that lacks pages takes them from the youngest hand-off, which then ends."""
 
 import asyncio
 
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
-from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.fetch_prices import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE
 from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.host_tier import HostTier, RestorePlan
+from jdisagg.worker.kv_sources import KvSources, Wanted
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_GIVEN = 16  # hand-offs
-BETWEEN_STEPS = 16  # extractions, of a mesh that decodes
+MOST_GIVEN = 16  # hand-offs at a time
+BETWEEN_STEPS = 16  # extractions of a decode mesh at a time
 MOST_NAMES = 1 << 16
+# full chunks that are offered and not yet fetched
+MOST_CHUNKS = 4
+MOST_CHUNKS_OF_DECODE = 1  # fewer: sequences could use the room
 
 
 class GivenKv:
-    """Of one mesh. `kept`: what stays in its pages; `host`: behind them; None: nothing does, the
-    mesh decodes."""
+    """Serves the cache of one mesh.
+
+    Args:
+        kept: Prefix cache in device pages.
+        sources: Sources that blocks can be restored from before they are given.
+        decodes: The mesh runs decode steps, which must not be delayed.
+    """
 
     def __init__(
         self,
         kept: Residency,
-        host: HostTier | None,
+        sources: KvSources,
         outgoing: OutgoingKv,
         loop: StepLoop,
         mesh: MeshLimits,
         context: WorkerContext,
         counters: Counters,
+        decodes: bool,
     ) -> None:
         self._kept = kept
-        self._host = host
+        self._sources = sources
+        self._decodes = decodes
         self._outgoing = outgoing
         self._loop = loop
         self._mesh = mesh
         self._context = context
         self._counters = counters
         self._given: dict[int, tuple[int, OutgoingHandoff]] = {}  # rank and hand-off, by owner
-        self._holding: set[int] = set()  # of these, who hold pages
-        self._places = asyncio.Semaphore(BETWEEN_STEPS)  # used where the mesh decodes
+        self._holding: set[int] = set()  # owners that still hold pages
+        self._places = asyncio.Semaphore(BETWEEN_STEPS)  # for extractions of a decode mesh
         self._beginning = 0
-        self._moved = asyncio.Event()  # something was fetched, or ended
+        self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
         self._closed_until = 0.0
         self._tasks = BackgroundTasks()
 
@@ -68,16 +73,20 @@ class GivenKv:
         return len(self._given)
 
     def close_for(self, seconds: float) -> None:
-        """Nothing is given for so long: others may have forgotten already what is to be forgotten
-        here, too."""
+        """Gives nothing for a while: during a reset of all workers, others may have cleared already
+        what this one still holds."""
         self._closed_until = self._context.clock.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of what is here of the blocks asked for. Raises HandoffError where its
-        id is in use, InvalidRequestError for what is no chain."""
+        """Begins a hand-off of the requested blocks that are here.
+
+        Raises:
+            HandoffError: The hand-off id is in use.
+            InvalidRequestError: The names are no chain.
+        """
         if not 0 <= call.first < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(
                 f"fetch: {len(call.names)} names from the {call.first}th on; give 1 to {MOST_NAMES}"
@@ -106,11 +115,11 @@ class GivenKv:
         return FetchReply(count - call.first)
 
     def moved(self) -> None:
-        """Something was fetched."""
+        """Notes that a block was fetched, so that more may be offered."""
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        """The hand-off of `owner` is over; whether it was one of these."""
+        """Notes that the hand-off of `owner` is over. Returns whether it was begun here."""
         found = self._given.pop(owner, None)
         if found is not None:
             self._let_go(found[0], owner)
@@ -118,8 +127,7 @@ class GivenKv:
         return found is not None
 
     def give_way(self, rank: int) -> bool:
-        """Pages of a rank are needed: the youngest of those that hold some there for others ends.
-        False: nobody does."""
+        """Ends the youngest hand-off that holds pages of a rank. Returns False if none does."""
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
@@ -128,7 +136,6 @@ class GivenKv:
         return False
 
     def _let_go(self, rank: int, owner: int) -> None:
-        """Idempotent."""
         if owner in self._holding:
             self._holding.remove(owner)
             self._kept.let_go(rank, owner)
@@ -144,23 +151,13 @@ class GivenKv:
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
-        """The rank on which most of the chain is, once what host memory has behind it is back."""
-        size = self._kept.block_tokens
-        wanted = len(call.names) * size
-        known = [self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)]
-        host = self._host
-        if host is None:
+        """Returns the rank that holds most of the chain, after restoring what is worthwhile."""
+        known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
+        plan = self._sources.best(Wanted(call.names, known))
+        if plan is None or len(plan.chain) <= max(known):
             return known.index(max(known))
-        worth = [
-            max(blocks * size, host.worth(rank, call.names, wanted))
-            for rank, blocks in enumerate(known)
-        ]
-        tokens = max(worth)
-        rank = worth.index(tokens)
-        if tokens > known[rank] * size:
-            plan, nobody = RestorePlan(rank, call.names, tokens), BroughtBlocks(size)
-            await host.restore(plan, self._context.clock.now, nobody, asyncio.Event())
-        return rank
+        await self._sources.restore(plan)
+        return plan.rank
 
     async def _offer(
         self, handoff: OutgoingHandoff, rank: int, pages: tuple[int, ...], first: int, count: int
@@ -175,19 +172,19 @@ class GivenKv:
                 for offer in offers_of_pages(
                     self._mesh, rank, start, start + size, self._context.ids
                 ):
-                    if self._host is None:
+                    if self._decodes:
                         await self._places.acquire()
                     if handoff.over:
                         self._places.release()
                         return
                     extracts.append(self._extract(handoff, offer, pages))
-                # the mesh has its own work between: nothing waits for one block before the next
+                # the mesh works on other commands in between, so do not wait for each block
                 summing.append(self._tasks.spawn(self._announce(handoff, extracts)))
-            if self._host is None:
+            if self._decodes:
                 self._let_go(rank, handoff.sequence)
             await asyncio.gather(*summing)
         except JdisaggError:
-            return  # the mesh is broken, and with it all that leaves it
+            return  # the mesh failed, and all its hand-offs with it
         if not handoff.over:
             self._counters.add("peer_blocks_given", count - first)
             self._outgoing.finish(handoff, lambda offers: HandoffEnd(offers, count * size, ()))
@@ -200,7 +197,7 @@ class GivenKv:
         extracting = self._loop.submit(
             extraction(self._loop.next_number(), offer, pages, page_size, key)
         )
-        if self._host is None:
+        if self._decodes:
             extracting.add_done_callback(lambda _: self._places.release())
         return extracting
 
@@ -210,7 +207,7 @@ class GivenKv:
         try:
             done = await asyncio.gather(*extracts)
         except JdisaggError:
-            return  # likewise
+            return  # see above
         if self._outgoing.checksum_key and not handoff.over:
             sums = [one.checksum for one in done if isinstance(one, ExtractResult)]
             handoff.announce_checksums(sums)
@@ -218,4 +215,4 @@ class GivenKv:
     def _full(self) -> bool:
         offered = sum([handoff.outstanding_tokens for _, handoff in self._given.values()])
         chunk = self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
-        return offered >= (MOST_CHUNKS if self._host is not None else MOST_CHUNKS_OF_DECODE) * chunk
+        return offered >= (MOST_CHUNKS_OF_DECODE if self._decodes else MOST_CHUNKS) * chunk

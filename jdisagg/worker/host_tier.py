@@ -1,65 +1,47 @@
-"""The host-memory tier of a mesh: copies out blocks whose pages are given away, and brings them
-back for prompts that would compute them again.
+"""The host-memory tier of a mesh: copies blocks out before their pages are reused, and restores
+them.
 
-How pieces go and come is `worker/host_pieces.py`'s; here is what becomes of blocks. Copying out
-takes its place in the mesh's order at the moment when the pages are given away, so before anything
-is written there; a bounded number of blocks is on its way, and what is beyond it is computed again
-one day. What comes back goes into pages of its own, is read back and summed, and is kept there like
-any block; one whose sum differs is forgotten, a miss.
-
-Nothing waits for a copy but the prompt that wants it, and that no longer than computing would
-take. What lies on disk (`worker/disk_tier.py`) comes back through host memory, and went there."""
+A copy out takes its place in the mesh's command order at the moment when the pages are given away,
+so it reads them before anything new is written. At most `MOST_WRITING` blocks are on their way out;
+further ones are dropped. `worker/host_pieces.py` moves the bytes and compares checksums; a block
+whose checksum differs is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads
+and writes blocks through this one."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.step_commands import SLOW, ExtractResult, StepResult
+from jdisagg.messages.ports import Offer
+from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
-from jdisagg.plain import plain
-from jdisagg.scheduler.brought_blocks import BroughtBlocks, Origin
-from jdisagg.scheduler.disk_blocks import DiskBlock, sources, worth_bringing
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.host_blocks import (
-    MOST_WRITING,
-    HostBlock,
-    HostBlocks,
-    HostPiece,
-    RestorePrices,
-    TierRoom,
-)
-from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.host_blocks import MOST_WRITING, HostBlock, HostBlocks, HostPiece, TierRoom
+from jdisagg.scheduler.prices import Prices
+from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.disk_tier import DiskRoom, DiskTier
 from jdisagg.worker.host_pieces import HostPieces
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Wanted
 from jdisagg.worker.outgoing_kv import offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
-BLOCKS_AT_ONCE = 4  # on their way back, of one prompt
-MOST_RESTORES = 4  # prompts
+BLOCKS_AT_ONCE = 4  # of one restore
 
 
-@plain
-class Turn:
-    """A block's on its way back: which of its chain it is, and when nobody waits any more."""
+class HostTier(KvSource):
+    """Implements `KvSource`.
 
-    index: int
-    given_up: asyncio.Event
+    Args:
+        kept: Prefix cache of the mesh's pages.
+        room: Bytes of host memory; with none the tier is off.
+        ids: Generator of fresh random 64-bit numbers.
+    """
 
-
-@plain
-class RestorePlan:
-    """The first `tokens` of a chain, which are to be known on a rank."""
-
-    rank: int
-    chain: Chain
-    tokens: int
-
-
-class HostTier:
-    """`kept`: what stays in the mesh's pages. `ids`: fresh random numbers."""
+    name: Origin = "host"
+    most_restores = 4
+    most_seconds = None
 
     def __init__(
         self,
@@ -69,11 +51,10 @@ class HostTier:
         room: TierRoom,
         ids: Callable[[], int],
         counters: Counters,
-        now: Callable[[], float],
     ) -> None:
-        self._block_bytes = block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
-        self.blocks = HostBlocks(room.host_bytes // block_bytes if block_bytes else 0)
-        self.prices = RestorePrices(room.always)
+        self.block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
+        self.blocks = HostBlocks(room.host_bytes // self.block_bytes if self.block_bytes else 0)
+        self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
         self._limits = limits
@@ -81,23 +62,9 @@ class HostTier:
         self._counters = counters
         self._tasks = BackgroundTasks()
         self._copies: dict[bytes, asyncio.Task[None]] = {}  # on their way out
-        self._restores = 0
-        self.disk = DiskTier(
-            kept,
-            loop,
-            self._copied,
-            counters,
-            DiskRoom(
-                room.disk_bytes if self.on else 0,
-                block_bytes,
-                self._geometry(),
-                room.disk_ttl_seconds,
-            ),
-            now,
-        )
         key = 0
         if self.on:
-            # the same in the next life, which reads what is on disk; nobody else reads the sums
+            # the same in the next run of the worker, which reads the blocks on disk
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._copy_out)
         self._pieces = HostPieces(loop, limits.page_size, key)
@@ -108,60 +75,49 @@ class HostTier:
 
     @property
     def quiet(self) -> bool:
-        """Nothing is on its way."""
-        return self._tasks.quiet and self.disk.quiet
+        return self._tasks.quiet
 
-    def kept_tiers(self) -> tuple[KeptTier, ...]:
-        """What lies here and on disk; nothing where it is not on."""
-        if not self.on:
-            return ()
-        host, size = self.blocks, self._block_bytes
-        here = KeptTier("host", len(host), len(host) * size, host.capacity * size)
-        return (here, *self.disk.kept_tiers())
+    def stats(self) -> tuple[KeptTier, ...]:
+        count, size = len(self.blocks), self.block_bytes
+        return (KeptTier(self.name, count, count * size, self.blocks.capacity * size),)
 
-    async def start(self) -> None:
-        await self.disk.start()
+    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
+        return self.blocks.listed(self._kept.block_tokens)
 
-    def clear(self) -> tuple[int, int]:
-        """Nothing that lies here or on disk is used again; returns how many blocks there were.
-        Before the pages are cleared, with which a new epoch begins."""
+    def clear(self, cause: str) -> int:
         gone = self.blocks.clear()
+        if gone:
+            self._counters.add("host_blocks_dropped", len(gone), cause=cause)
         for block in gone:
             if block.written:
                 self._kept.log.lost(block.name)
         self._release(gone)
-        return len(gone), self.disk.clear()
+        return len(gone)
 
     def stop(self) -> None:
         self._tasks.cancel()
-        self.disk.stop()
 
-    def _geometry(self) -> str:
-        """How a block is cut into pieces."""
-        if not self.on:
-            return ""
-        offers = offers_of_pages(self._limits, 0, 0, self._kept.block_tokens, int)
-        cuts = [(o.group, o.groups, o.start, o.valid_tokens, o.block_tokens) for o in offers]
-        return f"blocks of {self._kept.block_tokens} tokens as {cuts}"
+    def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
+        """Returns new offers for the block that is the `index`-th of its chain."""
+        tokens = self._kept.block_tokens
+        start = index * tokens
+        return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
 
-    # ---- out
+    # ---- copying out
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        """The pages of the block that is the `index`-th of its chain are given away."""
+        """Copies the `index`-th block of a chain, whose pages are about to be reused."""
         if self._loop.failure is not None or name in self.blocks:
             return
         if self.blocks.writing >= MOST_WRITING:
             self._counters.add("host_blocks_skipped")
             return
-        size, tokens = self._limits.page_size, self._kept.block_tokens
-        start = index * tokens
-        offers = list(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
-        pieces = tuple(map(HostPiece, offers))
-        block, gone = self.blocks.begin(name, pieces)
-        self._drop(gone, "room")
+        offers = self.offers(rank, index)
+        block = self._add(name, offers)
         if block is None:
             return
-        before = (0,) * (start // size)  # pages of the chain's beginning, which are not read
+        # stands for the pages of the chain's earlier blocks, which are not read
+        before = (0,) * (index * self._kept.block_tokens // self._limits.page_size)
         copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
         task = self._copies[name] = self._tasks.spawn(self._written(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
@@ -170,15 +126,20 @@ class HostTier:
         if self._copies.get(name) is task:
             del self._copies[name]
 
-    async def _copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
-        """A block in host memory, copied there if it is known in pages alone; None: it is not
-        there."""
+    async def copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
+        """Returns a block in host memory. Copies it there if only pages of `rank` hold it; returns
+        None if neither does."""
         pages = self._kept.pages(rank, name)
         if pages:
             self._copy_out(rank, name, index, pages)
         if (task := self._copies.get(name)) is not None:
             await asyncio.wait({task})
         return self.blocks.arrived(name)
+
+    def _add(self, name: bytes, offers: tuple[Offer, ...]) -> HostBlock | None:
+        block, gone = self.blocks.begin(name, tuple(map(HostPiece, offers)))
+        self._drop(gone, "room")
+        return block
 
     async def _written(self, block: HostBlock, copies: "list[asyncio.Future[StepResult]]") -> None:
         try:
@@ -189,192 +150,106 @@ class HostTier:
                 self._release((block,))
             return
         sums = [one.checksum.checksum for one in results if isinstance(one, ExtractResult)]
-        pieces = tuple(
-            [replace(piece, checksum=sum_) for piece, sum_ in zip(block.pieces, sums, strict=True)]
-        )
-        if self.blocks.written(block, pieces):
+        if self._complete(block, tuple(sums)):
             self._counters.add("host_blocks_written")
+
+    def _complete(self, block: HostBlock, checksums: tuple[int, ...]) -> bool:
+        pieces = zip(block.pieces, checksums, strict=True)
+        summed = tuple([replace(piece, checksum=checksum) for piece, checksum in pieces])
+        written = self.blocks.written(block, summed)
+        if written:
             self._kept.log.gained(block.name)
+        return written
 
-    # ---- back
-
-    def worth(self, rank: int, chain: Chain, most_tokens: int) -> int:
-        """How many tokens of a sequence would be known on a rank with what lies here; 0: nothing
-        here is worth bringing back."""
-        if not self.on or not chain or self._restores >= MOST_RESTORES:
-            return 0
-        size = self._kept.block_tokens
-        self.disk.expire()
-        chain = chain[: most_tokens // size]
-        known = self._kept.match(rank, chain)
-        found = sources(chain[known:], self.blocks, self.disk.blocks)
-        worth = worth_bringing(found, size, self.prices)
-        return (known + worth) * size if worth else 0
-
-    def bring_back(
+    async def load(
         self,
-        wanted: RestorePlan,
-        now: Callable[[], float],
-        brought: BroughtBlocks,
-        done: Callable[[], None],
-    ) -> None:
-        """Begins `restore`. `done` is called once: when it is over, or when computing would be;
-        then nothing more is read from disk, whose pages others could use. What has come is written
-        down in `brought`."""
-        told, given_up = False, asyncio.Event()
+        name: bytes,
+        offers: tuple[Offer, ...],
+        read: Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]],
+    ) -> HostBlock | None:
+        """Adds a block from disk and holds it. Returns None if there is no room or reading failed.
 
-        def tell() -> None:
-            nonlocal told
-            if not told:
-                told = True
-                done()
-
-        async def bring() -> None:
-            known = self._kept.match(wanted.rank, wanted.chain) * self._kept.block_tokens
-            patience = self.prices.patience_seconds(wanted.tokens - known)
-            timer = None
-            if patience is not None:
-                timer = asyncio.get_running_loop().call_later(patience, late)
-            try:
-                await self.restore(wanted, now, brought, given_up)
-            except JdisaggError:
-                self._counters.add("host_restores_failed")
-            finally:
-                if timer is not None:
-                    timer.cancel()
-                tell()
-
-        def late() -> None:
-            if not told:
-                self._counters.add("host_restores_late")
-            given_up.set()
-            tell()
-
-        self._tasks.spawn(bring())
-
-    async def restore(
-        self,
-        wanted: RestorePlan,
-        now: Callable[[], float],
-        brought: BroughtBlocks,
-        given_up: asyncio.Event,
-    ) -> int:
-        """Brings the first tokens of a chain into pages, those that are not known there; returns
-        how many are. How many are `wanted` is what `worth` said, just now. From disk nothing comes
-        once it is `given_up`."""
-        size, page_size = self._kept.block_tokens, self._limits.page_size
-        rank, chain = wanted.rank, wanted.chain[: wanted.tokens // size]
-        self.disk.expire()
-        known = self._kept.match(rank, chain)
-        found = sources(chain[known:], self.blocks, self.disk.blocks)
-        chain = chain[: known + len(found)]
-        names = tuple(zip(chain[known:], found, strict=True))
-        blocks = self.blocks.hold(tuple([name for name, on_disk in names if not on_disk]))
-        saved = [self.disk.blocks.hold(name) for name, on_disk in names if on_disk]
-        owner, back, count = self._kept.guest(), known, len(chain) * size // page_size
-        pages = self._kept.reserve(rank, owner, chain, known * size, count)
-        if pages is None:
-            self.blocks.let_go(blocks)
-            self.disk.blocks.let_go(saved)
-            return known * size
-        epoch, began = self._kept.epoch, now()
-        self._restores += 1
-        held = {block.name: block for block in (*blocks, *saved)}
-        try:
-            slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
-            came = await asyncio.gather(
-                *(
-                    self._back(held[name], rank, pages, slots, Turn(known + at, given_up))
-                    for at, (name, _) in enumerate(names)
-                )
-            )
-            back += next((at for at, one in enumerate(came) if not one), len(came))
-        finally:
-            self._restores -= 1
-            self.blocks.let_go(blocks)
-            self.disk.blocks.let_go(saved)
-            fresh = epoch == self._kept.epoch
-            self._kept.let_go(rank, owner, chain[:back] if fresh else ())
-            if fresh:
-                came_from: list[Origin] = ["disk" if disk else "host" for disk in found]
-                brought.add(rank, known, came_from[: back - known])
-        # what was given up would have taken longer still
-        seconds = (now() - began) * (2 if given_up.is_set() and back < len(chain) else 1)
-        self._count(found, back - known, seconds)
-        return back * size if fresh else 0
-
-    def _count(self, found: tuple[bool, ...], back: int, seconds: float) -> None:
-        """Of these blocks, from disk or from host memory, the first `back` came."""
-        size, on_disk = self._kept.block_tokens, sum(found)
-        # a disk that fails slowly is dear, too
-        tokens = (len(found) if on_disk else back) * size
-        self.prices.restored_in(tokens, seconds, on_disk * size)
-        read = sum(found[:back])
-        self._counters.add("host_blocks_restored", back - read)
-        self._counters.add("host_tokens_restored", (back - read) * size)
-        self._counters.add("disk_blocks_restored", read)
-        self._counters.add("disk_tokens_restored", read * size)
-
-    async def _back(
-        self,
-        block: HostBlock | DiskBlock,
-        rank: int,
-        pages: tuple[int, ...],
-        slots: asyncio.Semaphore,
-        turn: Turn,
-    ) -> bool:
-        """Whether a block is in its pages, as it was when it was copied out."""
-        async with slots:
-            if isinstance(block, HostBlock):
-                return await self._from_host(block, rank, pages)
-            loaded = await self._load(block, rank, turn)
-            if loaded is None:
-                return False
-            try:
-                intact = await self._from_host(loaded, rank, pages)
-            finally:
-                self.blocks.let_go((loaded,))
-            if not intact:
-                self.disk.forget(block)
-            return intact
-
-    async def _load(self, block: DiskBlock, rank: int, turn: Turn) -> HostBlock | None:
-        """Reads a block from disk into host memory, where it is held from then on."""
-        tokens = self._kept.block_tokens
-        start = turn.index * tokens
-        offers = offers_of_pages(self._limits, rank, start, start + tokens, self._ids)
-        pieces = tuple(map(HostPiece, offers))
-        loading, gone = self.blocks.begin(block.name, pieces)
-        self._drop(gone, "room")
-        if loading is None:
+        Args:
+            read: Writes the block to host memory under these offer ids. Returns the checksums of
+                its pieces, or none if it failed.
+        """
+        block = self._add(name, offers)
+        if block is None:
             return None
         arrived = False
         try:
-            read = await self.disk.load(block, turn.index, loading.offer_ids, turn.given_up)
-            if read.error == SLOW:
-                turn.given_up.set()  # what comes behind it would be of no use
-            elif not read.error:
-                sums = zip(pieces, read.checksums, strict=True)
-                pieces = tuple([replace(piece, checksum=sum_) for piece, sum_ in sums])
-                arrived = self.blocks.written(loading, pieces)
+            checksums = await read(block.offer_ids)
+            arrived = bool(checksums) and self._complete(block, checksums)
         finally:
-            if not arrived and self.blocks.forget(loading):
-                self._release((loading,))
-        if not arrived:
-            return None
-        self._kept.log.gained(block.name)
-        (held,) = self.blocks.hold((block.name,))
-        return held
+            if not arrived and self.blocks.forget(block):
+                self._release((block,))
+        return self.blocks.hold((name,))[0] if arrived else None
 
-    async def _from_host(self, block: HostBlock, rank: int, pages: tuple[int, ...]) -> bool:
-        if await self._pieces.bring_back(block.pieces, rank, pages):
+    # ---- restoring
+
+    def worth(self, wanted: Wanted) -> RestorePlan | None:
+        found = [self.blocks.match(wanted.chain, known) for known in wanted.known]
+        reach = [sum(both) for both in zip(wanted.known, found, strict=True)]
+        rank = reach.index(max(reach))
+        tokens = found[rank] * self._kept.block_tokens
+        if not self.prices.worth(tokens, tokens):
+            return None
+        return RestorePlan(self, rank, wanted.chain[: reach[rank]], tokens, tokens)
+
+    @contextmanager
+    def holding(self, restore: Restore) -> Iterator[None]:
+        chain = restore.plan.chain
+        here = {
+            index: chain[index]
+            for index in range(restore.first, len(chain))
+            if self.blocks.match((chain[index],), 0)
+        }
+        held = self.blocks.hold(tuple(here.values()))
+        restore.held.update(zip(here, held, strict=True))
+        try:
+            yield
+        finally:
+            self.blocks.let_go(held)
+
+    async def bring(
+        self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
+    ) -> str:
+        """Copies blocks to the pages of a restore, a few at a time.
+
+        Args:
+            elsewhere: Restores the block of this index in the chain, which is not here.
+        """
+        slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
+
+        async def bring(index: int) -> None:
+            async with slots:
+                block = restore.held.get(index)
+                if not isinstance(block, HostBlock):
+                    if elsewhere is not None:
+                        await elsewhere(index)
+                elif await self.copy_in(block, restore):
+                    restore.origins[index] = "host"
+
+        missing = range(restore.first, len(restore.plan.chain))
+        await asyncio.gather(*[bring(index) for index in missing])
+        restore.moved_tokens = len(restore.origins) * self._kept.block_tokens
+        return ""
+
+    async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
+        """Copies a block to its pages. Returns False, and drops the block, if its checksum differs
+        or a piece is gone."""
+        if await self._pieces.bring_back(block.pieces, restore.plan.rank, restore.pages):
             return True
         if self.blocks.forget(block):
             self._counters.add("host_blocks_broken")
             self._drop((block,), "broken")
         return False
 
-    # ---- gone
+    def failed(self, cause: str) -> None:
+        if cause in ("late", "failed"):
+            self._counters.add(f"host_restores_{cause}")
+
+    # ---- dropped blocks
 
     def _drop(self, gone: tuple[HostBlock, ...], cause: str) -> None:
         if gone:

@@ -63,6 +63,7 @@ class IncomingKv:
         state: DecodeState,
         loop: StepLoop,
         peers: Peers,
+        calls: SideCalls,
         limits: LimitsConfig,
         now: Callable[[], float],
         counters: Counters,
@@ -75,7 +76,7 @@ class IncomingKv:
         self._now = now
         self._counters = counters
         self._events = events
-        self._calls = SideCalls(counters, limits.timeouts.handoff)
+        self._calls = calls
         self._incoming: dict[int, _Incoming] = {}
 
     def __len__(self) -> int:
@@ -127,10 +128,9 @@ class IncomingKv:
         if incoming is not None and incoming.handoff is not None:
             self._close(incoming, reason)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         for key in list(self._incoming):
             self.forget(key, "the receiver stops")
-        await self._calls.stop()
 
     def _handoffs(self) -> list[IncomingHandoff]:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]

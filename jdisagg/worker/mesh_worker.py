@@ -8,7 +8,7 @@ whether or not there is work: leases end there, and a mesh that hangs is found o
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jdisagg.clock import Clock
@@ -22,8 +22,8 @@ from jdisagg.errors import (
 )
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
-from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
-from jdisagg.messages.step_commands import STUCK_TOKEN
+from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage, PeerPort
+from jdisagg.messages.step_commands import STUCK_TOKEN, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
@@ -31,9 +31,13 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
+from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
-from jdisagg.worker.peers import hello_of
+from jdisagg.worker.peer_fetch import PeerFetch
+from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.sender_line import SideCalls
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 
 
@@ -80,7 +84,10 @@ class MeshWorker(ABC):
         self._clock = context.clock
         self._mesh = executor.limits
         self._layout = str(config.layout)
-        self._loop = StepLoop(executor, self._turn, self._break_down, context.clock.now, depth)
+        self._loop = StepLoop(
+            executor, self._plan, self._apply, self._break_down, context.clock.now, depth
+        )
+        self._calls = SideCalls(self.counters, limits.timeouts.handoff)
         self._hello = hello_of(
             context.name,
             context.model_fingerprint,
@@ -97,7 +104,8 @@ class MeshWorker(ABC):
         self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
-        self._forgotten = 0  # blocks of KV, not for want of room
+        self._forgotten = 0  # blocks cleared, not evicted for lack of room
+        self._sources: KvSources  # set by the subclass, which owns the prefix cache
         self._quiet = asyncio.Event()
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
@@ -106,8 +114,7 @@ class MeshWorker(ABC):
 
     async def start(self) -> None:
         self._loop.start()
-        if self._tier is not None:
-            await self._tier.start()
+        await self._sources.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
@@ -117,9 +124,9 @@ class MeshWorker(ABC):
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
-        if self._tier is not None:
-            self._tier.stop()
+        self._sources.stop()
         await self._loop.stop()
+        await self._calls.stop()
 
     async def drain(self, deadline_seconds: float | None = None) -> None:
         """Refuses new requests and returns when all work has ended or gone elsewhere. What is left
@@ -141,8 +148,7 @@ class MeshWorker(ABC):
 
     async def reset_cache(self) -> int:
         blocks = self._forget_kept(None, "reset")
-        if self._tier is not None and self._tier.disk.on:
-            await self._tier.disk.empty()
+        await self._sources.erase()
         return blocks
 
     async def status(self) -> WorkerStatus:
@@ -164,9 +170,8 @@ class MeshWorker(ABC):
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
         """What it keeps for later requests, for people who look (`scheduler/kept_view.py`)."""
-        tier = self._tier
-        host, disk = (tier.blocks, tier.disk.blocks) if tier is not None else (None, None)
-        return tuple(kept_blocks(self.name, self._kept, host, disk))
+        tiers = {source.name: source.listed() for source in self._sources}
+        return tuple(kept_blocks(self.name, self._kept, tiers))
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._outgoing.hello(hello)
@@ -186,16 +191,15 @@ class MeshWorker(ABC):
     @property
     @abstractmethod
     def _kept(self) -> Residency:
-        """What stays in the mesh's pages."""
-
-    @property
-    def _tier(self) -> HostTier | None:
-        """What stays in host memory and on disk; None: such a worker keeps nothing there."""
-        return None
+        """The prefix cache in the mesh's pages."""
 
     @abstractmethod
-    def _turn(self) -> None:
-        """One turn of the loop."""
+    def _plan(self, step: int) -> StepCommand | None:
+        """Returns the next planned command, with this number, or None."""
+
+    @abstractmethod
+    def _apply(self, command: StepCommand, result: StepResult) -> None:
+        """Takes the result of a planned command."""
 
     @abstractmethod
     def _status(self) -> WorkerStatus: ...
@@ -216,6 +220,40 @@ class MeshWorker(ABC):
     def _hand_on(self) -> None:
         """Gives running work to other workers, where that is possible."""
 
+    def _connect(self, peers: Mapping[str, PeerPort] | PeerResolver, codec: str) -> Peers:
+        timeouts = self._limits.timeouts.handoff
+        return Peers(peers, self._hello, self._loop, codec, self._clock.now, timeouts)
+
+    def _find_sources(
+        self, kept: Residency, room: TierRoom, peers: Mapping[str, PeerPort] | PeerResolver | None
+    ) -> KvSources:
+        """Builds the sources that blocks of KV are restored from.
+
+        Args:
+            kept: Prefix cache of the mesh's pages.
+            room: Host memory and disk for blocks.
+            peers: Workers to fetch blocks from; None if it fetches none.
+        """
+        loop, mesh, now = self._loop, self._mesh, self._clock.now
+        self._host = HostTier(kept, loop, mesh, room, self._context.ids, self.counters)
+        self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
+        sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
+        if peers is not None:
+            fetch = PeerFetch(
+                kept,
+                loop,
+                mesh,
+                self._connect(peers, "none"),
+                self._calls,
+                self._limits,
+                self.name,
+                room.always,
+                self.counters,
+                now,
+            )
+            sources.append(fetch)
+        return KvSources(kept, mesh.page_size, self.counters, now, sources)
+
     def _kept_tiers(self) -> tuple[KeptTier, ...]:
         """What lies where, for the status."""
         kept, mesh = self._kept, self._mesh
@@ -225,7 +263,7 @@ class MeshWorker(ABC):
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
         pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
-        return (pages, *(self._tier.kept_tiers() if self._tier is not None else ()))
+        return (pages, *self._sources.stats())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
         """A sequence of so many known tokens got its pages."""
@@ -241,18 +279,14 @@ class MeshWorker(ABC):
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Nothing that lies on a rank (None: on any) is used again, nor in host memory or on disk,
-        whose files are not removed yet; returns how many blocks."""
-        held, saved = self._tier.clear() if self._tier is not None else (0, 0)
-        if held:
-            self.counters.add("host_blocks_dropped", held, cause=cause)
-        if saved:
-            self.counters.add("disk_blocks_dropped", saved, cause=cause)
+        """Clears the prefix cache of a rank (None: of all) and every block of the sources; files on
+        disk are not removed yet. Returns the number of blocks."""
+        elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
-        return blocks + held + saved
+        return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float) -> None:
         """The request's grammar, if it has one, is ready for the mesh. Raises InvalidRequestError
@@ -287,8 +321,7 @@ class MeshWorker(ABC):
     def _sweep(self, now: float) -> None:
         """Frees what outstayed its lease, and finds out a mesh that hangs."""
         self._outgoing.sweep(now)
-        if self._tier is not None:
-            self._tier.disk.expire()
+        self._sources.expire(now)
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
 

@@ -7,11 +7,11 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import FirstToken, HandoffEnd, PrefillCall, PrefillReply
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
-from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.prefill_admission import QueuedPrompt
 from jdisagg.scheduler.prefill_batches import PrefillJob
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import sample_spec, wanted_of_prompt
+from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 
 
@@ -26,18 +26,18 @@ class PrefillTask:
         prompt: QueuedPrompt,
         call: PrefillCall,
         chain: Chain,
-        brought: BroughtBlocks,
+        restored: RestoredBlocks,
         until: float,
         now: float,
     ) -> None:
         self.prompt = prompt
         self.call = call
         self.chain = chain
-        self.brought = brought
+        self.restored = restored
         self.cached_tokens = self.epoch = 0
         self.extracting: set[int] = set()
         self.firsts: tuple[FirstToken, ...] | None = None
-        self.fetching: asyncio.Task[None] | None = None  # what another worker keeps of it
+        self.restoring: asyncio.Task[None] | None = None
         self.prompt_logprobs: list[PromptLogprobs] = []  # of its parts so far
         self.handoff = OutgoingHandoff(
             call.handoff_id, call.attempt, prompt.key, until, call.destination
@@ -65,7 +65,7 @@ class PrefillTask:
     def cached(self) -> CachedTokens:
         """Of the prompt itself, without accepted tokens behind it, what was not computed."""
         known = min(self.cached_tokens, len(self.call.request.prompt_token_ids))
-        return self.brought.split(self.rank, known)
+        return self.restored.split(self.rank, known)
 
     @property
     def scores(self) -> PromptLogprobs | None:

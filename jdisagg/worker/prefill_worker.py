@@ -50,7 +50,6 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.scheduler.backlog import Backlog
-from jdisagg.scheduler.brought_blocks import BroughtBlocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_admission import (
@@ -64,9 +63,8 @@ from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.sequences import wanted_of_prompt
 from jdisagg.scheduler.state_slots import StateSlots
-from jdisagg.worker.fetched_kv import FetchedKv
 from jdisagg.worker.given_kv import GivenKv
-from jdisagg.worker.host_tier import HostTier, RestorePlan
+from jdisagg.worker.kv_sources import RestoredBlocks, Wanted
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import (
     OutgoingHandoff,
@@ -76,7 +74,7 @@ from jdisagg.worker.outgoing_kv import (
     state_weight,
     window_offers,
 )
-from jdisagg.worker.peers import PeerResolver, Peers
+from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask
 
 CHUNKS_OFFERED = 4
@@ -101,19 +99,17 @@ class PrefillWorker(MeshWorker):
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._states = StateSlots(mesh)
         self._residency = Residency(self._ledgers, mesh.page_size, context.names)
-        self._host = HostTier(
+        self._sources = self._find_sources(self._residency, context.tiers, peers)
+        self._given = GivenKv(
             self._residency,
+            self._sources,
+            self._outgoing,
             self._loop,
             mesh,
-            context.tiers,
-            context.ids,
+            context,
             self.counters,
-            context.clock.now,
+            decodes=False,
         )
-        self._given = GivenKv(
-            self._residency, self._host, self._outgoing, self._loop, mesh, context, self.counters
-        )
-        self._fetched = self._fetches_from(peers) if peers is not None else None
         self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer, those issued
@@ -127,16 +123,6 @@ class PrefillWorker(MeshWorker):
         self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
 
     # ---- the loop
-
-    def _turn(self) -> None:
-        if self._loop.has_finished():
-            for command, result in self._loop.finished():
-                self._apply(command, result)
-        while self._loop.is_room():
-            command = self._plan(self._loop.next_number())
-            if command is None:
-                return
-            self._loop.issue(command)
 
     def _plan(self, step: int) -> StepCommand | None:
         if self._extracts:
@@ -211,9 +197,9 @@ class PrefillWorker(MeshWorker):
                 break  # those withdrawn shared pages, and gave back fewer than they had
             self._waiting.remove(task.prompt)
             task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
-            self._count_reuse(task.prompt.tokens, task.brought.split(rank, cached))
+            self._count_reuse(task.prompt.tokens, task.restored.split(rank, cached))
             if cached:
-                self._host.disk.use(rank, task.chain[: cached // self._residency.block_tokens])
+                self._sources.used(rank, task.chain[: cached // self._residency.block_tokens])
             self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
             self._states.take(rank, key)
@@ -272,7 +258,10 @@ class PrefillWorker(MeshWorker):
         self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
         self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
-        if not self._restore_first(task) and not self._fetch_first(task):
+        plan = self._sources.best(self._wanted(task))
+        if plan is not None:
+            task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
+        else:
             self._queue(task.prompt)
         self._look()
         try:
@@ -334,38 +323,24 @@ class PrefillWorker(MeshWorker):
             cached_tokens=self._known_tokens(() if every_token else chain, tokens),
             states=int(self._states.on),
         )
-        brought = BroughtBlocks(self._residency.block_tokens)
-        return PrefillTask(prompt, call, chain, brought, now + call.deadline_seconds, now)
+        restored = RestoredBlocks(self._residency.block_tokens)
+        return PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
 
-    def _restore_first(self, task: PrefillTask) -> bool:
-        """Whether some of the prompt is brought back from host memory before it queues."""
-        most = task.most_known
-        worth = [self._host.worth(rank, task.chain, most) for rank in range(self._mesh.ranks)]
-        tokens = max(worth)
-        if not tokens:
-            return False
-        rank = worth.index(tokens)
-        plan = RestorePlan(rank, task.chain, tokens)
-        self._host.bring_back(plan, self._clock.now, task.brought, lambda: self._restored(task))
-        return True
+    def _wanted(self, task: PrefillTask) -> Wanted:
+        """Returns the blocks of a prompt that need not be computed if they are restored."""
+        kept, prompt, chain = self._residency, task.prompt, task.chain
+        if chain:
+            chain = chain[: kept.usable_tokens(task.most_known, True) // kept.block_tokens]
+        return Wanted(
+            chain,
+            tuple([kept.match(rank, chain) for rank in range(self._mesh.ranks)]),
+            max(0, self._backlog.tokens - (prompt.tokens - prompt.known_tokens)),
+            task.call.peer,
+            min(task.call.peer_tokens, task.most_known),
+        )
 
     def _restored(self, task: PrefillTask) -> None:
-        if self._tasks.get(task.prompt.key) is task and not self._fetch_first(task):
-            self._requeue(task)
-
-    def _fetch_first(self, task: PrefillTask) -> bool:
-        """Whether some of the prompt is fetched from another worker before it queues."""
-        if self._fetched is None:
-            return False
-        hinted = min(task.call.peer_tokens, task.most_known)
-        ahead = max(0, self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens))
-        wanted = self._fetched.worth(task.chain, task.call.peer, hinted, ahead)
-        if wanted is not None:
-            task.fetching = self._fetched.begin(wanted, task.brought, lambda: self._requeue(task))
-        return wanted is not None
-
-    def _requeue(self, task: PrefillTask) -> None:
-        """What could be brought back is here, or takes too long."""
+        """Queues a prompt whose restore has ended, with what is in pages now."""
         if self._tasks.get(task.prompt.key) is task:
             cached = self._known_tokens(task.chain, task.prompt.tokens)
             task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
@@ -374,7 +349,7 @@ class PrefillWorker(MeshWorker):
             self._look()
 
     def _known_tokens(self, chain: Chain, tokens: int) -> tuple[int, ...]:
-        """By rank, positions of a prompt of so many tokens that need not be computed there."""
+        """Returns, by rank, how many positions of a prompt are in pages and need no computing."""
         ranks = range(self._mesh.ranks if chain else 0)
         kept = self._residency
         return tuple([kept.cached_tokens(one, chain, tokens - 1, to_compute=True) for one in ranks])
@@ -392,11 +367,10 @@ class PrefillWorker(MeshWorker):
             if isinstance(error, BrokenModelError):
                 # what it began with may be what broke it
                 self._forget_kept(task.rank, "broken")
-                self._host.disk.empty_later()
+                self._sources.erase_later()
             self._outgoing.end(task.handoff, error)
             return
-        for tier in (self._host, self._fetched) if self._fetched else (self._host,):
-            tier.prices.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
+        self._sources.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
         tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
         task.firsts = tokens
         if not task.reply.done():
@@ -429,17 +403,13 @@ class PrefillWorker(MeshWorker):
     def _kept(self) -> Residency:
         return self._residency
 
-    @property
-    def _tier(self) -> HostTier:
-        return self._host
-
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
             self._quiet.set()
             return
         task = self._tasks.pop(handoff.sequence)
-        if task.fetching is not None:
-            task.fetching.cancel()
+        if task.restoring is not None:
+            task.restoring.cancel()
         if task.prompt in self._waiting:
             self._waiting.remove(task.prompt)
         self._backlog.forget(handoff.sequence)
@@ -465,37 +435,13 @@ class PrefillWorker(MeshWorker):
     async def fetch(self, call: FetchCall) -> FetchReply:
         return await self._given.give(call)
 
-    def _fetches_from(self, peers: Mapping[str, PeerPort] | PeerResolver) -> FetchedKv:
-        now, timeouts = self._clock.now, self._limits.timeouts.handoff
-        known = Peers(peers, self._hello, self._loop, "none", now, timeouts)
-        return FetchedKv(
-            self._residency,
-            self._loop,
-            self._mesh,
-            known,
-            self._limits,
-            self._context,
-            self.counters,
-        )
-
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        # as long as a reset of all workers may take
-        seconds = self._limits.timeouts.request.status_seconds
-        self._given.close_for(seconds)
-        if self._fetched is not None:
-            self._fetched.close_for(seconds)
+        self._given.close_for(self._limits.timeouts.request.status_seconds)
         return super()._forget_kept(rank, cause)
-
-    def _sweep(self, now: float) -> None:
-        super()._sweep(now)
-        if self._fetched is not None:
-            self._fetched.sweep(now)
 
     async def stop(self) -> None:
         self._given.stop()
         await super().stop()
-        if self._fetched is not None:
-            await self._fetched.stop()
 
     def _busy(self) -> bool:
         return len(self._outgoing) > 0

@@ -20,7 +20,8 @@ from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.host_blocks import HostPiece, RestorePrices, TierRoom
+from jdisagg.scheduler.host_blocks import HostPiece, TierRoom
+from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.scheduler.spills import Spill, Spills, batch_ranges
 from jdisagg.telemetry import Counters
@@ -46,7 +47,7 @@ class SpilledKv:
         most_seconds: float,
     ) -> None:
         room: TierRoom = context.tiers
-        self.prices = RestorePrices(room.always)
+        self.prices = Prices(room.always)
         self.spills = Spills(mesh, room.host_bytes, self.prices)
         self._state = state
         self._loop = loop
@@ -68,7 +69,7 @@ class SpilledKv:
         """Nothing is on its way."""
         return self._tasks.quiet
 
-    def kept_tiers(self) -> tuple[KeptTier, ...]:
+    def stats(self) -> tuple[KeptTier, ...]:
         """What lies here; nothing where nothing ever does."""
         spills = self.spills
         if not spills.room_bytes:
@@ -216,7 +217,7 @@ class SpilledKv:
         del self._moving[child.key]
         if intact:
             tokens = spill.tokens - cached_tokens
-            self.prices.restored_in(tokens, self._context.clock.now() - began)
+            self.prices.moved_in(tokens, self._context.clock.now() - began)
             self._counters.add("spills_restored")
             self._counters.add("spilled_tokens_restored", tokens)
             self.spills.forget(spill)

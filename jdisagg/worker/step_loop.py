@@ -1,15 +1,14 @@
-"""The commands of one mesh on their way: issued in order, read back in order, two in flight (or
-`depth`).
+"""Issues the commands of one mesh in order and reads their results in order.
 
-The worker takes a turn when a result has come and when `wake` was called: it reads back what has
-`finished` and issues what comes next while there `is_room`. Between turns nothing runs. Commands
-outside this rhythm (pulls, inserts, copies, releases) go through `submit` and `fire`; they take
-their place in the mesh's order at the moment of the call."""
+Planned commands: when a result has arrived and when `wake` was called, the loop takes a turn. It
+applies the finished results and plans commands until `depth` of them are in flight. Nothing runs
+between turns. Other commands (pulls, inserts, copies, releases) go through `submit` and `fire` and
+take their place in the mesh's order at the moment of the call."""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import get_args
 
 from jdisagg.errors import JdisaggError, UnavailableError
@@ -29,29 +28,37 @@ _log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Issues commands to `executor` until stopped or broken. `turn` is called to plan; `failed`
-    once, when the mesh broke. `depth`: planned commands in flight, at most."""
+    """Issues commands to one executor until it is stopped or the mesh fails.
+
+    Args:
+        plan: Returns the next planned command, given its number, or None if there is nothing to do.
+        apply: Takes the result of a planned command, in order of issue.
+        failed: Called once, when the mesh has failed.
+        now: Clock in seconds.
+        depth: Largest number of planned commands in flight.
+    """
 
     def __init__(
         self,
         executor: Executor,
-        turn: Callable[[], None],
+        plan: Callable[[int], StepCommand | None],
+        apply: Callable[[StepCommand, StepResult], None],
         failed: Callable[[UnavailableError], None],
         now: Callable[[], float] = lambda: 0.0,
         depth: int = DEPTH,
     ) -> None:
         self._executor = executor
-        self._turn = turn
+        self._plan = plan
+        self._apply = apply
         self._on_failure = failed
         self._now = now
         self._depth = depth
         self._steps = 0
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
-        # all commands but those in the background that have not ended: when each was issued, and
-        # its kind
+        # unfinished foreground commands: time of issue, kind, result
         self._running: deque[tuple[float, type, asyncio.Future[StepResult]]] = deque()
-        self._ended_at = 0.0  # when one of them was last seen to have ended
+        self._ended_at = 0.0  # when one of them was last found finished
         self._events: asyncio.AbstractEventLoop | None = None  # while it is started
         self.failure: UnavailableError | None = None
 
@@ -65,62 +72,42 @@ class StepLoop:
         self._events = None
 
     def wake(self) -> None:
-        """A turn is taken soon."""
+        """Schedules a turn."""
         if not self._turn_due and self._events is not None:
             self._turn_due = True
             self._events.call_soon(self._take_turn)
 
     def has_finished(self) -> bool:
-        """Whether `finished` has any to tell of."""
+        """Whether the oldest planned command has a result that is not applied yet."""
         return bool(self._flight) and self._flight[0][1].done()
-
-    def finished(self) -> Iterator[tuple[StepCommand, StepResult]]:
-        """Planned commands that have ended, in order of issue, each taken out of flight. What wakes
-        the loop meanwhile need not: the turn goes on to plan."""
-        self._turn_due = True
-        while self._flight and self._flight[0][1].done():
-            command, future = self._flight.popleft()
-            yield command, future.result()
-        self._turn_due = False
-
-    def is_room(self) -> bool:
-        """Whether one more planned command may be issued."""
-        return len(self._flight) < self._depth and self.failure is None
-
-    def issue(self, command: StepCommand) -> None:
-        """Enqueues a planned command; its result comes with `finished`."""
-        future = self.submit(command)
-        future.add_done_callback(self._came_back)
-        self._flight.append((command, future))
 
     def next_number(self) -> int:
         self._steps += 1
         return self._steps
 
     def in_flight(self, kind: type) -> bool:
-        """Whether a planned command of this kind was issued and its result not yet applied."""
+        """Whether a planned command of this kind has a result that is not applied yet."""
         return any([isinstance(command, kind) for command, _ in self._flight])
 
     def newest(self, kind: type) -> int:
-        """The number of the planned command of this kind that was issued last and is in flight; 0:
-        there is none."""
+        """Returns the number of the latest planned command of this kind in flight, or 0."""
         for command, _ in reversed(self._flight):
             if isinstance(command, kind):
                 return command.step
         return 0
 
     def check(self) -> None:
-        """Raises what broke the mesh, if it is broken: a fresh error for each caller."""
+        """Raises UnavailableError if the mesh has failed: a new error for each caller."""
         if self.failure is not None:
             raise UnavailableError(self.failure.message) from self.failure
 
     def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
-        """Enqueues a command now; the future gives its result or raises."""
+        """Issues a command now. Raises UnavailableError if the mesh has failed."""
         if self.failure is not None:
             self.check()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
-        # these have deadlines of their own, and block nothing; nor does a copy to host memory
+        # background commands and copies to host memory have their own deadlines and block nothing
         kind = type(command)
         if kind not in _IN_BACKGROUND and not (
             isinstance(command, ExtractBlock) and command.to_host
@@ -130,8 +117,8 @@ class StepLoop:
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """A command that takes longer than `seconds` will never end: the mesh hangs, and the worker
-        with it. How long it waited behind others does not count."""
+        """Declares the mesh failed if one command runs for more than `seconds`. Time spent waiting
+        behind other commands does not count."""
         self._forget_done()
         if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
             name = self._running[0][1].__name__
@@ -140,13 +127,12 @@ class StepLoop:
             )
 
     def behind(self, instant: float) -> bool:
-        """Whether the mesh is still busy with what was issued by then, so that what was issued
-        later may not have begun."""
+        """Whether a command issued at or before `instant` is still running, so that later ones may
+        not have begun."""
         self._forget_done()
         return bool(self._running) and self._running[0][0] <= instant
 
     def _forget_done(self) -> None:
-        """Commands end in their order, but for a few."""
         running = self._running
         if running and running[0][2].done():
             while running and running[0][2].done():
@@ -154,7 +140,7 @@ class StepLoop:
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
-        """Enqueues a command whose result carries nothing; when it fails, the mesh is broken."""
+        """Issues a command whose result carries nothing; if it fails, so has the mesh."""
         if self.failure is None:
             try:
                 future = self.submit(command)
@@ -166,7 +152,7 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """The mesh failed: nothing on it can be trusted any more. Reported once."""
+        """Declares the mesh failed and reports it once: its contents cannot be trusted."""
         if self.failure is not None:
             return
         text = (
@@ -179,7 +165,7 @@ class StepLoop:
 
     def _came_back(self, future: "asyncio.Future[StepResult]") -> None:
         if not future.cancelled():
-            future.exception()  # seen: it is raised when its turn to be read comes, if it does
+            future.exception()  # marks it as retrieved; the turn raises it
         self._take_turn()
 
     def _check(self, future: "asyncio.Future[StepResult]") -> None:
@@ -190,6 +176,20 @@ class StepLoop:
         self._turn_due = False
         if self._events is not None and self.failure is None:
             try:
-                self._turn()
+                self._turn_due = True  # a `wake` by what is applied needs no other turn
+                while self.has_finished():
+                    command, future = self._flight.popleft()
+                    self._apply(command, future.result())
+                self._turn_due = False
+                self._issue_more()
             except Exception as error:
                 self.break_down(error)
+
+    def _issue_more(self) -> None:
+        while len(self._flight) < self._depth and self.failure is None:
+            command = self._plan(self.next_number())
+            if command is None:
+                return
+            future = self.submit(command)
+            future.add_done_callback(self._came_back)
+            self._flight.append((command, future))

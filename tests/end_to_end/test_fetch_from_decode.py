@@ -14,6 +14,7 @@ from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.end_to_end.clusters import Running, assert_all_free, config, running
 from tests.end_to_end.test_prefix_reuse import Conversations
@@ -44,8 +45,8 @@ class Returning(EmbeddedCluster):
         ports = super()._make_ports()
         self.worker, decode = self._workers
         assert isinstance(self.worker, PrefillWorker)
-        self.worker._fetched = self.worker._fetches_from({DECODE: decode})
-        self.worker._fetched.prices._always = True
+        kept, always = self.worker._kept, TierRoom(always=True)
+        self.worker._sources = self.worker._find_sources(kept, always, {DECODE: decode})
         hinted = through(PrefillPort, self.worker, AllHinted(self.local.new_id))
         return ClusterPorts({PREFILL: hinted}, ports.decode)
 

@@ -211,10 +211,11 @@ def on_disk(folder: Path) -> EngineConfig:
 async def on_disk_alone(run: Running) -> None:
     """What was known is, where it was used twice, on disk and nowhere else."""
     await push_out(run)
-    tier = run.cluster._workers[0]._host  # type: ignore[union-attr]
+    worker = run.cluster._workers[0]
     async with asyncio.timeout(time_scale.seconds(60)):
-        while not tier.quiet:
+        while not worker._sources.quiet:
             await asyncio.sleep(0.01)
+    tier = worker._host
     tier._drop(tier.blocks.clear(), "room")
 
 

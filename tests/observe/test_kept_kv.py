@@ -31,14 +31,14 @@ async def served(folder: Path) -> tuple[Samples, list[CachedTokens], ObservedClu
     what usage said, the cluster, and the root of the last one's trace."""
     async with keeping() as cluster:
         cluster.prefill_mesh.disk = FakeDisk()
-        await cluster.prefill._host.disk.start()
+        await cluster.prefill._sources.start()
         told: list[CachedTokens] = []
         for place, number in enumerate([1, 1, 2, 3, 3, 2, 4, 5, 6, 1]):
             request = replace(other(number), request_id=f"r{place}")
             usage = (await cluster.collect(request)).usage
             assert usage is not None and usage.cached_by_tier is not None
             told.append(usage.cached_by_tier)
-            while not cluster.prefill._host.quiet:
+            while not cluster.prefill._sources.quiet:
                 await asyncio.sleep(0.1)
         samples = parse(await cluster.observer.metrics.scrape())
         events = trace_of(cluster.observer, folder, request=request.request_id)

@@ -1,5 +1,4 @@
-"""Which blocks lie on disk, against a plain list of what was used when; and what is brought back
-from where."""
+"""The blocks on disk against a plain list in order of use, and which of a chain can be restored."""
 
 import random
 
@@ -11,10 +10,10 @@ from jdisagg.scheduler.disk_blocks import (
     MOST_WANTED,
     DiskBlock,
     DiskBlocks,
-    sources,
-    worth_bringing,
+    restorable,
 )
-from jdisagg.scheduler.host_blocks import PROBE, HostBlocks, HostPiece, RestorePrices
+from jdisagg.scheduler.host_blocks import HostBlocks, HostPiece
+from jdisagg.scheduler.prices import PROBE
 
 
 def name(number: int) -> bytes:
@@ -171,44 +170,10 @@ def host_with(*numbers: int) -> HostBlocks:
 def test_a_chain_comes_back_from_wherever_its_blocks_lie_up_to_the_first_gap() -> None:
     host, disk = host_with(1, 4), DiskBlocks(100)
     disk.found(written(1, 2, 3, 6))
-    assert sources(chain(1, 2, 3, 4, 5, 6), host, disk) == (False, True, True, False)
+    assert restorable(chain(1, 2, 3, 4, 5, 6), host, disk) == (False, True, True, False)
     host.hold(chain(4))  # another prompt's
-    assert sources(chain(1, 2, 3, 4), host, disk) == (False, True, True)
-    assert sources(chain(9), host, disk) == ()
-
-
-@pytest.mark.parametrize(
-    ("computed", "restored", "from_disk", "blocks"),
-    [
-        (None, None, None, 4),  # nobody knows
-        (1.0, 0.1, None, 4),  # nobody knows the disk
-        (1.0, 0.1, 0.5, 4),
-        (1.0, 0.1, 9.0, 2),  # the disk is dearer than computing, host memory is not
-        (1.0, 1.5, 9.0, 0),
-        (1.0, 1.5, 0.1, 4),  # all of it together is cheaper
-    ],
-)
-def test_what_is_brought_back_is_cheaper_than_computing(
-    computed: float | None, restored: float | None, from_disk: float | None, blocks: int
-) -> None:
-    prices = RestorePrices()
-    prices.computed, prices.restored, prices.from_disk = computed, restored, from_disk
-    assert worth_bringing((False, False, True, True), 16, prices) == blocks
-
-
-def test_the_disks_price_is_what_the_others_did_not_cost() -> None:
-    prices = RestorePrices()
-    prices.restored_in(10, 1.0)
-    prices.restored_in(30, 9.0, disk_tokens=20)
-    assert prices.restored == pytest.approx(0.1)
-    assert prices.from_disk == pytest.approx(0.4)
-
-
-def test_a_disk_that_seemed_too_dear_is_tried_now_and_then() -> None:
-    prices = RestorePrices()
-    prices.computed, prices.restored, prices.from_disk = 1.0, 9.0, 9.0
-    tried = [worth_bringing((True,), 16, prices) for _ in range(3 * PROBE)]
-    assert sum(tried) == 3
+    assert restorable(chain(1, 2, 3, 4), host, disk) == (False, True, True)
+    assert restorable(chain(9), host, disk) == ()
 
 
 def test_what_was_written_too_long_ago_is_not_known_any_more() -> None:

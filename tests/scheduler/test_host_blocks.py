@@ -1,19 +1,11 @@
-"""The blocks in host memory against a plain model, and what is brought back at which price."""
+"""The blocks in host memory against a plain model."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jdisagg.messages.ports import Offer
-from jdisagg.scheduler.host_blocks import (
-    LOW_WATERMARK,
-    PROBE,
-    HostBlock,
-    HostBlocks,
-    HostPiece,
-    RestorePrices,
-)
+from jdisagg.scheduler.host_blocks import LOW_WATERMARK, HostBlock, HostBlocks, HostPiece
 
 CAPACITY = 8
 NAMES = st.sampled_from([bytes([number]) for number in range(12)])
@@ -120,31 +112,3 @@ def test_with_no_capacity_nothing_is_kept() -> None:
     blocks = HostBlocks(0)
     assert blocks.begin(b"a", pieces(0)) == (None, ())
     assert len(blocks) == 0
-
-
-def test_what_nobody_has_measured_is_brought_back() -> None:
-    prices = RestorePrices()
-    assert prices.worth(16) and prices.patience_seconds(16) is None
-    prices.computed_in(100, 1.0)
-    assert prices.worth(16)
-    assert prices.patience_seconds(16) == pytest.approx(0.16)
-    assert not prices.worth(0)
-
-
-def test_what_is_dearer_than_computing_is_tried_now_and_then() -> None:
-    prices = RestorePrices()
-    prices.computed_in(100, 1.0)
-    prices.restored_in(100, 2.0)
-    tries = [prices.worth(16) for _ in range(3 * PROBE)]
-    assert tries.count(True) == 3
-    for _ in range(50):
-        prices.restored_in(100, 0.1)
-    assert prices.worth(16)
-
-
-def test_whoever_says_always_is_not_asked_for_prices() -> None:
-    prices = RestorePrices(always=True)
-    prices.computed_in(100, 1.0)
-    prices.restored_in(100, 2.0)
-    assert all(prices.worth(1) for _ in range(100))
-    assert prices.patience_seconds(16) is None

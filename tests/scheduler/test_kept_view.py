@@ -36,7 +36,7 @@ def test_blocks_in_pages_are_listed_in_the_order_in_which_they_go() -> None:
     held = kept.hold(0, 9, first[:1])  # used, and in use still
     kept.reserve(0, 8, second, 2 * GRAIN, 4)
     kept.let_go(0, 8, second)  # used later than the third
-    listed = list(kept_blocks("w", kept))
+    listed = list(kept_blocks("w", kept, {}))
     expected = [first[1], third[1], third[0], second[1], second[0], first[0]]
     assert [block.name for block in listed] == [shown(name) for name in expected]
     assert [block.index for block in listed] == [1, 1, 0, 1, 0, 0]
@@ -64,7 +64,8 @@ def test_what_lies_in_host_memory_and_on_disk_is_listed_by_last_use_and_looking_
     disk.found({chain[2]: 0.0, chain[1]: 0.0})  # used longest ago first
     reading = disk.hold(chain[1])
     for _ in range(2):
-        listed = list(kept_blocks("w", kept, host, disk))
+        tiers = {"host": host.listed(GRAIN), "disk": disk.listed()}
+        listed = list(kept_blocks("w", kept, tiers))
         assert [
             (one.tier, one.name, one.index, one.in_use) for one in listed if one.tier != "pages"
         ] == [
@@ -78,5 +79,5 @@ def test_what_lies_in_host_memory_and_on_disk_is_listed_by_last_use_and_looking_
 
 
 def test_nothing_is_listed_where_nothing_stays() -> None:
-    assert list(kept_blocks("w", Residency([PageLedger(4)], PAGE))) == []
-    assert list[KeptBlock](kept_blocks("w", a_mesh()[0])) == []
+    assert list(kept_blocks("w", Residency([PageLedger(4)], PAGE), {})) == []
+    assert list[KeptBlock](kept_blocks("w", a_mesh()[0], {})) == []

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.messages.ports import Offer
-from jdisagg.scheduler.host_blocks import HostPiece, RestorePrices
+from jdisagg.scheduler.host_blocks import HostPiece
+from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.sequences import Sequence, Stage
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE, Spill, Spills, batch_ranges
 from tests.fakes.fake_executor import toy_limits
@@ -22,8 +23,8 @@ def sequences(count: int) -> list[Sequence]:
     return [bench.ready(number + 1).children[0] for number in range(count)]
 
 
-def spills(room_tokens: int = 1000, prices: RestorePrices | None = None) -> Spills:
-    return Spills(LIMITS, room_tokens * TOKEN_BYTES, prices or RestorePrices())
+def spills(room_tokens: int = 1000, prices: Prices | None = None) -> Spills:
+    return Spills(LIMITS, room_tokens * TOKEN_BYTES, prices or Prices())
 
 
 def spilled(book: Spills, child: Sequence, written: bool = True) -> Spill:
@@ -74,12 +75,12 @@ def test_a_few_are_on_their_way_at_a_time_and_the_next_is_computed_anew() -> Non
 
 
 def test_who_is_dearer_to_bring_back_than_to_compute_is_computed_anew() -> None:
-    prices = RestorePrices()
+    prices = Prices()
     prices.computed_in(10, 1.0)
-    prices.restored_in(10, 2.0)
+    prices.moved_in(10, 2.0)
     (child,) = sequences(1)
     assert spills(prices=prices).refusal(child) == "price"
-    assert spills(prices=RestorePrices(always=True)).refusal(child) == ""
+    assert spills(prices=Prices(always=True)).refusal(child) == ""
 
 
 def test_only_who_has_all_its_kv_in_pages_goes() -> None:
@@ -96,7 +97,7 @@ def test_sequences_whose_layers_keep_more_than_pages_are_computed_anew() -> None
     (child,) = sequences(1)
     for change in ({"windows_apart": True}, {"ring_pages": 2}):
         limits = replace(LIMITS, **change)  # type: ignore[arg-type]
-        assert Spills(limits, 1 << 20, RestorePrices()).refusal(child) == "off"
+        assert Spills(limits, 1 << 20, Prices()).refusal(child) == "off"
 
 
 @given(

@@ -59,7 +59,7 @@ async def again(cluster: Cluster, number: int) -> int:
 
 
 async def until_quiet(cluster: Cluster) -> None:
-    while not cluster.prefill._host.quiet:
+    while not cluster.prefill._sources.quiet:
         await asyncio.sleep(0.1)
 
 
@@ -146,7 +146,7 @@ def test_what_was_written_too_long_ago_is_computed_and_its_files_are_removed() -
             await until_quiet(cluster)
             assert len(disk.blocks) == 4
             await asyncio.sleep(305.0)
-            assert not disk.blocks and not len(cluster.prefill._host.disk.blocks)
+            assert not disk.blocks and not len(cluster.prefill._disk.blocks)
             assert counters.labelled()["disk_blocks_dropped", (("cause", "expired"),)] == 4
             read = counters["disk_blocks_read"]
             assert await again(cluster, 1) == 80
@@ -166,7 +166,7 @@ def test_what_became_too_old_since_the_last_look_is_not_served() -> None:
             assert worker._sweeping is not None
             worker._sweeping.cancel()
             await asyncio.sleep(700.0)
-            assert len(worker._host.disk.blocks) == 4, "nobody has looked"
+            assert len(worker._disk.blocks) == 4, "nobody has looked"
             assert await again(cluster, 1) == 80
             assert worker.counters["disk_tokens_restored"] == 0
 
@@ -243,7 +243,7 @@ def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
                 assert all(block.written and not block.held for block in kept)
                 assert set(mesh.host) == {one for block in kept for one in block.offer_ids}
                 # what lies on disk is what the worker knows of, and nothing else
-                saved = tier.disk.blocks._blocks
+                saved = worker._disk.blocks._blocks
                 assert all(one.written and not one.readers for one in saved.values())
                 assert set(saved) == {name for _, name in disk.blocks} and len(saved) <= 40
 
@@ -262,7 +262,7 @@ def test_a_block_that_cannot_be_read_is_computed_and_forgotten(word: str) -> Non
             assert disk.refused == counters["disk_errors"] == 4
             assert counters["disk_blocks_dropped"] == 4
             await until_quiet(cluster)
-            assert not disk.blocks and not len(cluster.prefill._host.disk.blocks)
+            assert not disk.blocks and not len(cluster.prefill._disk.blocks)
             del disk.fails[LoadBlock]
             assert await again(cluster, 1) == 16  # of its pages, and written once more
             await until_quiet(cluster)
@@ -361,7 +361,7 @@ def test_a_disk_that_does_not_answer_holds_nothing_up_for_longer_than_computing(
             assert meshes[0].stuck > 0
             await asyncio.sleep(1000.0)
             counters = cluster.prefill.counters
-            assert cluster.prefill._host.quiet
+            assert cluster.prefill._sources.quiet
             assert counters["disk_errors"] + counters["host_restores_late"] > 0
             assert cluster.prefill._loop.failure is None
             await cluster.check_quiet()
@@ -383,7 +383,7 @@ def test_a_reset_empties_the_disk_and_says_so_where_it_cannot() -> None:
             disk.blocks.clear()
             await until_quiet(cluster)
             assert await cluster.path.reset_cache() > 0
-            assert not disk.blocks and not len(cluster.prefill._host.disk.blocks)
+            assert not disk.blocks and not len(cluster.prefill._disk.blocks)
             assert await again(cluster, 1) == 80
             await cluster.check_quiet()
         async with worker_on(disk) as cluster:
@@ -399,12 +399,12 @@ def test_a_reset_while_blocks_are_written_leaves_none_of_them() -> None:
             await again(cluster, 1)
             request: Request = replace(other(1), request_id="second use")
             running = asyncio.ensure_future(cluster.collect(request))
-            while not cluster.prefill._host.disk.blocks.writing:
+            while not cluster.prefill._disk.blocks.writing:
                 await asyncio.sleep(1e-5)
             await cluster.prefill.reset_cache()
             await running
             await until_quiet(cluster)
-            assert not disk.blocks and not len(cluster.prefill._host.disk.blocks)
+            assert not disk.blocks and not len(cluster.prefill._disk.blocks)
             await cluster.check_quiet()
 
     run_virtually(main)

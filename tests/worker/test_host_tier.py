@@ -99,7 +99,7 @@ def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
             assert worker.counters["host_blocks_written"] > 0
             assert worker.counters["host_tokens_restored"] > 0
             assert worker.counters["host_blocks_broken"] == 0
-            assert tier.quiet and not mesh.pulled
+            assert worker._sources.quiet and not mesh.pulled
             kept = list(tier.blocks._blocks.values())
             assert all(block.written and not block.held for block in kept)
             assert len(kept) + tier.blocks.free == tier.blocks.capacity == blocks
@@ -212,12 +212,12 @@ def test_a_prompt_that_is_given_up_while_it_comes_back_leaves_nothing() -> None:
             await computed(cluster, other(2))
             again = replace(other(1), request_id="again")
             running = asyncio.ensure_future(cluster.collect(again))
-            while cluster.prefill._host.quiet:
+            while cluster.prefill._sources.quiet:
                 await asyncio.sleep(0.01)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await asyncio.sleep(30.0)
-            assert cluster.prefill._host.quiet and not cluster.prefill_mesh.pulled
+            assert cluster.prefill._sources.quiet and not cluster.prefill_mesh.pulled
             await cluster.check_quiet()
 
     run_virtually(main)

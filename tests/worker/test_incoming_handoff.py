@@ -81,7 +81,7 @@ class Receiving:
         now, limits = asyncio.get_running_loop().time, LimitsConfig(pull_seconds=10.0)
         mesh.peers.add("p#1")
         self.counters = Counters()
-        self.loop = StepLoop(mesh, lambda: None, lambda _: None, now)
+        self.loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
         line = SenderLine(
             peer, HandoffSource("p", 1), 1, SideCalls(self.counters, limits.timeouts.handoff)
         )

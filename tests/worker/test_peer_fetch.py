@@ -162,7 +162,7 @@ async def settled(fleet: Fleet) -> None:
     for name in ("prefill0", "prefill1"):
         if not fleet.local.is_dead(fleet.processes[name].worker):
             worker = fleet.prefill_worker(name)
-            assert worker._fetched is not None and worker._fetched.quiet
+            assert worker._sources.quiet
             assert not len(worker._given)
 
 
@@ -252,7 +252,7 @@ def test_a_prompt_that_is_given_up_ends_its_fetch_and_the_holder_lets_go() -> No
             await asyncio.gather(running, return_exceptions=True)
             await asyncio.sleep(1.0)
             assert not len(holder._given)  # long before its lease ends
-            assert asker._fetched is not None and asker._fetched.quiet
+            assert asker._sources.quiet
             assert failed(both, "prefill1") == {"unwanted": 1}
             await settled(both)
 

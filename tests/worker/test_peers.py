@@ -39,7 +39,7 @@ def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it
     async def main() -> None:
         mesh = FakeExecutor(toy_limits(), FakeChannel())
         sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
-        loop = StepLoop(mesh, lambda: None, lambda _: None)
+        loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
         peers = Peers(
             lambda _: sender,  # type: ignore[arg-type, return-value]
             hello_of("d", "model", mesh.limits, mesh.card, 1, 5),

@@ -1,0 +1,154 @@
+"""The peers of a worker as a source of KV: fetches cached blocks from another worker
+(`worker/given_kv.py` is the serving side).
+
+The router's hint names the worker that may hold the blocks. That worker is asked by block names and
+answers how many it gives. They arrive like any hand-off (`worker/incoming_handoff.py`): pulled,
+inserted into pages, checksummed, acknowledged. So the peer may use another layout. Lossy codecs are
+not used. Failures are counted (`peer_fetch_failed`, by cause)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import IncompatiblePeerError, JdisaggError
+from jdisagg.messages.ports import FetchCall
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.prices import Prices
+from jdisagg.scheduler.residency import Residency
+from jdisagg.telemetry import Counters
+from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Wanted
+from jdisagg.worker.peers import Peers
+from jdisagg.worker.sender_line import SenderLine, SideCalls
+from jdisagg.worker.step_loop import StepLoop
+
+MOST_FETCHES = 4  # restores at a time; their blocks in flight take room beside the pages
+
+
+class PeerFetch(KvSource):
+    """Implements `KvSource`.
+
+    Args:
+        kept: Prefix cache of the mesh's pages.
+        peers: Workers that blocks may come from.
+        calls: Sends acknowledgements and cancellations.
+        asker: Name of this worker.
+        always: Compare no prices.
+    """
+
+    name: Origin = "peer"
+    most_restores = MOST_FETCHES
+
+    def __init__(
+        self,
+        kept: Residency,
+        loop: StepLoop,
+        mesh: MeshLimits,
+        peers: Peers,
+        calls: SideCalls,
+        limits: LimitsConfig,
+        asker: str,
+        always: bool,
+        counters: Counters,
+        now: Callable[[], float],
+    ) -> None:
+        self.prices = Prices(always)
+        self._fetch_seconds = limits.pull_seconds * limits.timeouts.handoff.pull_tries
+        self.most_seconds = self._fetch_seconds
+        self._kept = kept
+        self._loop = loop
+        self._mesh = mesh
+        self._peers = peers
+        self._calls = calls
+        self._limits = limits
+        self._asker = asker
+        self._counters = counters
+        self._now = now
+        self._closed_until = 0.0
+        self._senders: list[str] = []  # peers that blocks are arriving from, by connection name
+
+    def clear(self, cause: str) -> int:
+        # a peer may still hold what is being forgotten here, for as long as a reset of all takes
+        self._closed_until = self._now() + self._limits.timeouts.request.status_seconds
+        return 0
+
+    def expire(self, now: float) -> None:
+        self._peers.sweep(now, self._senders)
+
+    def failed(self, cause: str) -> None:
+        self._counters.add("peer_fetch_failed", cause=cause)
+
+    def worth(self, wanted: Wanted) -> RestorePlan | None:
+        if wanted.peer is None or self._now() < self._closed_until:
+            return None
+        size = self._kept.block_tokens
+        usable = self._kept.usable_tokens(wanted.peer_tokens, to_compute=True)
+        chain = wanted.chain[: usable // size]
+        known = [min(count, len(chain)) for count in wanted.known]
+        most = max(known)
+        tokens = (len(chain) - most) * size
+        if not self.prices.worth(tokens, tokens + wanted.ahead_tokens):
+            return None
+        rank, ahead = known.index(most), wanted.ahead_tokens
+        return RestorePlan(self, rank, chain, tokens, tokens, ahead, wanted.peer)
+
+    async def bring(self, restore: Restore) -> str:
+        size, handoff = self._kept.block_tokens, None
+        try:
+            handoff = await self._begin_hand_off(restore)
+            if handoff is None:
+                return "gone"
+            await self._receive(handoff)
+        except JdisaggError as error:
+            spoiled = handoff is not None and handoff.spoiled
+            refused = isinstance(error, IncompatiblePeerError)
+            return "spoiled" if spoiled else "refused" if refused else "lost"
+        finally:
+            blocks = handoff.kept_tokens() // size if handoff is not None else 0
+            restore.origins.update(dict.fromkeys(range(restore.first, blocks), "peer"))
+        restore.moved_tokens = (blocks - restore.first) * size
+        return "gone" if blocks < len(restore.plan.chain) else ""
+
+    async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
+        """Asks the peer for the missing blocks. Returns None if it holds none of them."""
+        plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
+        assert source is not None, "`worth` plans with a peer only"
+        peer = self._peers.find(source)
+        line = SenderLine(peer, source, 0, self._calls)
+        line.link = replace(await self._peers.greet(source, peer), codec="none")
+        seconds = self.prices.patience_seconds(plan.tokens + plan.ahead_tokens)
+        call = FetchCall(
+            source.handoff_id,
+            self._asker,
+            plan.chain,
+            restore.first,
+            size,
+            seconds or self._fetch_seconds,
+        )
+        try:
+            reply = await peer.fetch(call)
+        except BaseException:
+            line.give_up("its answer is not waited for")
+            raise
+        if reply.blocks < 1:
+            return None
+        to = Destination(
+            plan.rank,
+            lambda tokens: restore.pages[: pages_for(tokens, self._mesh.page_size)],
+            self._mesh.layer_groups,
+            restore.first * size,
+        )
+        return IncomingHandoff(self._loop, line, to, self._limits, self._counters, self._now)
+
+    async def _receive(self, handoff: IncomingHandoff) -> None:
+        name, whole = handoff.line.link.peer, False
+        self._senders.append(name)
+        try:
+            await handoff.receive()
+            whole = True
+        finally:
+            self._senders.remove(name)
+            handoff.close()
+            if not whole:
+                handoff.line.give_up("the fetch was given up")
