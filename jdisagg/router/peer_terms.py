@@ -1,5 +1,5 @@
 """What a prefill worker may fetch of a prompt from a worker that knows more of it
-(`worker/fetched_kv.py`), and what that does to the predicted seconds of each candidate.
+(`worker/peer_fetch.py`), and what that does to the predicted seconds of each candidate.
 
 A holder is the prefill worker that knows most, of several the one with the least to do; another is
 the decode worker that knows most (`PlacementPolicy.fetch_from_decode`), of several the one with the

@@ -16,7 +16,7 @@ from jdisagg.simulator.faults import Cancels, Death, schedule
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.host_memory import HostLink, HostMemory
 from jdisagg.simulator.prompt_names import PromptBook, PromptNames
-from jdisagg.simulator.run import Result, simulate
+from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
@@ -172,19 +172,6 @@ def test_a_hit_is_never_slower_alone() -> None:
             assert other.latency <= one.latency * slack + 1e-9
 
 
-def total_bytes(result: Result) -> int:
-    return result.counters["kv_bytes_received"]
-
-
-def test_what_the_decode_worker_knows_is_not_moved() -> None:
-    arrivals = [Arrival(4.0 * number, 4 * BLOCK, 4, (1, 2, 3, 4)) for number in range(5)]
-    plain, reused = (
-        simulate(fleet_of(512, prefix), arrivals) for prefix in (PrefixConfig(), REUSE)
-    )
-    assert total_bytes(plain) == 5 * total_bytes(reused)
-    assert reused.counters["decode_prefix_hit_tokens"] == 4 * 4 * BLOCK
-
-
 def test_equal_beginnings_go_where_they_are_known() -> None:
     fleet = fleet_of(512, prefills=2, decodes=2)
     arrivals = [Arrival(4.0 * number, 2048, 4, (1, 2, 3, 4)) for number in range(6)]
@@ -193,21 +180,6 @@ def test_equal_beginnings_go_where_they_are_known() -> None:
     assert max(others) < 0.3 * first
     assert len({outcome.prefill for outcome in outcomes}) == 1
     assert len({outcome.decode for outcome in outcomes}) == 1
-
-
-def test_what_pages_have_no_room_for_comes_back_from_host_memory_and_sooner() -> None:
-    arrivals = [
-        Arrival(4.0 * number, 2048, 4, tuple(range(10 * (number % 4), 10 * (number % 4) + 4)))
-        for number in range(16)
-    ]
-    pages, host = (
-        simulate(fleet_of(40, replace(REUSE, host_gib=gib)), arrivals) for gib in (0.0, 4.0)
-    )
-    assert pages.counters["prefix_hit_tokens"] == 0
-    assert host.counters["host_tokens_restored"] > 0
-    assert max(one.ttft or 0.0 for one in host.outcomes[8:]) < 0.5 * min(
-        one.ttft or 0.0 for one in pages.outcomes
-    )
 
 
 def test_copies_of_one_way_follow_one_another_at_the_links_speed() -> None:

@@ -13,7 +13,6 @@ from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_disk import FakeDisk
-from tests.fakes.fake_executor import Costs
 from tests.fakes.virtual_time import run_virtually
 from tests.worker.test_disk_tier import again, known_on_disk, worker_on
 from tests.worker.test_host_tier import BLOCK_BYTES, host, other
@@ -105,23 +104,6 @@ def test_what_another_worker_gave_is_a_peers_wherever_it_lay_there() -> None:
             await asyncio.sleep(60)  # for a while it fetches nothing
             await at("prefill0", other(2))  # takes the holder's pages
             assert await at("prefill1", PROMPT) == CachedTokens(peer=64)
-
-    run_virtually(main)
-
-
-def test_what_comes_too_late_was_computed() -> None:
-    async def main() -> None:
-        async with fleet(costs=Costs(pull=5.0, other=1e-5), tiers=TierRoom()) as both:
-            asker = both.prefill_worker("prefill1")
-            found = []
-            for name, number in (("prefill1", 2), ("prefill0", 1), ("prefill1", 1)):
-                both.decode_worker("decode0")._state.residency.clear()
-                request = replace(other(number), request_id=str(both.new_id()))
-                collected = await both.collect(request, both.new_path(name))
-                assert collected.usage is not None
-                found.append(collected.usage.cached_by_tier)
-            assert found == [CachedTokens()] * 3
-            assert asker.counters["peer_fetch_failed"] == 1  # late
 
     run_virtually(main)
 

@@ -156,56 +156,6 @@ def test_what_was_written_too_long_ago_is_computed_and_its_files_are_removed() -
     run_virtually(main)
 
 
-def test_what_became_too_old_since_the_last_look_is_not_served() -> None:
-    """A prompt that comes before the sweep does."""
-
-    async def main() -> None:
-        async with worker_on(FakeDisk(), tiers=kept_for(600.0)) as cluster:
-            await known_on_disk(cluster)
-            worker = cluster.prefill
-            assert worker._sweeping is not None
-            worker._sweeping.cancel()
-            await asyncio.sleep(700.0)
-            assert len(worker._disk.blocks) == 4, "nobody has looked"
-            assert await again(cluster, 1) == 80
-            assert worker.counters["disk_tokens_restored"] == 0
-
-    run_virtually(main)
-
-
-def test_age_counts_over_the_lives_of_a_worker() -> None:
-    async def main() -> None:
-        disk = FakeDisk()
-        async with worker_on(disk, tiers=kept_for(600.0)) as cluster:
-            await known_on_disk(cluster)
-        names = [name for _, name in disk.blocks]
-        disk.ages = dict(zip(names, (500.0, 500.0, 500.0, 650.0), strict=True))
-        async with worker_on(disk, seed=7, tiers=kept_for(600.0)) as cluster:
-            counters = cluster.prefill.counters
-            assert counters["disk_blocks_found"] == 4
-            assert counters.labelled()["disk_blocks_dropped", (("cause", "expired"),)] == 1
-            await asyncio.sleep(50.0)
-            assert len(disk.blocks) == 3
-            await asyncio.sleep(51.0)
-            assert not disk.blocks
-            assert await again(cluster, 1) == 80
-
-    run_virtually(main)
-
-
-def test_another_tenant_knows_nothing_of_it() -> None:
-    async def main() -> None:
-        disk = FakeDisk()
-        async with worker_on(disk) as cluster:
-            await known_on_disk(cluster)
-        async with worker_on(disk) as cluster:
-            request = replace(other(1), tenant="somebody else")
-            assert await computed(cluster, request) == 80
-            assert await again(cluster, 1) == 16
-
-    run_virtually(main)
-
-
 @pytest.mark.parametrize(("seed",), first_quick([(seed,) for seed in range(3)]))
 @pytest.mark.parametrize(
     ("page_size", "ranks", "rows", "blocks"), [(4, 1, 1, 10), (8, 2, 3, 12), (32, 1, 2, 10)]

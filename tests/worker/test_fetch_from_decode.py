@@ -146,33 +146,6 @@ def test_streams_are_the_oracles_whoever_keeps_what_is_fetched(
     run_virtually(main)
 
 
-def test_a_decode_worker_that_dies_midway_costs_no_token_and_what_has_come_stays() -> None:
-    async def main() -> None:
-        pulls = 0
-
-        def slow_after_two_blocks(_: int) -> str:
-            nonlocal pulls
-            pulls += 1
-            return "" if pulls <= 4 else "stall"  # two pieces a block
-
-        faults = faults_of("prefill0", Faults(pull_error=slow_after_two_blocks))
-        async with fleet(faults=faults, decodes=2) as both:
-            following = await first_turn(both)
-            (holder,) = [name for name in DECODES if both.decode_worker(name)._kept.kept_pages[0]]
-            (other_one,) = {*DECODES} - {holder}
-            path = both.new_path("prefill0", other_one)
-            running = asyncio.ensure_future(turn(both, following, path))
-            while pulls <= 4:
-                await asyncio.sleep(1e-3)
-            await both.kill(holder)
-            assert (await running)[1] == 103 - 32
-            assert failed(both, "prefill0") == {"lost": 1}
-            assert counted(both, "prefill0")("peer_blocks_fetched") == 2
-            await settled(both)
-
-    run_virtually(main)
-
-
 def test_a_decode_mesh_that_breaks_midway_is_not_waited_for() -> None:
     async def main() -> None:
         extracts = 0
@@ -195,39 +168,6 @@ def test_a_decode_mesh_that_breaks_midway_is_not_waited_for() -> None:
             assert failed(both, "prefill0") == {"lost": 1}
             holder = both.decode_worker("decode0")
             assert not len(holder._given) and not len(holder._outgoing)
-
-    run_virtually(main)
-
-
-def test_a_byte_of_a_decode_worker_that_is_spoiled_on_the_way_is_computed_again() -> None:
-    async def main() -> None:
-        faults = faults_of("prefill0", Faults(pull_error=lambda _: "garble"))
-        async with fleet(faults=faults) as one:
-            following = await first_turn(one)
-            assert (await turn(one, following))[1] == 103
-            assert failed(one, "prefill0") == {"spoiled": 1}
-            assert counted(one, "prefill0")("peer_blocks_fetched") == 0
-            await settled(one)
-
-    run_virtually(main)
-
-
-def test_an_asker_that_dies_midway_leaves_the_decode_worker_all_its_pages() -> None:
-    async def main() -> None:
-        async with fleet(costs=Costs(pull=2.0, other=1e-5), prefills=2) as both:
-            following = await first_turn(both)
-            holder = both.decode_worker("decode0")
-            asker = asyncio.ensure_future(turn(both, following, both.new_path("prefill1")))
-            while not len(holder._given):
-                await asyncio.sleep(1e-3)
-            await both.kill("prefill1")
-            asker.cancel()
-            await asyncio.gather(asker, return_exceptions=True)
-            await settled(both)
-            assert holder.counters["leases_expired"] >= 1
-            again = replace(following, request_id="r7")
-            assert (await turn(both, again, both.new_path("prefill0")))[1] == 103 - FETCHED
-            await settled(both)
 
     run_virtually(main)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.messages.step_commands import PullBlock, PullResult, StepResult
 from jdisagg.request import Request
-from jdisagg.scheduler.host_blocks import LOW_WATERMARK, TierRoom
+from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
 from tests.fakes.virtual_time import run_virtually
@@ -61,16 +60,6 @@ def test_what_pages_had_no_room_for_comes_back_from_host_memory() -> None:
             assert counters["host_tokens_restored"] > 0
             assert counters["host_blocks_broken"] == 0
             await cluster.check_quiet()
-
-    run_virtually(main)
-
-
-def test_without_host_memory_the_same_is_computed_again() -> None:
-    async def main() -> None:
-        async with host(blocks=0) as cluster:
-            for request in (other(1), other(2), replace(other(1), request_id="again")):
-                assert await computed(cluster, request) == 80
-            assert not cluster.prefill_mesh.host
 
     run_virtually(main)
 
@@ -126,22 +115,6 @@ def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None
     run_virtually(main)
 
 
-def test_a_block_that_vanished_is_a_miss() -> None:
-    async def main() -> None:
-        async with host() as cluster:
-            await computed(cluster, other(1))
-            await computed(cluster, other(2))
-
-            def lost(command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
-                future.set_result(PullResult(command.step, command.offer_id, 0, "it is gone"))
-
-            cluster.prefill_mesh._pull_from_host = lost  # type: ignore[method-assign]
-            assert await computed(cluster, replace(other(1), request_id="again")) == 80
-            assert cluster.prefill.counters["host_blocks_broken"] > 0
-
-    run_virtually(main)
-
-
 def test_a_reset_empties_host_memory_too_and_copies_under_way_do_not_come_back() -> None:
     async def main() -> None:
         async with host() as cluster:
@@ -154,27 +127,6 @@ def test_a_reset_empties_host_memory_too_and_copies_under_way_do_not_come_back()
             assert not cluster.prefill_mesh.host
             again = replace(other(1), request_id="again")
             assert await computed(cluster, again) == 80
-
-    run_virtually(main)
-
-
-def test_host_memory_holds_no_more_than_it_was_given() -> None:
-    async def main() -> None:
-        async with host(blocks=10) as cluster:
-            for number in range(12):
-                await computed(cluster, other(number))
-                assert (
-                    len(cluster.prefill_mesh.host)
-                    <= 10
-                    * len(
-                        next(iter(cluster.prefill._host.blocks._blocks.values())).pieces
-                        if cluster.prefill._host.blocks
-                        else ()
-                    )
-                    or not cluster.prefill_mesh.host
-                )
-            assert cluster.prefill.counters["host_blocks_dropped"] > 0
-            assert int(10 * LOW_WATERMARK) <= len(cluster.prefill._host.blocks) <= 10
 
     run_virtually(main)
 
@@ -200,24 +152,6 @@ def test_what_is_dearer_to_bring_back_than_to_compute_is_computed() -> None:
                     request = replace(other(number), request_id=f"{turn} {number}")
                     await cluster.collect(request)
             assert counters["host_tokens_restored"] == restored
-            await cluster.check_quiet()
-
-    run_virtually(main)
-
-
-def test_a_prompt_that_is_given_up_while_it_comes_back_leaves_nothing() -> None:
-    async def main() -> None:
-        async with host(costs=Costs(pull=5.0, other=1e-5)) as cluster:
-            await computed(cluster, other(1))
-            await computed(cluster, other(2))
-            again = replace(other(1), request_id="again")
-            running = asyncio.ensure_future(cluster.collect(again))
-            while cluster.prefill._sources.quiet:
-                await asyncio.sleep(0.01)
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            await asyncio.sleep(30.0)
-            assert cluster.prefill._sources.quiet and not cluster.prefill_mesh.pulled
             await cluster.check_quiet()
 
     run_virtually(main)

@@ -214,7 +214,8 @@ def test_each_token_counts_once_where_its_block_came_from_last(
     restored = RestoredBlocks(size)
     labels: list[list[str]] = [["pages"] * 200 for _ in range(2)]  # by rank and token
     for rank, first, origins in runs:
-        restored.add(rank, dict(enumerate(origins, first)))
+        came: dict[int, Origin] = dict(enumerate(origins, first))
+        restored.add(rank, came)
         for at, origin in enumerate(origins, first):
             for token in range(at * size, min(200, (at + 1) * size)):
                 labels[rank][token] = origin

@@ -3,14 +3,12 @@ page they read: streams are those of the oracle whatever becomes of holder, aske
 their way, and afterwards every page is free on both sides."""
 
 import asyncio
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import pytest
 
-from jdisagg.config import RoutingConfig
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.ports import FetchCall, FetchReply
 from jdisagg.request import Request
@@ -19,7 +17,7 @@ from jdisagg.scheduler.residency import BlockNames
 from tests.fakes.cluster import Fleet
 from tests.fakes.fake_executor import Costs, Faults
 from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, FAST, other
+from tests.worker.test_host_tier import BLOCK_BYTES, FAST, other
 from tests.worker.test_prefix_reuse import NAMES, Talk, limits
 
 ALWAYS = TierRoom(always=True)
@@ -97,39 +95,6 @@ def test_what_the_holder_has_in_host_memory_alone_it_gives_too() -> None:
             assert await at(both, "prefill1") == 80 - FETCHED
             assert holder.counters["host_tokens_restored"] > 0
             await both.check_quiet()
-
-    run_virtually(main)
-
-
-@pytest.mark.parametrize(
-    ("seed", "page_size", "ranks", "rows", "host"),
-    [(0, 4, 1, 1, 0), (1, 8, 2, 3, 12), (2, 32, 1, 2, 0)],
-)
-def test_streams_are_the_oracles_whatever_is_fetched_and_nothing_is_left(
-    seed: int, page_size: int, ranks: int, rows: int, host: int
-) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        faults = {
-            name: Faults(
-                pull_error=lambda _: rng.choice(["", "", "", "", "", "garble", "no route", "stall"])
-            )
-            for name in ("prefill0", "prefill1")
-        }
-        async with fleet(
-            decode=limits(ranks, 640 // page_size, page_size),
-            prefill=limits(ranks, 320 // page_size, page_size, rows),
-            tiers=TierRoom(host * BLOCK_BYTES * page_size // BLOCK_TOKENS, always=True),
-            faults=lambda name: faults.get(name, Faults()),
-            wire=True,
-            decodes=2,
-            seed=seed,
-        ) as both:
-            await storm(both, Talk(seed, tenants=("", "a", "b")), requests=50)
-            assert both.counted("peer_blocks_fetched") > 0
-            assert both.counted("peer_fetch_failed") > 0
-            assert both.counted("checksums_mismatched") > 0
-            await settled(both)
 
     run_virtually(main)
 
@@ -228,18 +193,6 @@ def test_what_the_holder_has_given_away_is_computed(left: int) -> None:
     run_virtually(main)
 
 
-def test_a_fetch_that_is_dearer_than_computing_is_given_up_in_time() -> None:
-    async def main() -> None:
-        async with fleet(costs=Costs(pull=5.0, other=1e-5), tiers=TierRoom()) as both:
-            await at(both, "prefill1", other(2))  # learns what computing costs
-            assert await at(both, "prefill0") == 80
-            assert await at(both, "prefill1") == 80
-            assert failed(both, "prefill1") == {"late": 1}
-            await settled(both)
-
-    run_virtually(main)
-
-
 def test_a_prompt_that_is_given_up_ends_its_fetch_and_the_holder_lets_go() -> None:
     async def main() -> None:
         async with fleet(costs=Costs(pull=2.0, other=1e-5)) as both:
@@ -327,56 +280,6 @@ def test_after_a_reset_nothing_that_was_fetched_before_is_used() -> None:
             await both.prefill_worker("prefill1").reset_cache()  # again: the prompt has ended
             assert await at(both, "prefill1") == 80
             assert both.counted("peer_blocks_fetched") == 0
-            await settled(both)
-
-    run_virtually(main)
-
-
-def test_a_mesh_without_pages_for_it_fetches_nothing_and_computes_in_its_turn() -> None:
-    async def main() -> None:
-        async with fleet(prefill=limits(pages=20)) as both:
-            assert await at(both, "prefill0") == 80
-            asker = both.prefill_worker("prefill1")
-            pages = asker._ledgers[0].reserve(-1000, 10)
-            assert pages is not None
-            running = asyncio.ensure_future(at(both, "prefill1"))
-            while not failed(both, "prefill1"):
-                await asyncio.sleep(1e-3)
-            assert failed(both, "prefill1") == {"room": 1}
-            asker._ledgers[0].free(-1000)
-            asker._look()
-            assert await running == 80
-            await settled(both)
-
-    run_virtually(main)
-
-
-class AllKnown:
-    """A router's index that is always right about the prefill workers."""
-
-    fleet: Fleet
-
-    def known(self, request: Request) -> Callable[[], dict[str, int]]:
-        def now() -> dict[str, int]:
-            found = {}
-            for name in ("prefill0", "prefill1"):
-                kept = self.fleet.prefill_worker(name)._residency
-                chain = kept.chain(request, request.prompt_token_ids)
-                found[name] = kept.match(0, chain) * kept.block_tokens
-            return {name: tokens for name, tokens in found.items() if tokens}
-
-        return now
-
-
-def test_the_router_says_who_keeps_more_where_it_places_elsewhere() -> None:
-    async def main() -> None:
-        index, routing = AllKnown(), RoutingConfig(peer_fetch=True)
-        async with fleet(hints=False, affinity=index, routing=routing, decodes=2) as both:
-            index.fleet = both
-            await storm(both, Talk(4), requests=50, at_once=6)
-            assert both.counted("peer_blocks_fetched") > 0
-            placed = [one.answer for one in both.path.placer._entries]
-            assert any(getattr(answer, "peer", "") for answer in placed)
             await settled(both)
 
     run_virtually(main)

@@ -10,7 +10,7 @@ import pytest
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError
-from jdisagg.messages.step_commands import ExtractBlock, PullBlock, PullResult, StepResult
+from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
@@ -138,64 +138,6 @@ def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None
     run_virtually(main)
 
 
-def test_a_sequence_whose_pieces_vanished_is_computed_anew() -> None:
-    async def main() -> None:
-        async with scarce() as cluster:
-
-            def lost(command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
-                future.set_result(PullResult(command.step, command.offer_id, 0, "it is gone"))
-
-            cluster.decode_mesh._pull_from_host = lost  # type: ignore[method-assign]
-            await all_of(cluster, long(1), long(2))
-            counters = cluster.decode.counters
-            assert counters["spills_missed"] == counters["sequences_spilled"] > 0
-            assert counters["spills_restored"] == 0
-            await check_empty(cluster)
-
-    run_virtually(main)
-
-
-def test_host_memory_holds_no_more_than_it_was_given_and_the_rest_is_computed_anew() -> None:
-    async def main() -> None:
-        room = TierRoom(100 * TOKEN_BYTES, always=True)
-        async with scarce(room, pages=48) as cluster:
-            most = 0
-
-            async def watch() -> None:
-                nonlocal most
-                while True:
-                    held = sum(len(entries) for _, entries in cluster.decode_mesh.host.values())
-                    # each piece is of one of two layer groups, and is not padded here
-                    most = max(most, held * TOKEN_BYTES // 2)
-                    assert cluster.decode._spilled.spills.bytes <= room.host_bytes
-                    await asyncio.sleep(0.001)
-
-            watching = asyncio.ensure_future(watch())
-            await all_of(cluster, *(long(number) for number in range(5)))
-            watching.cancel()
-            assert 0 < most <= room.host_bytes
-            assert cluster.decode.counters["spills_declined"] > 0
-            assert cluster.path.counters["preemptions"] > 0
-            await check_empty(cluster)
-
-    run_virtually(main)
-
-
-def test_what_is_dearer_to_bring_back_than_to_compute_is_computed_after_a_try() -> None:
-    async def main() -> None:
-        dear = Costs(pull=5.0, other=1e-5)
-        # what comes from the prefill worker is as dear, but is not copied from host memory
-        async with scarce(replace(ROOMY, always=False), costs=dear, mode=Mode.CHUNKED) as cluster:
-            for turn in range(4):
-                await all_of(cluster, long(10 * turn), long(10 * turn + 1))
-            counters = cluster.decode.counters
-            assert counters["sequences_spilled"] == 1
-            assert counters["spills_declined"] > 0
-            await check_empty(cluster)
-
-    run_virtually(main)
-
-
 def test_a_sequence_that_finds_no_pages_for_long_goes_on_elsewhere() -> None:
     async def main() -> None:
         soon = HandoffTimeouts(spilled_seconds=0.05, sweep_seconds=0.02)
@@ -241,28 +183,6 @@ def test_one_that_is_cancelled_on_its_way_back_writes_to_nobodys_pages() -> None
             assert cluster.decode.counters["spills_restored"] == 0
             await all_of(cluster, *(long(number) for number in range(3, 6)))
             await asyncio.sleep(1.0)
-            await check_empty(cluster)
-
-    run_virtually(main)
-
-
-def test_who_was_set_aside_comes_back_before_younger_requests_get_pages() -> None:
-    async def main() -> None:
-        async with scarce() as cluster:
-            ended: list[str] = []
-
-            async def one(number: int) -> None:
-                await all_of(cluster, long(number))
-                ended.append(f"r{number}")
-
-            waiting = [asyncio.ensure_future(one(1))]
-            await asyncio.sleep(0.001)
-            waiting.append(asyncio.ensure_future(one(2)))
-            while not cluster.decode.counters["sequences_spilled"]:
-                await asyncio.sleep(0.001)
-            waiting.append(asyncio.ensure_future(one(3)))
-            await asyncio.gather(*waiting)
-            assert ended == ["r1", "r2", "r3"]
             await check_empty(cluster)
 
     run_virtually(main)
