@@ -1,11 +1,11 @@
-"""Tasks that nobody waits for, held until they end."""
+"""Background tasks that are referenced until they end, so that they are not garbage-collected."""
 
 import asyncio
 from collections.abc import Coroutine
 
 
 class BackgroundTasks:
-    """On one event loop. `quiet`: none is running."""
+    """A set of running tasks on one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -1,15 +1,15 @@
-"""The decode worker: `DecodePort` and `PeerPort` in front, the schedulers and the step loop behind.
+"""The decode worker: implements `DecodePort` and `PeerPort` over the schedulers and a mesh.
 
-It is mixed-capable: `generate` without a source prefills in the same pages (modes CHUNKED and
-UNIFIED); in mode DISAGGREGATED KV comes from a prefill worker, but for what the mesh appends itself
-to what it keeps, in its small chunks (`MeshLimits.append_buckets`). Which command goes next is
-`scheduler/step_policy.py`'s decision, pages and slots those of `scheduler/reservations.py` and
-`decode_batches.py`. Through `PeerPort` running sequences move to another decode worker, and prefill
-workers fetch what is kept of those that ended. A source of KV that fails does not end a
-reservation: it waits for another.
+In modes CHUNKED and UNIFIED it prefills in the same pages: `generate` without a source computes the
+prompt here. In mode DISAGGREGATED, KV comes from a prefill worker, except for short prompt parts
+that the mesh computes itself behind cached tokens (`MeshLimits.append_buckets`).
+`scheduler/step_policy.py` chooses the next command; `scheduler/reservations.py` and
+`decode_batches.py` assign pages and slots. Through `PeerPort`, running sequences migrate to other
+decode workers, and prefill workers fetch cached blocks. A failed KV source does not end a
+reservation, which waits for another.
 
-`_settle` runs after each change: it hands news to the streams, grants freed pages to waiting
-reservations, and wakes the loop."""
+`_settle` runs after each change: it forwards progress to the streams, grants freed pages to waiting
+reservations and wakes the loop."""
 
 import asyncio
 import contextlib
@@ -80,8 +80,11 @@ _OVERDUE = {
 
 
 class DecodeWorker(MeshWorker):
-    """Implements `DecodePort`. `peers`: the workers it may receive from, by name, or a resolver by
-    address."""
+    """Implements `DecodePort`.
+
+    Args:
+        peers: Workers to receive KV from, by name, or a resolver by address.
+    """
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class DecodeWorker(MeshWorker):
             self.counters,
         )
         kept, mesh = self._state.residency, executor.limits
-        # its host memory is for swapped-out sequences, so it restores no blocks
+        # its host memory holds swapped-out sequences, so it restores no blocks
         self._sources = self._find_sources(kept, TierRoom(), None)
         self._given = GivenKv(
             kept,
@@ -206,7 +209,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _settle(self) -> None:
-        """After any change: news to streams, pages to those that wait, and the loop looks again."""
+        """Runs after any change: forwards progress, grants pages and wakes the loop."""
         self._spilled.rest()
         for progress in self._state.take_news() if self._state.news else ():
             if (stream := self._streams.get(progress.group_key)) is not None:
@@ -224,7 +227,7 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def _give_pages(self) -> None:
-        """To whoever waits for some, by age: sequences that come back, and reservations."""
+        """Gives pages by age to sequences that are swapped in and to reservations."""
         spills = self._spilled.spills
         while (spill := spills.next()) is not None:
             self._grant(spill.order)
@@ -247,15 +250,15 @@ class DecodeWorker(MeshWorker):
             self._tickets.pop(group.key).set_result(group)
 
     def _spill(self, child: Sequence) -> bool:
-        """Sets a sequence aside whose pages are needed. False: it is better computed anew."""
+        """Swaps out a sequence whose pages are needed. Returns False if recomputing is better."""
         if self._migration.moves(child.group) or not self._spilled.take(child):
             return False
         self._batches.forget(child)
         return True
 
     def _span_goes_on(self) -> bool:
-        """Whether a turn would find nothing but a span under way for whose end nothing waits: most
-        changes are of that kind."""
+        """Whether a span of steps runs and nothing waits for its end, so that a turn would find
+        nothing to do. Most changes are of this kind."""
         return (
             self._interruptible is not None
             and self._loop.newest(DecodeSteps) > 0
@@ -265,7 +268,8 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """What the policy does not read is left out: it is asked between any two steps."""
+        """Builds the input of the step policy. It runs between any two steps, so it omits what the
+        policy does not read."""
         prompts, spans = bool(self._prefills), self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -332,7 +336,7 @@ class DecodeWorker(MeshWorker):
         self._drop(ticket)
 
     def _supersede(self, call: ReserveCall) -> None:
-        """A later attempt at the same children makes an earlier one a zombie."""
+        """Ends earlier attempts at the same children."""
         indices = {child.index for child in call.children}
         later = f"was superseded by attempt {call.attempt}"
         for group in self._state.groups_of(call.request.identity):
@@ -368,7 +372,7 @@ class DecodeWorker(MeshWorker):
         if stream is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.timeouts.handoff.resume_seconds):
-                    await stream.begun.wait()  # this call may have overtaken that of `generate`
+                    await stream.begun.wait()  # this call may have overtaken `generate`
         group = self._state.groups.get(call.reservation_id)
         if (
             group is None
@@ -397,8 +401,8 @@ class DecodeWorker(MeshWorker):
             self._settle()
 
     def migrate_out(self, reservation_id: int) -> bool:
-        """Offers a running sequence to other decode workers; it goes on here until one of them has
-        it. False: it cannot move (now)."""
+        """Offers a running sequence to other decode workers; it continues here until one has taken
+        it. Returns False if it cannot migrate now."""
         group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
         if group is None or stream is None:
             return False
@@ -415,7 +419,7 @@ class DecodeWorker(MeshWorker):
         )
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
-        """Lets the KV come: from the peer, or by prefilling here."""
+        """Starts receiving the KV from a peer, or prefills here."""
         if source is not None:
             self._incoming.begin(group, source)
         else:
@@ -444,7 +448,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """All KV of a group has come: its sequences join, or the one that moved goes on."""
+        """Lets the sequences of a group join the batch; all its KV has arrived."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
@@ -489,7 +493,7 @@ class DecodeWorker(MeshWorker):
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         """Ends a group, and its stream with an error."""
         if isinstance(error, BrokenModelError):
-            # what it began with may be what broke it
+            # the blocks that it started from may be the cause
             self._forget_kept(group.rank, "broken")
         stream = self._streams.get(group.key)
         if stream is not None:
@@ -517,19 +521,19 @@ class DecodeWorker(MeshWorker):
         self._given.moved()
 
     async def fetch(self, call: FetchCall) -> FetchReply:
-        # what a codec has changed differs from what the asker would compute
+        # lossily compressed KV differs from what the asker would compute
         if self._draining or self._config.codec != "none":
             return FetchReply()
         return await self._given.give(call)
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        # as long as a reset of all workers may take
+        # a reset of all workers may take this long
         self._given.close_for(self._limits.timeouts.request.status_seconds)
         return super()._forget_kept(rank, cause)
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
-            # not at once: pages may have been taken from it in the midst of a plan
+            # deferred, because pages may have been taken from it within a plan
             asyncio.get_running_loop().call_soon(self._settle)
         elif self._migration.ended(handoff.sequence, error):
             self._settle()
@@ -539,7 +543,7 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or given)
 
     def _hand_on(self) -> None:
-        """Running sequences are offered to other decode workers, a few times each."""
+        """Offers running sequences to other decode workers, a few times each."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

@@ -1,10 +1,10 @@
-"""Pieces of KV between the pages of a mesh and its host memory: copied out, brought back, dropped.
+"""Moves pieces of KV between the pages of a mesh and its host memory.
 
-The bytes are the executor's (`ExtractBlock` and `PullBlock` with the peer `HOST`); here are the
-commands. A copy out takes its place in the mesh's order at the moment of the call, so whatever is
-written to its pages by later commands comes behind it. What comes back is written into pages, read
-back, summed, and compared with the sum from when it left. Knows no names and no sequences: what the
-pieces are of is the caller's (`worker/host_tier.py`, `worker/spilled_kv.py`)."""
+The executor owns the bytes (`ExtractBlock`, and `PullBlock` with the peer `HOST`); this module
+issues the commands. A copy out takes its place in the mesh's order at the moment of the call, so
+later commands may overwrite its pages. A restored piece is written into pages, read back, and its
+checksum is compared with that of the copy out. What a piece belongs to is known to the caller only
+(`worker/host_tier.py`, `worker/spilled_kv.py`)."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -27,11 +27,16 @@ from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.worker.outgoing_kv import extraction
 from jdisagg.worker.step_loop import StepLoop
 
-COPY_SECONDS = 10.0  # of a piece; then the host is not what it should be
+COPY_SECONDS = 10.0  # deadline of one piece; a slower host is treated as failing
 
 
 class HostPieces:
-    """Of one mesh, whose pages have `page_size` positions. `key`: of the sums."""
+    """Moves the pieces of one mesh.
+
+    Args:
+        page_size: Tokens of a page.
+        key: Key of the checksums.
+    """
 
     def __init__(self, loop: StepLoop, page_size: int, key: int) -> None:
         self._loop = loop
@@ -39,7 +44,8 @@ class HostPieces:
         self._key = key
 
     def copy_out(self, offer: Offer, pages: Sequence[int]) -> "asyncio.Future[StepResult]":
-        """Of a sequence that lies in `pages`, or in those behind others that are not read."""
+        """Copies the positions of an offer out of `pages`, which start at the sequence's first
+        position. Pages before the offer are not read."""
         number = self._loop.next_number()
         command = extraction(number, offer, pages, self._page_size, self._key)
         return self._loop.submit(msgspec.structs.replace(command, to_host=True))
@@ -47,8 +53,8 @@ class HostPieces:
     async def bring_back(
         self, pieces: Iterable[HostPiece], rank: int, pages: tuple[int, ...]
     ) -> bool:
-        """Whether all are in these pages of a rank as they were when they left. Whoever cancels
-        this may give the pages away at once: nothing more is written there."""
+        """Copies pieces into the pages of a rank. Returns whether all checksums are right. After a
+        cancellation nothing more is written, so the pages may be reused at once."""
         return all(await asyncio.gather(*(self._back(piece, rank, pages) for piece in pieces)))
 
     async def _back(self, piece: HostPiece, rank: int, pages: tuple[int, ...]) -> bool:
@@ -67,7 +73,7 @@ class HostPieces:
         try:
             pulled = await asyncio.shield(pulling)
         except asyncio.CancelledError:
-            # what comes all the same is dropped
+            # drop the piece if it still arrives
             pulling.add_done_callback(lambda _: self._drop(offer))
             raise
         assert isinstance(pulled, PullResult)
@@ -95,6 +101,6 @@ class HostPieces:
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
 
     def release(self, offer_ids: tuple[int, ...]) -> None:
-        """They are gone from host memory; those on their way are as soon as they come."""
+        """Drops pieces from host memory, also those that are still on their way there."""
         if offer_ids:
             self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids, from_host=True))

@@ -1,15 +1,15 @@
-"""The receiving side of one hand-off: reads the sender's offers, pulls each block, inserts it,
-verifies it, acknowledges it.
+"""The receiving side of one hand-off: reads the sender's offers, then pulls, inserts, verifies and
+acknowledges each block.
 
-Works on one reservation's pages; knows no batches and no slots. A bounded number of blocks is in
-flight. A pull that failed or came late, and a block whose pages do not sum to what the sender
-computed, is pulled again, a few times, because the sender keeps a block until it is acknowledged. A
-block that was pulled but will not be inserted is dropped, also when this task is cancelled midway.
-Heartbeats keep the sender's lease, and find out a sender that does not answer.
+It works on the pages of one reservation. A bounded number of blocks is in flight. A failed or late
+pull is repeated a few times, and so is a block whose pages do not have the sender's checksum; the
+sender keeps a block until it is acknowledged. A pulled block that will not be inserted is dropped,
+also if the task is cancelled. Heartbeats renew the sender's lease and detect a sender that does not
+answer.
 
-Nothing counts as received before it is verified, and the hand-off is whole only when every layer
-group got every position exactly once (of layers with a window that come apart, every position that
-they still see), and the state came once where the model keeps some."""
+Invariant: a block counts as received after it was verified. A hand-off is complete when every layer
+group received every position exactly once. Layers with a sliding window that are sent separately
+need only the positions that they still see. A model with recurrent state needs that state once."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,8 +39,13 @@ BLOCKS_IN_FLIGHT = 16
 
 @dataclass(slots=True)
 class Received:
-    """What came: the tokens sampled by the sender (or, of a moved sequence, all generated so far),
-    bytes, and the time from the sender's last message to the last verified block."""
+    """What one hand-off delivered.
+
+    Attributes:
+        firsts: Tokens sampled by the sender.
+        moved: All generated tokens of a migrated sequence.
+        exposed_seconds: Time from the sender's last message to the last verified block.
+    """
 
     firsts: tuple[FirstToken, ...] = ()
     moved: tuple[int, ...] = ()
@@ -52,10 +57,14 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the blocks go: dp rank `rank`, positions from `cached_tokens` on (those below are here
-    already). `pages(n)` are those of positions [0, n), or raises HandoffError. `state()` is the
-    slot of its state; None where the model keeps none. `windows`: of the layers with a window,
-    where these come apart."""
+    """Where the blocks of one hand-off go.
+
+    Attributes:
+        pages: Returns the pages of positions [0, n), or raises HandoffError.
+        cached_tokens: Leading positions that are in pages already.
+        state: Returns the state slot; None for models without recurrent state.
+        windows: Destination of sliding-window layers that are sent separately.
+    """
 
     rank: int
     pages: Callable[[int], tuple[int, ...]]
@@ -67,8 +76,12 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class WindowDestination:
-    """Where layers with a window go that come apart, in `layer_groups` groups of their own, and
-    from which position on they are due of a sequence that ends at one."""
+    """Where separately sent sliding-window layers go.
+
+    Attributes:
+        layer_groups: Number of groups that these layers form.
+        seen_from: Returns the first position that is needed of a sequence that ends at a position.
+    """
 
     pages: Callable[[int], tuple[int, ...]]
     layer_groups: int
@@ -92,7 +105,7 @@ class IncomingHandoff:
         self.inserting = 0
         self.last_insertion = 0
         self.closed = False
-        self.spoiled = False  # something came that was not what its sender had computed
+        self.spoiled = False  # a block differed from what its sender had computed
         self._loop = loop
         self._to = to
         self._pull_seconds = limits.pull_seconds
@@ -103,35 +116,37 @@ class IncomingHandoff:
         self._sums: dict[int, asyncio.Future[int]] = {}
         self._all_offered = False
         self._fetching = 0
-        # blocks that may be pulled at once, and those that may be on their way into the pages: an
-        # insertion waits for the mesh's steps
+        # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
         self._pulls = asyncio.Semaphore(PULLS_IN_FLIGHT)
         self._blocks = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
 
     def close(self) -> None:
-        """The pages are no longer ours: from this moment nothing is inserted, even before the task
-        that receives has ended."""
+        """Stops all insertions from this moment on, because the pages have another owner now."""
         self.closed = True
 
     @property
     def completing(self) -> bool:
-        """Whether nothing is missing but the results of insertions, the newest of which is command
+        """Whether only the results of issued insertions are missing, the newest of which is command
         `last_insertion`."""
         return self._all_offered and self._fetching == self.inserting and not self.closed
 
     def kept_tokens(self) -> int:
-        """Positions [0, n) that are here in every layer group."""
+        """Returns how many leading positions are complete in every layer group."""
         blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
-        """Returns when all KV is in its pages. Raises HandoffError, or UnavailableError when a mesh
-        failed."""
+        """Returns when all KV is in its pages.
+
+        Raises:
+            HandoffError: The sender failed, or what it sent is incomplete.
+            UnavailableError: A mesh failed.
+        """
         beats: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                # Most hand-offs are over before the first beat is due. A group that is ending takes
-                # no more tasks.
+                # Most hand-offs end before the first heartbeat is due. A task group that is ending
+                # accepts no more tasks.
                 us = asyncio.current_task()
                 assert us is not None
 
@@ -160,8 +175,8 @@ class IncomingHandoff:
         return received
 
     async def _read_offers(self, tasks: asyncio.TaskGroup) -> tuple[HandoffEnd, float]:
-        """Begins to fetch each offered block; returns the sender's last message and when it came,
-        once all blocks are fetched."""
+        """Starts fetching each offered block. Returns the sender's last message and its arrival
+        time once all blocks are fetched."""
         offers = self.line.offers()
         end, ended_at = None, 0.0
         fetches: list[asyncio.Task[None]] = []
@@ -189,7 +204,8 @@ class IncomingHandoff:
         return end, ended_at
 
     async def _keep_alive(self) -> None:
-        """The sender's lease goes on; a sender that does not answer is given up."""
+        """Renews the sender's lease. Raises HandoffError if the sender misses several
+        heartbeats."""
         missed, seconds = 0, self._timeouts.heartbeat_seconds
         while True:
             try:
@@ -214,8 +230,8 @@ class IncomingHandoff:
                 async with self._pulls:
                     began = self._now()
                     problem = await self._pull(offer)
-                # What is not computed yet, or what our own mesh has not got to, cannot come in
-                # time: that is no failure of its sender.
+                # A block that is not computed yet, or that our own busy mesh delayed, is no failure
+                # of the sender.
                 late = problem and self._now() - began >= self._pull_seconds
                 tries += not (late and (self._computing(offer) or self._loop.behind(began)))
                 if problem:
@@ -268,7 +284,8 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """State travels as it is: what it lost would stay in it."""
+        """Returns the codec of a block. State is never compressed, because its error would
+        persist."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
@@ -280,7 +297,7 @@ class IncomingHandoff:
             self.inserting -= 1
 
     async def _pull(self, offer: Offer) -> str:
-        """Pulls once; returns what went wrong, if anything."""
+        """Pulls a block once. Returns the error, or ""."""
         seconds, link = self._pull_seconds, self.line.link
         command = PullBlock(
             step=self._loop.next_number(),
@@ -317,8 +334,7 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Whether the pages hold what the sender computed; returns what is wrong with them, if
-        anything."""
+        """Compares the pages with the sender's checksum. Returns the error, or ""."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -357,7 +373,7 @@ class IncomingHandoff:
         return known is None or not known.done()
 
     def _no_more_sums(self) -> None:
-        """The sender's last message has come: a checksum that is missing never will."""
+        """Fails all outstanding checksums: the sender's last message has arrived."""
         self._all_offered = True
         for expected in self._sums.values():
             if not expected.done():
@@ -367,7 +383,7 @@ class IncomingHandoff:
                 expected.exception()
 
     def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
-        """Forgets a block, also one that is still on its way; how its pull ends is not read."""
+        """Drops a block, even while it is still being pulled, and ignores how its pull ends."""
         if pull is not None:
             pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
@@ -399,7 +415,7 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Up to which position, from `start` on, all groups have all."""
+    """Returns the position up to which all groups are complete, from `start` on."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 
@@ -413,7 +429,7 @@ def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
 
 
 def _covers(blocks: list[Offer], groups: int, start: int, end: int) -> bool:
-    """Whether each group got positions [start, end) once."""
+    """Whether each group received positions [start, end) once."""
     tokens = sum(block.groups * block.valid_tokens for block in blocks)
     return tokens == groups * (end - start) and _reach(blocks, groups, start) == end
 

@@ -1,10 +1,9 @@
-"""The KV that comes to a decode worker's reservations: from a source, from another where that
-fails, until the sequence may join.
+"""Receives the KV of a decode worker's reservations until their sequences may join the batch.
 
-A source that fails does not end a reservation: what has come and was verified is kept, and within a
-lease another source may take over from there (`HandoffState.ORPHANED`). A running sequence that
-moved here brings its tokens along, and goes on where it was. Touched on the event loop only; knows
-no steps and no batches: what becomes of a reservation's KV is reported to `KvEvents`."""
+A failed source does not end a reservation. The verified blocks are kept, and within a lease another
+source may continue from there (`HandoffState.ORPHANED`). A migrated sequence brings its generated
+tokens and continues where it was. The outcome for each reservation is reported to `KvEvents`. Used
+on the event loop only."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,24 +29,29 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class KvEvents(Protocol):
-    """What becomes of the KV of a group that is still held."""
+    """Receives the outcome for groups that still exist."""
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None: ...
 
     def kv_lost(self, group: SequenceGroup, lost: SourceLost) -> None:
-        """This source failed; another may take over."""
+        """The source failed; another may continue."""
         ...
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """No source can help: the group ends."""
+        """No other source can help; the group ends."""
         ...
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """The KV of one group, whatever source it has; `handoff` and its task are of the present one.
-    `kept_tokens`: positions that earlier sources brought, or that were here before. `firsts`: first
-    tokens that the client has already; they hold, whatever a new source samples."""
+    """The KV of one group.
+
+    Attributes:
+        kept_tokens: Positions that earlier sources delivered or that were cached here.
+        firsts: First tokens that the client has already; they override those of a new source.
+        handoff: Current hand-off.
+        task: Task that runs it.
+    """
 
     kept_tokens: int = 0
     firsts: dict[int, FirstToken] = field(default_factory=dict)
@@ -56,7 +60,7 @@ class _Incoming:
 
 
 class IncomingKv:
-    """Receives for one mesh."""
+    """Receives KV for one mesh."""
 
     def __init__(
         self,
@@ -80,33 +84,33 @@ class IncomingKv:
         self._incoming: dict[int, _Incoming] = {}
 
     def __len__(self) -> int:
-        """Hand-offs under way."""
+        """Hand-offs in progress."""
         return len(self._handoffs())
 
     @property
     def arriving(self) -> bool:
-        """Whether blocks are being pulled, or on their way into the pages."""
+        """Whether blocks are being pulled or inserted."""
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Whether a hand-off will be complete as soon as insertions have ended that were issued
-        before command `step`."""
+        """Whether a hand-off will be complete when the insertions issued before command `step` have
+        ended."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:
-        """Peers that blocks are being received from, by their names in commands."""
+        """Returns the connection names of peers that blocks are arriving from."""
         return {handoff.line.link.peer for handoff in self._handoffs()}
 
     def begin(self, group: SequenceGroup, source: HandoffSource) -> None:
-        """Lets a group's KV come from `source`."""
+        """Starts receiving a group's KV from `source`."""
         self._incoming[group.key] = _Incoming(group.cached_tokens)
         self._receive_from(source, group, group.cached_tokens)
 
     def replace_source(
         self, group: SequenceGroup, source: HandoffSource, firsts: tuple[FirstToken, ...]
     ) -> int | None:
-        """Gives the old source up and lets the rest come from another. Returns from which position
-        on it is wanted; None when all of it is here already."""
+        """Continues with another source. Returns the first position that it has to send, or None if
+        all KV is here already."""
         if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
             return None
         incoming = self._incoming.setdefault(group.key, _Incoming(group.cached_tokens))
@@ -114,7 +118,8 @@ class IncomingKv:
             incoming.kept_tokens = self._close(incoming, "another source takes over")
         granule, wanted = self._state.limits.granule_tokens, len(group.known_tokens)
         kept = min(incoming.kept_tokens, wanted - 1) // granule * granule
-        kept = max(kept, group.cached_tokens)  # nothing is written there: others hold it too
+        # those pages are shared, so nothing may be written there
+        kept = max(kept, group.cached_tokens)
         self._state.advance(group, HandoffEvent.NEW_SOURCE, group.until)
         incoming.firsts.update((first.child, first) for first in firsts)
         self._counters.add("sources_replaced")
@@ -123,7 +128,7 @@ class IncomingKv:
         return kept
 
     def forget(self, key: int, reason: str) -> None:
-        """The group is gone: nothing is inserted any more, and its sender is told. Idempotent."""
+        """Stops receiving for a group and aborts at its sender. Idempotent."""
         incoming = self._incoming.pop(key, None)
         if incoming is not None and incoming.handoff is not None:
             self._close(incoming, reason)
@@ -136,7 +141,7 @@ class IncomingKv:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        """Ends the hand-off under way; returns how many positions are here."""
+        """Ends the current hand-off. Returns how many leading positions are here."""
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
@@ -148,8 +153,8 @@ class IncomingKv:
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        """Receives from position `cached_tokens` on; ends in one call of `KvEvents`, unless it is
-        closed."""
+        """Receives from position `cached_tokens` on. Reports once to `KvEvents`, unless it is
+        closed before."""
         incoming, limits = self._incoming[group.key], self._state.limits
 
         def slot() -> int:
@@ -196,7 +201,7 @@ class IncomingKv:
                 self._complete(group, incoming, received)
         except Exception as error:
             if handoff.closed:
-                return  # another may be receiving into this reservation by now
+                return  # another source may be writing to this reservation by now
             self._counters.add("handoffs_failed")
             handoff.close()
             line.give_up(str(error))
@@ -224,8 +229,8 @@ class IncomingKv:
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        """What is missing will not come from this source. The reservation waits for another, with
-        what it has."""
+        """Keeps what has arrived and lets the reservation wait for another source, if one can
+        help."""
         incoming.handoff = incoming.task = None
         incoming.kept_tokens = kept_tokens
         if group.key not in self._state.groups:

@@ -1,9 +1,9 @@
-"""What prefill and decode workers share: a mesh's step loop, the KV that leaves it, leases, drain.
+"""The common part of prefill and decode workers: step loop, outgoing KV, KV sources, leases, drain.
 
-A worker asks its scheduler, runs commands and reports; it decides nothing about pages or batches.
-All its state is touched on the event loop only, between awaits, so that every method sees it whole.
-Each kind of worker writes its own turn of the loop (`_turn`); a task beside it sweeps on the clock,
-whether or not there is work: leases end there, and a mesh that hangs is found out."""
+A worker asks its scheduler, runs commands and reports results. It decides nothing about pages or
+batches. Its state is touched on the event loop only, between awaits, so every method sees it
+consistent. A background task sweeps periodically: it ends expired leases and detects a mesh that
+hangs."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -43,12 +43,17 @@ from jdisagg.worker.step_loop import DEPTH, StepLoop
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """One start of a worker, beside its mesh and its configuration. `ids` gives fresh random 64-bit
-    numbers. `address`: where its `PeerPort` listens; empty where peers know it by name.
-    `loading_seconds`: for how long it will still load programs while it serves. `names`: of blocks
-    of KV that stays for later requests; None: none does. `tiers`: room for what its pages have
-    none for: of a prefill worker blocks, of one that decodes sequences. `kv_channels`: as in its
-    status."""
+    """What one start of a worker depends on beside its mesh and configuration.
+
+    Attributes:
+        ids: Generator of fresh random 64-bit numbers.
+        address: Address of its `PeerPort`; empty if peers know it by name.
+        loading_seconds: Estimated time for which it will still load programs while serving.
+        names: Naming of cached blocks; None disables the prefix cache.
+        tiers: Host memory and disk: for blocks on a prefill worker, for swapped-out sequences on a
+            decode worker.
+        kv_channels: Transports of KV, as its status reports them.
+    """
 
     name: str
     clock: Clock
@@ -62,8 +67,12 @@ class WorkerContext:
 
 
 class MeshWorker(ABC):
-    """Implements `PeerPort`. `shortest_lease_seconds`: it sweeps four times in that, or more often.
-    `depth`: planned commands in flight, at most."""
+    """Implements `PeerPort`.
+
+    Args:
+        shortest_lease_seconds: Shortest lease; sweeps run at least four times as often.
+        depth: Largest number of planned commands in flight.
+    """
 
     def __init__(
         self,
@@ -109,7 +118,7 @@ class MeshWorker(ABC):
         self._quiet = asyncio.Event()
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """What its mesh compiles grammars with; None: requests that have one are refused."""
+        """Sets the grammar compiler. Without one, requests with a grammar are refused."""
         self._grammars = grammars
 
     async def start(self) -> None:
@@ -118,7 +127,7 @@ class MeshWorker(ABC):
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
-        """Ends what still runs with UnavailableError and stops the tasks. The executor stays
+        """Ends all work with UnavailableError and stops the background tasks. The executor stays
         open."""
         self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
         if self._sweeping is not None:
@@ -129,9 +138,8 @@ class MeshWorker(ABC):
         await self._calls.stop()
 
     async def drain(self, deadline_seconds: float | None = None) -> None:
-        """Refuses new requests and returns when all work has ended or gone elsewhere. What is left
-        when the deadline passes is ended with UnavailableError, for the router to begin it on
-        another worker."""
+        """Refuses new requests and returns when all work has ended or moved. Work left at the
+        deadline ends with UnavailableError, so that the router retries it elsewhere."""
         self._draining = True
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -155,21 +163,21 @@ class MeshWorker(ABC):
         return self.status_now()
 
     def status_now(self) -> WorkerStatus:
-        """Raises UnavailableError when the mesh failed."""
+        """Raises UnavailableError if the mesh has failed."""
         self._loop.check()
         return self._status()
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
-        """How the KV that it keeps for later requests is named; None: it keeps none."""
+        """Naming of cached blocks; None without a prefix cache."""
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """What a router that knows so much of what is kept here does not know yet."""
+        """Returns the changes of the prefix cache since a router's mark, or None."""
         return self._kept.log.news(self.name, mark)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
-        """What it keeps for later requests, for people who look (`scheduler/kept_view.py`)."""
+        """Returns the cached blocks for display (`scheduler/kept_view.py`)."""
         tiers = {source.name: source.listed() for source in self._sources}
         return tuple(kept_blocks(self.name, self._kept, tiers))
 
@@ -206,19 +214,19 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _busy(self) -> bool:
-        """Whether a drain has something to wait for."""
+        """Whether a drain must still wait."""
 
     @abstractmethod
     def _end_everything(self, error: UnavailableError) -> None:
-        """All that runs and waits ends with this error."""
+        """Ends all running and waiting work with this error."""
 
     @abstractmethod
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """A hand-off from here is over: all of it was fetched, or `error` ended it."""
+        """A hand-off from here has ended: fetched completely, or with `error`."""
 
     @abstractmethod
     def _hand_on(self) -> None:
-        """Gives running work to other workers, where that is possible."""
+        """Moves running work to other workers where possible."""
 
     def _connect(self, peers: Mapping[str, PeerPort] | PeerResolver, codec: str) -> Peers:
         timeouts = self._limits.timeouts.handoff
@@ -255,7 +263,7 @@ class MeshWorker(ABC):
         return KvSources(kept, mesh.page_size, self.counters, now, sources)
 
     def _kept_tiers(self) -> tuple[KeptTier, ...]:
-        """What lies where, for the status."""
+        """Returns the fill level of each tier for the status."""
         kept, mesh = self._kept, self._mesh
         if not kept.on:
             return ()
@@ -266,7 +274,7 @@ class MeshWorker(ABC):
         return (pages, *self._sources.stats())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
-        """A sequence of so many known tokens got its pages."""
+        """Counts the cached part of a sequence of `tokens` that was given pages."""
         kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
@@ -289,8 +297,8 @@ class MeshWorker(ABC):
         return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float) -> None:
-        """The request's grammar, if it has one, is ready for the mesh. Raises InvalidRequestError
-        where it cannot be, or not so soon."""
+        """Compiles the request's grammar, if any. Raises InvalidRequestError if it is invalid or
+        takes too long."""
         grammar = request.sampling.grammar
         if grammar is not None:
             if self._grammars is None:
@@ -301,7 +309,7 @@ class MeshWorker(ABC):
             await self._grammars.prepare(grammar, seconds)
 
     def _unchosen(self, request: Request, token: int) -> JdisaggError:
-        """Why no token could be chosen for a sequence, given what came instead."""
+        """Returns the error for a sequence whose sampling returned `token` instead of a choice."""
         grammar = request.sampling.grammar
         if token != STUCK_TOKEN or grammar is None:
             return BrokenModelError()
@@ -319,7 +327,7 @@ class MeshWorker(ABC):
             )
 
     def _sweep(self, now: float) -> None:
-        """Frees what outstayed its lease, and finds out a mesh that hangs."""
+        """Ends expired leases and detects a mesh that hangs."""
         self._outgoing.sweep(now)
         self._sources.expire(now)
         self._loop.break_if_stalled(self._limits.step_seconds)
@@ -331,7 +339,7 @@ class MeshWorker(ABC):
             try:
                 self._sweep(self._clock.now())
             except Exception as error:
-                self._loop.break_down(error)  # no lease would end any more
+                self._loop.break_down(error)  # without sweeps no lease would end
                 return
 
     def _break_down(self, error: UnavailableError) -> None:
@@ -340,16 +348,15 @@ class MeshWorker(ABC):
 
 
 class Attempts:
-    """The highest attempt seen per (request, child), so that a late zombie is ignored (rule 7 of
-    the design). Entries are forgotten some time after they were last seen: an older zombie has no
-    lease left."""
+    """The latest attempt of each (request, child), so that messages of earlier attempts are
+    refused. Entries expire when no earlier attempt can hold a lease any more."""
 
     def __init__(self) -> None:
-        # seen longest ago first
+        # least recently seen first
         self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
 
     def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
-        """Notes an attempt; raises HandoffError when a later one was seen."""
+        """Records an attempt. Raises HandoffError if a later one was recorded."""
         keys = [(request.identity, child.index) for child in children]
         for key in keys:
             latest, _ = self._seen.get(key, (attempt, now))

@@ -1,15 +1,14 @@
-"""Running sequences that move to another decode worker: offered from the pages while they go on,
-then frozen for the tail.
+"""Migrates running sequences to another decode worker: copies while they run, then freezes them for
+the last part.
 
-A migration begins with its hand-off id, which the router passes on; when another worker reads under
-it, whole granules of what is written are extracted and offered while decoding goes on. When little
-is left the sequence is frozen; what its steps in flight still yield is waited for, the tail is
-offered, and the last message carries all generated tokens (rule 9). When all is acknowledged the
-sequence ends here as moved. A migration that fails at any moment changes nothing: the sequence
-thaws and goes on here, soon where the receiver's heartbeats stop.
+A migration starts with a hand-off id that the router passes on. When another worker reads that
+hand-off, whole granules of written KV are extracted and offered while decoding continues. When
+little is left, the sequence is frozen and its steps in flight are awaited. Then the rest is
+offered, and the last message carries all generated tokens. When everything is acknowledged, the
+sequence ends here as moved. A failed migration changes nothing: the sequence continues here.
 
-Invariant: only what was read back is offered, so an extraction comes after the steps that wrote its
-positions."""
+Invariant: an extraction is issued after the steps that wrote its positions, because only positions
+whose tokens were read back are offered."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -44,7 +43,11 @@ class _Migration:
 
 
 class MigrationSender:
-    """The migrations from one mesh. `ids`: fresh random numbers."""
+    """The migrations from one mesh.
+
+    Args:
+        ids: Generator of fresh random numbers.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class MigrationSender:
         self._changed = asyncio.Event()
 
     def movable(self, group: SequenceGroup) -> bool:
-        """Sequences that share pages are not moved; nor is one whose KV is still to come."""
+        """Whether a group can migrate: it shares no pages and all its KV has arrived."""
         return (
             group.key not in self._migrations
             and len(group.children) == 1
@@ -76,11 +79,11 @@ class MigrationSender:
         )
 
     def moves(self, group: SequenceGroup) -> bool:
-        """Whether it is on its way to another worker."""
+        """Whether a group is being migrated."""
         return group.key in self._migrations
 
     def begin(self, group: SequenceGroup) -> int:
-        """Makes a movable group ready to be fetched, under the hand-off id that is returned."""
+        """Makes a movable group fetchable. Returns the hand-off id."""
         child = group.children[0]
         handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)
         self._outgoing.open(handoff)
@@ -90,17 +93,17 @@ class MigrationSender:
         return handoff.handoff_id
 
     def poke(self) -> None:
-        """Something changed that a migration may wait for."""
+        """Notifies migrations of a change that they may wait for."""
         self._changed.set()
 
     def abort(self, key: int, reason: str) -> None:
-        """Idempotent."""
         migration = self._migrations.get(key)
         if migration is not None:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def ended(self, key: int, error: JdisaggError | None) -> bool:
-        """The hand-off of group `key` is over. Returns whether that changed what may run."""
+        """Notes that the hand-off of group `key` is over. Returns whether that changed what may
+        run."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
@@ -120,7 +123,7 @@ class MigrationSender:
                 await handoff.has_receiver.wait()
             sent = await self._offer_while_it_runs(child, handoff)
             child.frozen = True
-            self._loop.wake()  # a span of its steps ends early
+            self._loop.wake()  # ends a span of its steps early
             await self._wait(
                 lambda: child.stage is not Stage.RUNNING or child.issued_position == child.position
             )
@@ -133,12 +136,12 @@ class MigrationSender:
                 )
                 while not handoff.over:
                     await self._heartbeat(handoff, handoff.acknowledgements)
-        except Exception as error:  # whatever it was, the sequence must not stay frozen
+        except Exception as error:  # a sequence must not stay frozen, whatever the error was
             text = f"hand-off {handoff.handoff_id}: the sequence could not be moved: {error!r}"
             self._outgoing.end(handoff, HandoffError(text))
 
     async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
-        """Offers whole granules in a few rounds; returns how many positions that were."""
+        """Offers whole granules in a few rounds. Returns the number of positions offered."""
         sent = 0
         for _ in range(MOST_ROUNDS):
             whole = child.position - child.position % self._state.limits.granule_tokens
@@ -161,7 +164,7 @@ class MigrationSender:
                 await self._changed.wait()
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
-        """Extracts positions [start, end) in all layer groups; returns when all are computed."""
+        """Extracts positions [start, end) in all layer groups. Returns when all are computed."""
         limits, key = self._state.limits, self._checksum_key
         pages = self._state.ledgers[child.rank].pages(child.key)
         waiting: list[Coroutine[None, None, None]] = []
@@ -169,13 +172,13 @@ class MigrationSender:
             number = self._loop.next_number()
             command = extraction(number, offer, pages, limits.page_size, key)
             handoff.announce((offer,))
-            # submitted here, so that pages are still ours
+            # issued without an await in between, so that the pages still belong to the sequence
             waiting.append(self._announce_sum(self._loop.submit(command), handoff))
         await asyncio.gather(*waiting)
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """What changes with each step, of a sequence that stands still: what its windows see and
-        its state, as of its last position."""
+        """Offers what changes with each step: the windows' positions and the recurrent state, of a
+        frozen sequence."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
         for offer in (

@@ -1,13 +1,12 @@
-"""The KV that leaves a worker: what was offered under which hand-off id, and what is outstanding.
+"""The KV that a worker sends: offers per hand-off, what is outstanding, and leases.
 
-`OutgoingHandoff` is one hand-off; a receiver gets every message from the first on, however late it
-comes. `OutgoingKv` is all of a worker's and the body of its `PeerPort`: prefill workers offer
-prompts through it, decode workers running sequences.
+`OutgoingHandoff` is one hand-off; a receiver reads all messages from the first on, however late it
+connects. `OutgoingKv` holds all hand-offs of a worker and implements its `PeerPort`. Prefill
+workers offer prompts through it, decode workers running sequences and cached blocks.
 
-Once all is offered a hand-off has a lease, which acknowledgements renew, never beyond the request's
-deadline. Once a receiver has come it has one from then on, and a short one, however long the
-configured: receivers send heartbeats, so one that falls silent has given up. `sweep` ends the late
-ones. Knows no scheduler; of the mesh only that offers are released there."""
+A hand-off has a lease from the moment when everything is offered; acknowledgements renew it, up to
+the request's deadline. From the moment when a receiver connects the lease is short, because
+receivers send heartbeats. `sweep` ends expired hand-offs."""
 
 import asyncio
 from collections import deque
@@ -27,13 +26,18 @@ from jdisagg.telemetry import Counters
 from jdisagg.worker.peers import check_hello
 from jdisagg.worker.step_loop import StepLoop
 
-# So many hand-offs that are over are remembered: a receiver that comes later is refused at once.
+# ended hand-offs that are remembered, so that a late receiver is refused at once
 ENDED_KEPT = 1024
 
 
 class OutgoingHandoff:
-    """One hand-off's sending side, of sequence `sequence`, to worker `destination` where that is
-    known. `until`: the request's deadline."""
+    """The sending side of one hand-off.
+
+    Args:
+        sequence: Owner of the KV.
+        until: Deadline of the request.
+        destination: Name of the receiving worker, if known.
+    """
 
     def __init__(
         self, handoff_id: int, attempt: int, sequence: int, until: float, destination: str = ""
@@ -69,12 +73,17 @@ class OutgoingHandoff:
         return self._handoff.state.final
 
     def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
-        """Moves on, to a state that it leaves by `deadline` (None: as before)."""
+        """Applies an event. The new state must be left by `deadline`; None keeps the old
+        deadline."""
         until = self._handoff.deadline if deadline is None else min(deadline, self.until)
         self._handoff = self._handoff.advance(event, until)
 
     def announce(self, offers: Iterable[Offer], weight_tokens: int = 0) -> None:
-        """`weight_tokens`: what each counts as while it is outstanding; 0: what it holds."""
+        """Publishes offers.
+
+        Args:
+            weight_tokens: Tokens that each outstanding offer counts as; 0 counts what it holds.
+        """
         for offer in offers:
             tokens = weight_tokens or offer.groups * offer.block_tokens
             self._outstanding[offer.offer_id] = tokens
@@ -88,15 +97,15 @@ class OutgoingHandoff:
         self._changed.set()
 
     def finish(self, end: Callable[[int], HandoffEnd], deadline: float) -> None:
-        """All is offered; `end` makes the last message, given how many offers there were."""
+        """Ends the offers; `end` builds the last message from their number."""
         self._messages.append(end(self._offers))
         self._changed.set()
         self.advance(HandoffEvent.ALL_OFFERED, deadline)
-        if self._offers:  # else the receiver says when it has read the last message
+        if self._offers:  # without offers the receiver acknowledges the last message
             self._advance_if_fetched()
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
-        """Takes blocks off the outstanding ones; returns those that were."""
+        """Returns the acknowledged offers that were outstanding."""
         self.acknowledgements += 1
         fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
         if fetched or not offer_ids:
@@ -105,7 +114,7 @@ class OutgoingHandoff:
         return fetched
 
     def abort(self, error: JdisaggError) -> tuple[int, ...]:
-        """Ends it for the receiver; returns the offers to release."""
+        """Fails the receiver. Returns the offers to release."""
         self.advance(HandoffEvent.ABORT)
         self.error = error
         self._changed.set()
@@ -115,12 +124,12 @@ class OutgoingHandoff:
         return released
 
     def expect_receiver(self, deadline: float) -> None:
-        """A receiver has come; it must send more by `deadline`."""
+        """Notes that a receiver connected, which must send again by `deadline`."""
         self._handoff = self._handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
-        """The message of that number, counted from 0: all offers, their checksums and the end.
-        Raises what aborted the hand-off; the sweep bounds the wait. One reader at a time."""
+        """Returns a message by number, counted from 0, when it is available. Raises the error that
+        aborted the hand-off. Supports one reader at a time; the sweep bounds the wait."""
         while True:
             if self.error is not None:
                 raise self.error
@@ -140,8 +149,11 @@ class OutgoingHandoff:
 
 
 class OutgoingKv:
-    """All hand-offs that one worker sends, by id. `ended` is called once for each that was opened,
-    with what aborted it or None."""
+    """All hand-offs that one worker sends, by id.
+
+    Args:
+        ended: Called once for each opened hand-off, with the error that aborted it or None.
+    """
 
     def __init__(
         self,
@@ -160,7 +172,8 @@ class OutgoingKv:
         self._counters = counters
         self._ended = ended
         self._handoffs: dict[int, OutgoingHandoff] = {}
-        self._awaited: dict[int, list[asyncio.Event]] = {}  # one for each reader that came early
+        # one event per reader that connected before the hand-off was opened
+        self._awaited: dict[int, list[asyncio.Event]] = {}
         self._greeted: dict[str, PeerHello] = {}
         self._over: deque[int] = deque(maxlen=ENDED_KEPT)
 
@@ -169,14 +182,14 @@ class OutgoingKv:
 
     @property
     def checksum_key(self) -> int:
-        """Of the sums of what is offered; 0: nothing is summed."""
+        """Key of the checksums of offered blocks; 0 disables them."""
         return self._hello.checksum_key
 
     def __contains__(self, handoff_id: int) -> bool:
         return handoff_id in self._handoffs
 
     def offered_tokens(self) -> dict[str, int]:
-        """By destination, what is offered and not fetched."""
+        """Returns the tokens offered and not fetched, by destination."""
         offered: dict[str, int] = {}
         for handoff in self._handoffs.values():
             name = handoff.destination
@@ -184,7 +197,11 @@ class OutgoingKv:
         return offered
 
     def open(self, handoff: OutgoingHandoff, awaits: bool = False) -> None:
-        """`awaits`: its receiver has asked for it and must come within the lease."""
+        """Adds a hand-off.
+
+        Args:
+            awaits: The receiver has requested it and must connect within the lease.
+        """
         assert handoff.handoff_id not in self._handoffs, "ids are used once"
         self._handoffs[handoff.handoff_id] = handoff
         if awaits:
@@ -193,12 +210,12 @@ class OutgoingKv:
             came.set()
 
     def finish(self, handoff: OutgoingHandoff, end: Callable[[int], HandoffEnd]) -> None:
-        """All of it is offered."""
+        """Notes that everything is offered."""
         handoff.finish(end, self._lease(handoff))
         self._forget_if_fetched(handoff)
 
     def end(self, handoff: OutgoingHandoff, error: JdisaggError) -> None:
-        """Releases its offers and fails its reader. Idempotent."""
+        """Releases the offers of a hand-off and fails its reader. Idempotent."""
         if not handoff.over:
             self._release(handoff.abort(error))
             self._forget(handoff, error)
@@ -216,7 +233,7 @@ class OutgoingKv:
             self.end(self._handoffs[late.handoff_id], error)
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        # within one process the very same object comes each time
+        # within one process this is the same object each time
         if self._greeted.get(hello.worker) is not hello:
             check_hello(self._hello, hello)
             self._greeted[hello.worker] = hello
@@ -249,7 +266,7 @@ class OutgoingKv:
             self.end(handoff, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
 
     async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
-        """The receiver may come before the call that makes the KV."""
+        """Waits for a hand-off whose receiver connects before the call that computes the KV."""
         name = self._hello.worker
         if handoff_id in self._over:
             raise HandoffError(f"worker {name!r}: hand-off {handoff_id} is over")
@@ -300,12 +317,10 @@ def offers_of_pages(
     new_id: Callable[[], int],
     kind: KvKind = KvKind.POSITIONS,
 ) -> Iterator[Offer]:
-    """The blocks that positions [start, end) of a sequence whose KV lies in pages of `rank` go out
-    as, in all layer groups of `kind`."""
-    largest, bands = (
-        limits.chunk_buckets[-1],
-        (limits.window_bands if kind is KvKind.WINDOW else limits.bands),
-    )
+    """Yields the blocks in which positions [start, end) of a sequence in pages of `rank` are sent,
+    in all layer groups of `kind`."""
+    largest = limits.chunk_buckets[-1]
+    bands = limits.window_bands if kind is KvKind.WINDOW else limits.bands
     for first in range(start, end, largest):
         for at, block_tokens, valid_tokens in split_blocks(
             min(largest, end - first), limits.granule_tokens, limits.whole_blocks
@@ -326,15 +341,15 @@ def offers_of_pages(
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """What the layers with a window still see of a sequence of `end` positions goes out as, where
-    it is sent apart."""
+    """Yields the blocks of what separately sent sliding-window layers still see of a sequence of
+    `end` positions."""
     if not limits.windows_apart:
         return
     yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
-    """What a sequence's state goes out as: one block, or nothing where the model keeps none."""
+    """Returns the block of a sequence's recurrent state, if the model has any."""
     if not limits.kv_spec.has_state:
         return ()
     return (
@@ -345,7 +360,7 @@ def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tu
 
 
 def state_weight(limits: MeshLimits) -> int:
-    """What a state counts as among offered tokens of KV, by its bytes."""
+    """Returns the tokens of KV that a state counts as among offers, by its bytes."""
     spec = limits.kv_spec
     return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
 
@@ -353,8 +368,8 @@ def state_weight(limits: MeshLimits) -> int:
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """What makes an offer of a sequence's `pages`, of which it reads those up to its end; of its
-    state, whose slot is the one page."""
+    """Returns the command that makes an offer from a sequence's pages up to its end. For a state
+    the slot is the only page."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,

@@ -1,13 +1,11 @@
-"""The workers that this one receives KV from: their ports, what both must agree on, their meshes.
+"""The workers that this one receives KV from: ports, compatibility checks, mesh connections.
 
-A hello comes before all else, so that a peer that was restarted at its address is never taken for
-the one that was there before: another boot id is another peer to the mesh. A peer known by the boot
-id that a hand-off names need not be greeted again. Peers are connected once, and disconnected when
-they were replaced or long unused.
+A hello precedes everything else, so a restarted peer is never mistaken for its predecessor: a new
+boot id is a new peer to the mesh. A peer whose boot id is named by a hand-off is not greeted again.
+Peers are connected once, and disconnected when replaced or long unused.
 
-Page size and layout may differ between two workers; the protocol, the model, the KV spec with its
-dtype, how it is cut into blocks and the transfer engine's parallel connections may not. Name, boot
-id, key and mesh are a worker's own and not compared."""
+Page size and layout may differ between two workers. Protocol, model, KV spec with its dtype, block
+sizes and transfer transports must be equal."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -41,8 +39,12 @@ must not wait."""
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """How blocks come from one start of one peer: its name in commands, the key of its checksums,
-    the codec."""
+    """The connection to one start of one peer.
+
+    Attributes:
+        peer: Name in commands.
+        checksum_key: Key of its checksums.
+    """
 
     peer: str = ""
     checksum_key: int = 0
@@ -58,7 +60,13 @@ class _Connected:
 
 
 class Peers:
-    """`peers`: ports by worker name (embedded), or a resolver by address. `hello`: our own."""
+    """The peers of one worker.
+
+    Args:
+        peers: Ports by worker name (embedded cluster), or a resolver by address.
+        hello: Hello of this worker.
+        codec: Codec of blocks from these peers.
+    """
 
     def __init__(
         self,
@@ -80,7 +88,7 @@ class Peers:
         self._connected: dict[tuple[str, str], _Connected] = {}
 
     def find(self, source: HandoffSource) -> PeerPort:
-        """Raises HandoffError when there is no such peer."""
+        """Returns the port of a source. Raises HandoffError if there is none."""
         if not isinstance(self._peers, Mapping):
             return self._peers(source)
         peer = self._peers.get(source.worker)
@@ -92,8 +100,12 @@ class Peers:
         return peer
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
-        """Raises IncompatiblePeerError naming what differs, HandoffError when there is no
-        answer."""
+        """Exchanges hellos and connects.
+
+        Raises:
+            IncompatiblePeerError: The peers differ; the message names the field.
+            HandoffError: The peer does not answer.
+        """
         known = self._connected.get((source.worker, source.address))
         if known is not None and source.boot_id and known.hello.boot_id == source.boot_id:
             known.used_at = self._now()
@@ -106,7 +118,7 @@ class Peers:
                 f"worker {source.worker!r} did not answer a hello within {self._hello_seconds:g} s"
             ) from None
         known = self._connected.get((source.worker, source.address))
-        # within one process the very same object comes each time
+        # within one process this is the same object each time
         if known is not None and known.hello is theirs:
             known.used_at = self._now()
             return known.link
@@ -119,8 +131,8 @@ class Peers:
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Peers that nothing was pulled from for long are disconnected; a hello connects them
-        again. `in_use`: hand-offs from them last."""
+        """Disconnects peers that were not used for long; the next hello reconnects them. `in_use`
+        names peers of running hand-offs."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now
@@ -187,7 +199,7 @@ def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
 
 
 def peer_name(hello: PeerHello) -> str:
-    """What commands call a peer: never the same for two starts of a worker."""
+    """Returns a peer's name in commands, different for each start of a worker."""
     return f"{hello.worker}#{hello.boot_id:x}"
 
 

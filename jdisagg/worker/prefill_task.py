@@ -1,5 +1,4 @@
-"""One prompt at a prefill worker, from the call until its KV is fetched: what it needs, where it
-has pages, what is known of it, and the hand-off by which it leaves. Decides nothing."""
+"""One prompt at a prefill worker, from the call until its KV is fetched. Decides nothing."""
 
 import asyncio
 
@@ -16,10 +15,18 @@ from jdisagg.worker.outgoing_kv import OutgoingHandoff
 
 
 class PrefillTask:
-    """One prompt, from the call until its KV is fetched. `rank`: where it has pages; -1: nowhere
-    (yet, or any more). `chain`: its blocks that may be known. `cached_tokens`: positions that were,
-    when it got its pages; `brought`: which of them came there for it. `extracting`: offers that are
-    made of these and not out yet. `firsts`: its tokens, once they are sampled."""
+    """The state of one prompt.
+
+    Attributes:
+        chain: Names of its blocks that may be cached.
+        restored: Blocks that were restored for it.
+        restoring: Restore that it waits for.
+        rank: Rank of its pages, or -1 without pages.
+        cached_tokens: Positions that were cached when it was given pages.
+        epoch: Epoch of the prefix cache at that time.
+        extracting: Offers of cached positions that are not extracted yet.
+        firsts: Sampled tokens.
+    """
 
     def __init__(
         self,
@@ -38,7 +45,7 @@ class PrefillTask:
         self.extracting: set[int] = set()
         self.firsts: tuple[FirstToken, ...] | None = None
         self.restoring: asyncio.Task[None] | None = None
-        self.prompt_logprobs: list[PromptLogprobs] = []  # of its parts so far
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of the parts computed so far
         self.handoff = OutgoingHandoff(
             call.handoff_id, call.attempt, prompt.key, until, call.destination
         )
@@ -57,19 +64,19 @@ class PrefillTask:
 
     @property
     def most_known(self) -> int:
-        """Positions that need not be computed where they are known: all but the last, or none
-        where each token's logits are wanted."""
+        """Positions that need no computing if cached: all but the last, or none if the logprobs of
+        each prompt token are requested."""
         return self.prompt.tokens - 1 if self.of_prompt is None else 0
 
     @property
     def cached(self) -> CachedTokens:
-        """Of the prompt itself, without accepted tokens behind it, what was not computed."""
+        """Returns where the cached tokens of the prompt were, without accepted tokens behind it."""
         known = min(self.cached_tokens, len(self.call.request.prompt_token_ids))
         return self.restored.split(self.rank, known)
 
     @property
     def scores(self) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt, where they were asked for."""
+        """Log-probabilities of the prompt, if requested."""
         return PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
 
     @property
@@ -92,7 +99,7 @@ class PrefillTask:
         )
 
     def end(self, offers: int) -> HandoffEnd:
-        """The last message of the hand-off, once its tokens are known."""
+        """Returns the last message of the hand-off."""
         assert self.firsts is not None
         scores = self.scores
         return HandoffEnd(offers, self.prompt.tokens, self.firsts, prompt_logprobs=scores)

@@ -1,12 +1,12 @@
-"""The prefill worker: `PrefillPort` and `PeerPort` in front, admission, packer and loop behind.
+"""The prefill worker: implements `PrefillPort` and `PeerPort` over admission, batching and a mesh.
 
-A prompt waits until admission (`scheduler/prefill_admission.py`) gives it pages for all of it; they
-serve its own later chunks and, where KV stays (`scheduler/residency.py`), later prompts that begin
-alike. Its KV leaves as offers: announced as soon as the chunk that computes them is issued, kept
-until acknowledged, released at the latest when the lease ends. What was known here and is not at
-the decode worker is extracted from its pages, behind the prompt's last chunk: its first token does
-not wait for that. A decode worker that does not fetch holds its own prompts back instead of filling
-memory."""
+A prompt whose first blocks are worth restoring waits for that (`worker/kv_sources.py`), then
+queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. They
+serve its later chunks and, with the prefix cache (`scheduler/residency.py`), later prompts. Its KV
+is offered as soon as the chunk that computes it is issued, is kept until acknowledged, and is
+released at the latest when the lease ends. Cached positions that the decode worker lacks are
+extracted from pages after the last chunk, so that they do not delay the first token. A decode
+worker that fetches slowly delays only its own prompts."""
 
 import asyncio
 import bisect
@@ -81,9 +81,12 @@ CHUNKS_OFFERED = 4
 
 
 class PrefillWorker(MeshWorker):
-    """Implements `PrefillPort`. At most `CHUNKS_OFFERED` full chunks of KV may be offered to one
-    decode worker and not yet fetched. `peers`: the prefill workers that it may fetch kept blocks
-    from, by name, or a resolver by address; None: it fetches none."""
+    """Implements `PrefillPort`.
+
+    Args:
+        peers: Workers to fetch cached blocks from, by name, or a resolver by address; None if it
+            fetches none.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class PrefillWorker(MeshWorker):
         peers: Mapping[str, PeerPort] | PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
-        depth = mesh.stages + 1  # each stage has a chunk, and one waits for the first
+        depth = mesh.stages + 1  # one chunk per stage, and one that waits for the first stage
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._states = StateSlots(mesh)
@@ -112,13 +115,13 @@ class PrefillWorker(MeshWorker):
         )
         self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
-        self._extracting: dict[int, PrefillTask] = {}  # by offer, those issued
+        self._extracting: dict[int, PrefillTask] = {}  # by offer
         self._backlog = Backlog()
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
-        self._computing: dict[int, PrefillTask] = {}  # those with pages
+        self._computing: dict[int, PrefillTask] = {}  # prompts with pages
         self._last_key = 0
-        # those that a pipeline computes are offered already
+        # chunks in the pipeline are offered already
         chunks = CHUNKS_OFFERED + mesh.stages - 1
         self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
 
@@ -194,7 +197,7 @@ class PrefillWorker(MeshWorker):
             cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
             pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
             if pages is None:
-                break  # those withdrawn shared pages, and gave back fewer than they had
+                break  # those withdrawn shared pages, so fewer became free than they held
             self._waiting.remove(task.prompt)
             task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
             self._count_reuse(task.prompt.tokens, task.restored.split(rank, cached))
@@ -211,7 +214,7 @@ class PrefillWorker(MeshWorker):
         }
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
-        """What the chunk will compute may be asked for from now on."""
+        """Offers what a chunk will compute."""
         for row in chunk.rows:
             task = self._computing[row.sequence]
             if task.started_at is None:
@@ -223,8 +226,8 @@ class PrefillWorker(MeshWorker):
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
-        """What the decode worker lacks of what was known here, and what windows see and the state
-        after the last chunk, as offers to make."""
+        """Returns the offers to extract: cached positions that the decode worker lacks, the
+        positions that windows see, and the state."""
         start, end = task.call.from_token, task.cached_tokens
         offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
         offers += window_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
@@ -233,7 +236,7 @@ class PrefillWorker(MeshWorker):
         return offers
 
     def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
-        """Offers a block of what was known, or of state; it may be asked for from now on."""
+        """Issues one of these offers."""
         key = task.prompt.key
         task.handoff.announce(
             (offer,), state_weight(self._mesh) if offer.kind is KvKind.STATE else 0
@@ -245,7 +248,7 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        """A turn is taken soon, where there is anything to plan."""
+        """Schedules a turn if there is anything to plan."""
         if self._waiting or self._extracts or self._batches:
             self._loop.wake()
 
@@ -358,14 +361,14 @@ class PrefillWorker(MeshWorker):
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
-        """Its tokens are sampled, so all that was computed of it is offered."""
+        """Replies with the sampled tokens; all computed KV is offered by now."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
         if unchosen:
             error = self._unchosen(task.call.request, unchosen[0])
             if isinstance(error, BrokenModelError):
-                # what it began with may be what broke it
+                # the blocks that it started from may be the cause
                 self._forget_kept(task.rank, "broken")
                 self._sources.erase_later()
             self._outgoing.end(task.handoff, error)
@@ -382,14 +385,15 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
-        """When its tokens are known and all of it is offered, its pages are for others."""
+        """Releases the pages when the tokens are sampled and everything is offered."""
         if task.firsts is not None and not task.extracting:
             fresh = task.epoch == self._residency.epoch
             self._stop_computing(task, task.chain if fresh else ())
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Lets its pages go; the blocks of `chain`, which they are full of, stay."""
+        """Releases a prompt's pages; the blocks of `chain`, which fill the first of them, stay
+        cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
@@ -417,7 +421,7 @@ class PrefillWorker(MeshWorker):
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
-        self._look()  # those behind it may go
+        self._look()  # its pages may admit others
         self._quiet.set()
 
     def _forget_extracts(self, task: PrefillTask) -> None:
@@ -447,7 +451,7 @@ class PrefillWorker(MeshWorker):
         return len(self._outgoing) > 0
 
     def _hand_on(self) -> None:
-        """A prompt that is nearly computed has no better place."""
+        """Does nothing: a prompt that is nearly computed has no better place."""
 
     def _end_everything(self, error: UnavailableError) -> None:
         self._outgoing.end_all(error)
@@ -483,7 +487,7 @@ def _order(prompt: QueuedPrompt) -> tuple[float, int]:
 
 
 def _offers(row: PrefillRow) -> list[Offer]:
-    """What a row's blocks hold, in positions of the sequence."""
+    """Returns a row's offers, in positions of the sequence."""
     return [
         Offer(
             offer_id=spec.offer_id,

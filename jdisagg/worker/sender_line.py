@@ -1,9 +1,8 @@
-"""What a receiver sends to the sender of one hand-off: acknowledgements, heartbeats, the end.
+"""Messages from the receiver of a hand-off to its sender: acknowledgements, heartbeats, aborts.
 
-Nothing of it is waited for by those who receive blocks. An acknowledgement that was lost is sent
-again after the next answered heartbeat, since a migration waits for it. A hand-off that is given up
-is reported until the sender has received it, so that it frees at once, or until its own lease has
-done that."""
+They are sent in the background. A lost acknowledgement is repeated after the next answered
+heartbeat, because a migration waits for it. An abort is repeated until it was received, or for as
+long as the sender's lease lasts."""
 
 import asyncio
 import contextlib
@@ -18,7 +17,7 @@ from jdisagg.worker.peers import PeerLink
 
 
 class SideCalls:
-    """Messages that run beside everything else, until `stop`."""
+    """Sends messages in the background until stopped."""
 
     def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
         self._counters = counters
@@ -27,17 +26,17 @@ class SideCalls:
         self._stopping = asyncio.Event()
 
     def send(self, message: Callable[[], Awaitable[None]]) -> None:
-        """Sends once."""
+        """Sends a message once."""
         self._run(self._send(message))
 
     def send_until_received(self, message: Callable[[], Awaitable[None]]) -> None:
-        """Sends again, a number of times, while it fails."""
+        """Sends a message again while it fails, a limited number of times."""
         self._run(self._send_again(message))
 
     async def stop(self) -> None:
-        """Returns when all calls have ended; none is tried again."""
+        """Returns when all calls have ended, without further attempts."""
         self._stopping.set()
-        while self._tasks:  # one may be followed by another
+        while self._tasks:  # an ending call may start another
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _send_again(self, message: Callable[[], Awaitable[None]]) -> None:
@@ -65,8 +64,11 @@ class SideCalls:
 
 
 class SenderLine:
-    """One hand-off's sender, as its receiver reaches it. `link`: how its blocks come, once it was
-    greeted."""
+    """The sender of one hand-off.
+
+    Attributes:
+        link: Connection to the sender, set after its hello.
+    """
 
     def __init__(
         self, peer: PeerPort, source: HandoffSource, attempt: int, calls: SideCalls
@@ -81,25 +83,25 @@ class SenderLine:
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name in errors."""
         return f"hand-off {self.source.handoff_id}"
 
     def offers(self) -> AsyncIterator[PeerMessage]:
         return self.peer.offers(self.source.handoff_id, self._attempt)
 
     def acknowledge(self, offer_id: int) -> None:
-        """The sender frees the block. One message is under way at a time; what comes meanwhile goes
-        together with the next."""
+        """Acknowledges a block. One message is in flight at a time; later acknowledgements are sent
+        together in the next one."""
         self._unsent.append(offer_id)
         self._send_next()
 
     def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
-        """Once more, at the end: a running sequence waits for this, and a hand-off that had nothing
-        to offer."""
+        """Repeats all acknowledgements at the end: a migrated sequence waits for them, and so does
+        a hand-off without offers."""
         self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
 
     async def heartbeat(self) -> None:
-        """The sender's lease goes on. Raises when it does not answer."""
+        """Renews the sender's lease. Raises if the sender does not answer."""
         await self.peer.acknowledge(self.source.handoff_id, ())
         if self._unsent:
             self._send_next()

@@ -1,10 +1,8 @@
-"""The spans of one reservation on their way to the caller of `generate`: a queue, bounded by the
-tokens asked for.
+"""The spans of one reservation on their way to the caller of `generate`.
 
-A slow reader stops no one: its spans pile up here, never more than max_tokens of each child. The
-stream ends when every child has ended, or with the error that ended them. The worker's sweep ends a
-group whose deadline has passed, so `next` needs no timer of its own: a timer for each token would
-cost more than the token."""
+The queue is bounded by the requested tokens, so a slow reader blocks nothing. The stream ends when
+every child has ended, or with the error that ended them. The worker's sweep ends expired groups, so
+`next` needs no timer: a timer for each token would cost more than the token."""
 
 import asyncio
 
@@ -19,9 +17,14 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
 
 class SpanStream:
-    """`taken`: its caller has come; until `lease_until` it may. `kv_bytes_moved`,
-    `exposed_seconds` and `prompt_logprobs` (of the prompt's parts) go with the next span. `moves`:
-    how often it was offered to other workers. `began_at`: when its KV began to come."""
+    """The queue of one reservation.
+
+    Attributes:
+        taken: Whether its caller has connected; it may until `lease_until`.
+        kv_bytes_moved, exposed_seconds, prompt_logprobs: Sent with the next span.
+        moves: How often it was offered to other workers.
+        began_at: When its KV began to arrive.
+    """
 
     def __init__(self, group: SequenceGroup) -> None:
         self.attempt = group.attempt
@@ -37,7 +40,7 @@ class SpanStream:
         self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
     def put(self, progress: ChildProgress) -> None:
-        """Turns the scheduler's news into a span."""
+        """Converts progress of a child to a span."""
         if progress.child not in self._open:
             return
         end = _end_of(progress)
@@ -64,7 +67,7 @@ class SpanStream:
                 self._spans.put_nowait(None)
 
     def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
-        """News of the whole reservation."""
+        """Adds a message about the whole reservation."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:
@@ -72,7 +75,7 @@ class SpanStream:
         self._spans.put_nowait(error)
 
     async def next(self) -> Span | None:
-        """The next span, None at the end. Raises what ended the children."""
+        """Returns the next span, or None at the end. Raises the error that ended the children."""
         item = await self._spans.get()
         if isinstance(item, JdisaggError):
             raise item

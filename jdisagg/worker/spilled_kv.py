@@ -1,15 +1,13 @@
-"""KV of preempted sequences in host memory, and their way back into pages.
+"""Swaps the KV of preempted and suspended sequences out to host memory and back in.
 
-`scheduler/spills.py` decides who goes there and who comes back; here are the commands and what
-became of them. The copies take their place in the mesh's order when the pages are taken, so before
-anything is written there: the last positions at once, so that pages are free, the others batch by
-batch, while their pages are held. A sequence goes on from the last token that was read back, and
-what its steps in flight still yield is dropped, for it will be chosen again, and alike. What comes
-back is summed in its pages and compared with the sum from when it left.
+`scheduler/spills.py` decides which sequences are swapped; this module issues the commands. The
+copies take their place in the mesh's order when the pages are taken. The last positions go first,
+so that their pages are free at once; the others follow batch by batch while their pages are held. A
+sequence continues from the last token that was read back, and results of steps in flight are
+dropped. Checksums are compared when the KV is back in pages.
 
-Where that differs, or a copy is lost, or no page was free for so long, the sequence ends here as
-preempted, and is computed anew on another attempt, as all are that were never spilled. So host
-memory costs time at most, never a token."""
+If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
+preempted and is recomputed by another attempt. So swapping costs time and never a token."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,8 +31,12 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class SpilledKv:
-    """Of one mesh that decodes. `changed` is called when something that others may wait for has.
-    `most_seconds`: for which a sequence waits for pages."""
+    """The swapped-out sequences of one decode mesh.
+
+    Args:
+        changed: Called when something changed that others may wait for.
+        most_seconds: How long a sequence may wait for pages.
+    """
 
     def __init__(
         self,
@@ -66,11 +68,11 @@ class SpilledKv:
 
     @property
     def quiet(self) -> bool:
-        """Nothing is on its way."""
+        """Whether no copy is in flight."""
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """What lies here; nothing where nothing ever does."""
+        """Returns the fill level of host memory; nothing if the tier is off."""
         spills = self.spills
         if not spills.room_bytes:
             return ()
@@ -83,7 +85,7 @@ class SpilledKv:
     # ---- suspended requests
 
     def suspend(self, group: SequenceGroup, until: float | None) -> None:
-        """Nothing of a group runs, and what it leaves here is kept till then; None: it goes on."""
+        """Suspends a group and keeps its KV until an instant, or resumes it (None)."""
         group.suspended_until = until
         if until is None:
             self._suspended.pop(group.key, None)
@@ -95,8 +97,8 @@ class SpilledKv:
                 spill.until = until
 
     def rest(self) -> None:
-        """Sequences of suspended requests let go of what they hold, once all their KV is here. Of
-        several some wait until others are out; those for which there is no room end."""
+        """Swaps out the sequences of suspended requests once all their KV has arrived. Some wait
+        for others' copies; those without room end."""
         for key, group in list(self._suspended.items()):
             if key not in self._state.groups:
                 del self._suspended[key]
@@ -108,7 +110,7 @@ class SpilledKv:
                     self._state.end_child(child, preempted=True, counted=False)
 
     def end_suspended(self) -> None:
-        """Suspended requests end here as preempted: if they go on, then elsewhere."""
+        """Ends suspended requests as preempted, so that they resume elsewhere."""
         for group in list(self._suspended.values()):
             for child in group.alive:
                 self._state.end_child(child, preempted=True, counted=False)
@@ -117,8 +119,7 @@ class SpilledKv:
     # ---- out
 
     def take(self, child: Sequence) -> bool:
-        """A sequence lets its slot and its pages go, for its KV will be in host memory. False: it
-        is better computed anew, and nothing has changed."""
+        """Swaps a sequence out. Returns False, without any change, if recomputing is better."""
         cause = self.spills.refusal(child) if self._loop.failure is None else "off"
         if not cause:
             spill = self._new_spill(child)
@@ -163,14 +164,14 @@ class SpilledKv:
         return [self._pieces.copy_out(piece.offer, pages) for piece in spill.batches[number]]
 
     def _pages_before(self, spill: Spill, number: int) -> int:
-        """How many of the sequence's pages lie before a batch, which goes out after it."""
+        """Returns how many pages of the sequence lie before a batch."""
         return spill.batches[number][0].offer.start // self._mesh.page_size
 
     async def _write(
         self, spill: Spill, copies: "list[asyncio.Future[StepResult]]", pages: tuple[int, ...]
     ) -> None:
-        """One batch after the other, so that little lies beside the pages; behind each, pages are
-        free."""
+        """Copies batch after batch, so that few tokens are staged at a time. Pages become free
+        after each."""
         for number, batch in enumerate(spill.batches):
             try:
                 if number:
@@ -179,7 +180,7 @@ class SpilledKv:
                     self._changed()
                 results = await asyncio.gather(*copies)
             except JdisaggError:
-                return  # the mesh is broken, and all that ran on it has ended
+                return  # the mesh failed, and all its sequences have ended
             sums = [one.checksum.checksum for one in results if isinstance(one, ExtractResult)]
             summed = [replace(one, checksum=sum_) for one, sum_ in zip(batch, sums, strict=True)]
             spill.batches[number] = tuple(summed)
@@ -190,7 +191,7 @@ class SpilledKv:
         self._changed()
 
     def _let_go(self, spill: Spill, pages: int) -> None:
-        """Of the pages that are held for what is to go out, all but the first ones."""
+        """Releases all but the first `pages` pages held for copies."""
         ledger, before = self._state.ledgers[spill.rank], spill.guest
         if before:
             spill.guest = self._state.residency.guest() if pages else 0
@@ -201,8 +202,8 @@ class SpilledKv:
     # ---- back
 
     def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
-        """A sequence has pages again, the first of which hold its first `cached_tokens` positions
-        already."""
+        """Swaps a sequence in: it has pages again, and the first `cached_tokens` positions are in
+        them already."""
         returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
         self._moving[spill.child.key] = returning
 
@@ -213,7 +214,7 @@ class SpilledKv:
                 missing = [piece for piece in batch if piece.offer.start >= cached_tokens]
                 intact = intact and await self._pieces.bring_back(missing, child.rank, pages)
         except JdisaggError:
-            return  # as above
+            return  # see above
         del self._moving[child.key]
         if intact:
             tokens = spill.tokens - cached_tokens
@@ -230,8 +231,8 @@ class SpilledKv:
     # ---- gone
 
     def settle(self) -> None:
-        """What ended sequences left there is gone, and what of it was on its way back goes nowhere.
-        Before anything is written to pages that they had."""
+        """Drops the KV of ended sequences and cancels its copies. Called before others write to
+        their pages."""
         for spill in self.spills.ended() if len(self.spills) else ():
             if task := self._moving.pop(spill.child.key, None):
                 task.cancel()
@@ -239,8 +240,7 @@ class SpilledKv:
             self._pieces.release(spill.offer_ids)
 
     def sweep(self, now: float) -> None:
-        """Those for which no page was free for so long may have more luck elsewhere; those that are
-        suspended for longer than they are kept are computed anew if they go on."""
+        """Ends sequences that waited too long for pages, and suspended ones whose time is over."""
         for spill in self.spills:
             if spill.child.stage is Stage.SPILLED and spill.until < now:
                 late = spill.child.group.suspended_until is None
