@@ -1,2 +1,1 @@
-"""Brain 2: what one worker does next, decided by pure state machines; time and randomness are
-arguments."""
+"""Decides what one worker does next, in pure state machines. Time and randomness are arguments."""

@@ -1,18 +1,18 @@
-"""What a mesh still has to compute of the prompts that it took: two sums, kept up to date so that
-telling them costs nothing.
+"""The prefill work that a mesh has accepted and not computed yet, as two sums kept up to date.
 
-`tokens` are positions not computed yet; `pairs` the pairs of positions that these attend to, each
-token with itself and all before it (what attention costs; a sliding window is the reader's affair).
-Knows keys and sizes alone. Invariant: both sums are zero when nothing is left."""
+`tokens` counts uncomputed positions. `pairs` counts the pairs of each of them with itself and all
+earlier positions, which is what attention costs (sliding windows are not considered). Invariant:
+both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:
-    """Pairs of positions [start, end) with themselves and all before them."""
+    """Returns the number of pairs of positions [start, end) with themselves and all earlier
+    ones."""
     return (end - start) * start + (end - start) * (end - start + 1) / 2
 
 
 class Backlog:
-    """Prompts by key, each computed from its beginning on."""
+    """The uncomputed parts of prompts, by key. Each is computed from its start on."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -20,14 +20,14 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0) -> None:
-        """A prompt of `tokens`, of which the first `cached_tokens` need not be computed, in place
-        of what was said of it before."""
+        """Adds or replaces a prompt of `tokens`, the first `cached_tokens` of which need no
+        computing."""
         self.forget(key)
         self._prompts[key] = (cached_tokens, tokens)
         self._count(cached_tokens, tokens, 1)
 
     def computed(self, key: int, tokens: int) -> None:
-        """So many more of its tokens are done. What is not known (any more) is passed over."""
+        """Subtracts computed tokens. Ignores unknown prompts."""
         known = self._prompts.get(key)
         if known is None:
             return
@@ -40,7 +40,7 @@ class Backlog:
             self._prompts[key] = (until, end)
 
     def forget(self, key: int) -> None:
-        """Whatever is left of it will not be computed. Idempotent."""
+        """Drops what is left of a prompt. Idempotent."""
         known = self._prompts.pop(key, None)
         if known is not None:
             self._count(*known, -1)

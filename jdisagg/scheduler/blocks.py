@@ -1,15 +1,14 @@
-"""How a row's KV is cut into blocks to offer, by tokens and by layers: few shapes, so that few
+"""Cuts a row's KV into blocks to offer, by tokens and by layers, with few shapes and thus few
 programs.
 
-A block's length is a power-of-two multiple of the granule; a row is cut from large to small, and
-only the last block is padded, to the next multiple of the granule. A row starts at a multiple of
-the granule in its chunk, so padding never reaches into the next row. Where the number of blocks
-costs more than padding, the last row of a chunk may instead leave as one block for each band, which
-reaches into what nobody computes.
+A block has a power-of-two multiple of the granule as its length. A row is cut from large to small,
+and only its last block is padded, to the next multiple of the granule. A row starts at a multiple
+of the granule in its chunk, so padding never reaches the next row. Where several blocks cost more
+than padding, the last row of a chunk leaves as one padded block per band.
 
-A band is a run of consecutive layer groups whose KV leaves as one block. Layer groups are cut for
-long prompts: the block of one is on its way while the next computes. Of a short prompt each would
-be so small that the host's work for a block outweighs its bytes. Pure."""
+A band is a run of consecutive layer groups that share a block. For long prompts each group has its
+own block, which is sent while the next group computes. For short prompts the host's work per block
+would outweigh its bytes. Pure."""
 
 import functools
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from collections.abc import Iterator
 def split_blocks(
     tokens: int, granule_tokens: int, whole: bool = False
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the row, block_tokens, valid_tokens), largest block first; one block of all
-    where `whole` (any length will do)."""
+    """Yields (offset in the row, block_tokens, valid_tokens), largest block first. With `whole`,
+    where any length is possible, yields one block."""
     if whole and tokens:
         yield 0, padded(tokens, granule_tokens), tokens
         return
@@ -34,18 +33,18 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """The length of one block for all: the next power-of-two multiple of the granule."""
+    """Returns the length of a single block: the next power-of-two multiple of the granule."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
 def padded(tokens: int, granule_tokens: int) -> int:
-    """Room that `tokens` take in a chunk."""
+    """Returns the room that `tokens` take in a chunk."""
     return -(-tokens // granule_tokens) * granule_tokens
 
 
 def even_runs(count: int, runs: int) -> tuple[range, ...]:
-    """`runs` consecutive ranges (fewer where there are fewer items) that cover `count` items, as
-    even as can be, the larger ones first."""
+    """Splits `count` items into at most `runs` consecutive ranges of nearly equal length, larger
+    ones first."""
     runs = min(runs, count)
     size, larger = divmod(count, runs)
     starts = [index * size + min(index, larger) for index in range(runs + 1)]
@@ -53,9 +52,9 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
 
 
 def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple[range, ...]:
-    """`groups` consecutive ranges of `layers` layers, each with as many as can be that keep
-    something of each position (`positioned`), and so one at least: a block of none is not
-    offered."""
+    """Splits `layers` layers into at most `groups` consecutive ranges. Each has nearly the same
+    number of layers that keep something per position (`positioned`), and at least one, because an
+    empty block is not offered."""
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
     return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
@@ -63,8 +62,8 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
 
 @functools.lru_cache(maxsize=1024)
 def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
-    """The layer groups of each block, where all `groups` together have `nbytes`: a power of two of
-    blocks of `least_bytes` or more, or one for each group. `least_bytes` 0: always one for each
-    group."""
+    """Returns the layer groups of each block. `nbytes` of all groups are cut into a power-of-two
+    number of blocks of at least `least_bytes`, or one per group. With `least_bytes` 0 it is always
+    one per group."""
     blocks = nbytes // least_bytes if least_bytes else groups
     return even_runs(groups, groups if blocks >= groups else 1 << max(0, blocks.bit_length() - 1))

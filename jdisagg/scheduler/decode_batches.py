@@ -1,16 +1,16 @@
-"""Continuous batching on one decode mesh: which sequences step next, with which pages, and what the
-read-back means. Pure.
+"""Continuous batching on one decode mesh: which sequences step next, with which pages, and how
+results are applied. Pure.
 
-The loop runs ahead: step n + 1 is planned before the tokens of n are read. So a plan counts with
-`issued_position` (where each slot will be), and `apply` with what was read; the device knows no
-stop ids, so tokens behind a stop are overrun and dropped here. Under a grammar a step may bring
-more tokens than the one that was counted with (a forced run), or none, since the step before
-came to the limit; what was read back puts `issued_position` right.
+The loop runs ahead: step n + 1 is planned before the tokens of step n are read. A plan therefore
+uses `issued_position` (where each slot will be), and `apply` uses what was read. The device does
+not know stop ids, so tokens behind a stop are dropped here. Under a grammar, a step may return more
+tokens than the one that was planned (a forced run), or none because the step before reached the
+limit. Reading results corrects `issued_position`.
 
-Order of a plan: running sequences first get the pages they need (oldest first; when none is free
-the youngest holder of the rank is preempted), then ready ones take free slots. Several steps go
-into one dispatch only when nothing waits. On a mesh that can be interrupted a dispatch is a span:
-as many steps as all its sequences have room for; it comes back with fewer when it was cut.
+Order of a plan: running sequences first get the pages they need, oldest first. If none is free, the
+youngest page holder of the rank is preempted. Then ready sequences take free slots. A dispatch has
+several steps only if nothing else waits. On an interruptible mesh a dispatch is a span: as many
+steps as all its sequences have room for. An interrupted span returns fewer.
 
 Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its
 pages; tokens of a child are accepted once, in order."""
@@ -34,14 +34,19 @@ from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 
-# what was planned for one row of a step: whose it is and how many tokens must come back
+# a planned row of a step: its sequence, and how many tokens must come back
 _Issued = tuple[Sequence, int]
 
 
 class DecodeBatches:
-    """Plans decode steps over a `DecodeState` and applies their results. `steps_per_dispatch`: at
-    most; `stream_tokens`: so many new tokens of a sequence are told together (its first at once,
-    its last with its end). `spans`: the mesh can be interrupted."""
+    """Plans decode steps over a `DecodeState` and applies their results.
+
+    Args:
+        steps_per_dispatch: Largest number of steps in a dispatch.
+        stream_tokens: New tokens of a sequence that are reported together. Its first token and its
+            end are reported at once.
+        spans: The mesh can be interrupted.
+    """
 
     def __init__(
         self,
@@ -57,16 +62,15 @@ class DecodeBatches:
         self._stream_tokens = stream_tokens
         self._spans = spans
         self._issued: dict[int, list[list[_Issued]]] = {}
-        self.forced_tokens = 0  # that came without a step of their own
+        self.forced_tokens = 0  # tokens that came without a step of their own
 
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
     ) -> CopyPages | None:
-        """All KV of the group is in its pages and its first tokens are known: its children may run,
-        atomically.
+        """Lets the children of a group run: all KV is in pages and the first tokens are known.
 
-        Returns the copies of the shared last page to issue before any step of theirs. Children that
-        the first token already ends are ended here."""
+        Returns the copies of the shared last page, to be issued before any step of theirs. Children
+        that end with their first token are ended here."""
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         tokens = {first.child: first for first in firsts}
         keys = {
@@ -83,16 +87,15 @@ class DecodeBatches:
         return CopyPages(step, copies, states) if copies or states else None
 
     def _state_copies(self, group: SequenceGroup) -> tuple[tuple[int, int, int], ...]:
-        """From the slot that the group's state came to, to those of its other children."""
+        """Returns copies of the group's state slot to the slots of its other children."""
         rank, states = group.rank, self._state.states
         source = states.slot(rank, group.key)
         own = [states.slot(rank, child.key) for child in group.alive]
         return tuple([(rank, source, slot) for slot in own if slot != source])
 
     def take_over(self, group: SequenceGroup, generated: tuple[int, ...], deadline: float) -> bool:
-        """The group's only child has come from another worker with all its KV and these tokens: it
-        goes on from there. False when it is not the one that was expected, or there is no page for
-        its next step."""
+        """Continues a migrated sequence, the group's only child, behind these tokens. Returns False
+        if another child was expected or no page is free for its next step."""
         (child,) = group.children
         position = group.prompt_tokens + len(generated) - 1
         ours = tuple(child.generated)
@@ -114,7 +117,7 @@ class DecodeBatches:
         return True
 
     def runnable(self) -> bool:
-        """Whether a plan would hold any step."""
+        """Whether a plan would contain a step."""
         running = (child for rank in self._state.running for child in rank)
         return (
             any(child.issued_position < child.limit and not child.frozen for child in running)
@@ -122,8 +125,8 @@ class DecodeBatches:
         )
 
     def interrupting(self) -> bool:
-        """Whether a span under way keeps something waiting: a sequence that could take a slot, or
-        one that is to stand still."""
+        """Whether a running span delays a sequence that could take a slot or one that must be
+        frozen."""
         for child in self._state.ready:
             if not child.frozen and None in self._state.slots[child.rank]:
                 return True
@@ -134,8 +137,8 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
-        """The next dispatch, or None. `quiet`: nothing waits beside it, so that several steps may
-        run at once."""
+        """Returns the next dispatch, or None. With `quiet`, nothing else waits, so several steps
+        may run at once."""
         steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
         admits = [
@@ -180,7 +183,7 @@ class DecodeBatches:
         )
 
     def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
-        """Whether any of these is shaped, any not greedy, any has a grammar."""
+        """Whether any row is shaped, any is not greedy, and any has a grammar."""
         if not self._state.shaped and not self._state.sampled and not self._state.masked:
             return False, False, False
         every = [child.group.request.sampling for rank in active for child in rank]
@@ -191,7 +194,7 @@ class DecodeBatches:
         )
 
     def _most_steps(self) -> int:
-        """As many as the sequence with the most ahead of it can use."""
+        """Returns the steps that the sequence with most left to generate can use."""
         wanted = max(
             (child.limit - child.issued_position for rank in self._state.running for child in rank),
             default=1,
@@ -199,11 +202,10 @@ class DecodeBatches:
         return max(1, min(self._steps, wanted))
 
     def apply(self, result: DecodeResult) -> list[tuple[SequenceGroup, int]]:
-        """Accepts what was read back; news goes to the state. Returns the groups for which no token
-        could be chosen, for the caller to end, and what came instead: BROKEN_TOKEN or
-        STUCK_TOKEN."""
+        """Accepts what was read back and reports progress to the state. Returns the groups for
+        which no token could be chosen, with BROKEN_TOKEN or STUCK_TOKEN; the caller ends them."""
         broken: list[tuple[SequenceGroup, int]] = []
-        # rows may share their tokens: a span's are looked at once
+        # rows of a span may share their tokens, which are converted once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
         count, bad, running = 0, False, Stage.RUNNING
@@ -242,7 +244,7 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """What its steps in flight yield is dropped, also where it runs again by then."""
+        """Drops results of a sequence's steps in flight, even if it runs again by then."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
@@ -267,8 +269,8 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Oldest first, and the victim is the youngest: who has grown in this plan is not preempted
-        in it."""
+        """Grows oldest first. The victim is the youngest, so a sequence that grew in this plan is
+        not preempted in it."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -287,7 +289,7 @@ class DecodeBatches:
         return grows
 
     def _grow(self, child: Sequence) -> bool:
-        """Extends by a growth step, or by what there is; preempts only when the child could not
+        """Extends a child by a growth step or by what is free. Preempts only if the child could not
         make a single step."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
         held = ledger.count(child.key)

@@ -1,10 +1,10 @@
-"""What a decode worker holds: page ledgers and slots per dp rank, the groups that own them, and the
-news for listeners.
+"""What a decode worker holds: page ledgers and slots per data-parallel rank, the groups that own
+them, and progress to report.
 
-The two deciders (`reservations.py`: who gets pages; `decode_batches.py`: what runs next) share this
-one state. Here live the moves that both need: ending a child, ending a group, and preemption. A
-freed page or slot may be given at once to commands issued from now on: commands run in order, so a
-token that the device writes too much is written before any later use.
+`reservations.py` (who gets pages) and `decode_batches.py` (what runs next) share this state. It
+implements the moves that both need: ending a child, ending a group, and preemption. A freed page or
+slot may be given at once to commands issued later: commands run in order, so a surplus token that
+the device writes is written before any later use.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
 group without living children holds nothing; after all groups ended every ledger is full."""
@@ -23,8 +23,14 @@ from jdisagg.scheduler.state_slots import StateSlots
 
 
 class DecodeState:
-    """Ledgers, slots and groups of one mesh. `news` fills up until the worker takes it. `names`: of
-    blocks that stay when their sequences end; None: none do."""
+    """The ledgers, slots and groups of one mesh.
+
+    Args:
+        names: Naming of blocks that stay cached when their sequences end; None disables the cache.
+
+    Attributes:
+        news: Progress that the worker has not taken yet.
+    """
 
     def __init__(self, limits: MeshLimits, names: BlockNames | None = None) -> None:
         self.limits = limits
@@ -35,20 +41,20 @@ class DecodeState:
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
         self.groups: dict[int, SequenceGroup] = {}
-        self.ready: list[Sequence] = []  # READY ones, oldest first
-        # RUNNING ones, by slot
+        self.ready: list[Sequence] = []  # READY, oldest first
+        # RUNNING, by slot
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
-        # running ones whose logits are shaped, that are not greedy, that have a grammar
+        # running sequences with shaped logits, with sampling that is not greedy, with a grammar
         self.shaped = self.sampled = self.masked = 0
         self.living = [0] * limits.ranks  # children that have not ended
-        # keys of those that will need more pages than they have
+        # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._named: dict[Identity, list[SequenceGroup]] = {}
         self.news: list[ChildProgress] = []
         self.preemptions = 0
-        # whoever holds pages of a rank, and is no sequence, lets some go; False: nobody does
+        # makes a holder of pages of a rank that is no sequence release some; False if there is none
         self.give_way: Callable[[int], bool] = lambda rank: False
-        # sets a sequence aside whose pages are needed; False: it is better computed anew
+        # swaps out a sequence whose pages are needed; False if recomputing is better
         self.spill: Callable[[Sequence], bool] = lambda child: False
         self._last_key = 0
 
@@ -64,25 +70,26 @@ class DecodeState:
         self._named.setdefault(group.request.identity, []).append(group)
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """All reservations of one stream: attempts, and children that went apart."""
+        """Returns all reservations of one stream: attempts, and children on different groups."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """The receiving side's hand-off moves on, to a state that it leaves by `deadline`."""
+        """Applies an event to the receiving side of a hand-off. The new state must be left by
+        `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
-        """Groups that stayed in a state of their hand-off beyond its deadline."""
+        """Returns groups whose hand-off exceeded the deadline of its state."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
 
     def become_ready(self, child: Sequence) -> None:
-        """All its KV is here."""
+        """Marks a child as READY: all its KV is here."""
         child.stage = Stage.READY
         bisect.insort(self.ready, child, key=_age)
 
     def take_slot(self, child: Sequence, slot: int) -> None:
-        """A READY one runs from now on."""
+        """Gives a READY child a slot."""
         self.ready.remove(child)
         self.slots[child.rank][slot] = child
         child.slot, child.stage = slot, Stage.RUNNING
@@ -96,14 +103,14 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """What a living child holds has changed."""
+        """Updates bookkeeping after the pages of a living child changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """By rank, the sum of the living children's known tokens."""
+        """Returns, by rank, the sum of the living children's known tokens."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -113,7 +120,7 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """By rank, the pages of sequences whose KV has not all come."""
+        """Returns, by rank, the pages of sequences whose KV has not all arrived."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -126,8 +133,8 @@ class DecodeState:
         return news
 
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
-        """The pages that KV for positions [0, tokens) of the group is written to. One that moved
-        here may have grown beyond what was reserved; None when there are no pages for that."""
+        """Returns the pages for positions [0, tokens) of a group. A migrated group may have grown
+        beyond its reservation; returns None if no pages are free for that."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
@@ -147,8 +154,12 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Frees the child's slot and pages and tells why, together with its untold tokens.
-        `counted`: its pages were taken now, if they were. Idempotent."""
+        """Frees a child's slot and pages, and reports the reason with its unreported tokens.
+        Idempotent.
+
+        Args:
+            counted: Count a preemption, because its pages are being taken now.
+        """
         if child.stage is Stage.ENDED:
             return
         if child.stage is not Stage.SPILLED:
@@ -173,21 +184,20 @@ class DecodeState:
             self._forget(child.group)
 
     def set_aside(self, child: Sequence) -> None:
-        """Takes the slot and the pages of a child that lives on: what lies in its pages is read
-        before it is written over. What was not told yet is."""
+        """Takes the slot and pages of a child that is swapped out. Its pages are read before they
+        are overwritten. Reports its unreported tokens."""
         self._vacate(child)
         child.stage = Stage.SPILLED
         self.preemptions += child.group.suspended_until is None
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """One that was set aside has pages again, on this rank, and waits for its KV."""
+        """Notes that a swapped-out child has pages again, on this rank, and waits for its KV."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.living[rank] += 1
         self.note_pages(child)
 
     def _vacate(self, child: Sequence) -> None:
-        """Frees the child's slot and pages."""
         chain = self.chain_to_keep(child)
         if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
@@ -201,8 +211,8 @@ class DecodeState:
         self.residency.let_go(child.rank, child.key, chain)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
-        """The blocks that its pages are full of: KV of the prompt and of all it generated but the
-        newest token. Steps that ran ahead wrote behind these."""
+        """Returns the blocks that fill a child's pages: KV of the prompt and of all generated
+        tokens but the newest. Steps that ran ahead wrote behind them."""
         group = child.group
         stale = group.epoch != self.residency.epoch
         waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
@@ -214,7 +224,7 @@ class DecodeState:
         return self.residency.chain(group.request, tokens[: child.position], group.chain)
 
     def untold(self, child: Sequence) -> ChildProgress:
-        """What was generated and not told yet; it counts as told from now on."""
+        """Returns generated tokens that were not reported yet, and marks them as reported."""
         first, tokens, logprobs = (
             child.told,
             tuple(child.generated[child.told :]),
@@ -229,18 +239,18 @@ class DecodeState:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
     def release_root(self, group: SequenceGroup) -> None:
-        """The children own all they need; the group itself lets go."""
+        """Releases the group's own pages; its children own all they need."""
         if group.root_held:
             group.root_held = False
             self.ledgers[group.rank].free(group.key)
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Takes the pages of guests, then the youngest holder's, on the rank until one is free.
-        False when `needy` itself was the youngest.
+        """Frees a page of the rank: from holders that are no sequences, then from the youngest
+        sequence. Returns False if `needy` itself is the youngest.
 
-        A child whose KV is still to come shares its fate with its whole group: nobody would read
-        what arrives."""
+        A child whose KV is still arriving ends with its whole group, because the incoming KV has no
+        other reader."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
             if self.give_way(needy.rank):
@@ -270,7 +280,8 @@ class DecodeState:
         same.remove(group)
         if not same:
             del self._named[group.request.identity]
-        group.children = []  # they know it, too; so nothing waits for the garbage collector
+        # breaks a reference cycle, so that nothing waits for the garbage collector
+        group.children = []
         decoding = group.handoff.state is HandoffState.DECODING
         event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT
         self.advance(group, event, group.handoff.deadline)

@@ -1,14 +1,14 @@
-"""The blocks of KV that a mesh keeps on disk: which, how many, which goes when there is no room.
+"""The KV blocks that a mesh holds on disk: which, how many, and which is evicted.
 
-A block is written at its second use, by then in host memory or in pages. Of the blocks of a
-conversation trace three quarters are used once: to write those too, now or when they are pushed
-out, would be mostly waste; and what waited for being pushed out would be lost with the process.
-Few are on their way at a time; what is wanted meanwhile waits in a bounded queue. After a write
-that failed only one block in `PROBE` is tried, until one is written.
+A block is written at its second use, when it is in host memory or pages. In conversation traces
+three quarters of all blocks are used once, so writing every block would be mostly waste. Writing on
+eviction from host memory would lose blocks when the process ends. Few writes run at a time; further
+ones wait in a bounded queue. After a failed write only one block in `PROBE` is tried, until one
+succeeds.
 
-Above capacity the least recently used goes. A block that is being read stays. What was written too
-long ago goes whether or not there is room, also while it is read. Pure. Invariants
-(each is a test of the same name in tests/scheduler/test_disk_blocks.py):
+Above capacity the least recently used block is evicted, but not while it is read. Expired blocks
+are dropped even then. Pure. Invariants (each is a test of the same name in
+tests/scheduler/test_disk_blocks.py):
 - no_more_lie_there_than_there_is_room_for
 - a_block_that_is_read_is_not_given_up
 - a_block_is_written_once
@@ -26,13 +26,19 @@ from jdisagg.scheduler.residency import Chain
 
 MOST_SAVING = 8
 MOST_WANTED = 1 << 12
-FILE_EXTRA_BYTES = 4096  # of a file, beside the block: its header, and what a file system adds
+FILE_EXTRA_BYTES = 4096  # bytes of a file beside the block: header and file-system overhead
 
 
 @dataclass(slots=True, eq=False)
 class DiskBlock:
-    """The `index`-th of its chain. `rank`: which is known to have had it in pages. `written`: it
-    lies there whole, since `written_at`. `readers`: of it now."""
+    """A block on disk or on its way there.
+
+    Attributes:
+        index: Place in its chain.
+        rank: Rank that had it in pages.
+        written: Whether it is complete, since `written_at`.
+        readers: Restores that are reading it.
+    """
 
     name: bytes
     index: int = 0
@@ -49,19 +55,19 @@ class WantedBlock:
 
 
 class DiskBlocks:
-    """At most `capacity` blocks; 0: none is kept."""
+    """The blocks on disk, at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._blocks: OrderedDict[bytes, DiskBlock] = OrderedDict()  # least recently used first
-        self._by_age: OrderedDict[bytes, DiskBlock] = OrderedDict()  # written longest ago first
+        self._by_age: OrderedDict[bytes, DiskBlock] = OrderedDict()  # oldest first
         self._wanted: OrderedDict[bytes, WantedBlock] = OrderedDict()
         self._writing = 0
         self._failing = False
         self._passed_over = 0
 
     def __len__(self) -> int:
-        """Those on their way among them."""
+        """Counts blocks on their way, too."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
@@ -85,22 +91,22 @@ class DiskBlocks:
     def found(
         self, written_at: Mapping[bytes, float]
     ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """When the blocks were written that lay there at the start, used longest ago first. Gives
-        those that stay, and those that there is no room for: the oldest."""
+        """Adds the blocks found at the start, which are given least recently used first with their
+        time of writing. Returns those that fit, and the older ones that do not."""
         new = [name for name in written_at if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
             self._blocks[name] = DiskBlock(name, written=True, written_at=written_at[name])
             self._blocks.move_to_end(name, last=False)
         for name in sorted(new[over:], key=written_at.__getitem__, reverse=True):
-            # before all that was written since
+            # older than everything written since
             self._by_age[name] = self._blocks[name]
             self._by_age.move_to_end(name, last=False)
         return tuple(new[over:]), tuple(new[:over])
 
     def use(self, rank: int, chain: Chain) -> int:
-        """A prompt begins with these blocks, which were known on a rank: those that are not here
-        are wanted. Returns for how many the queue has no room."""
+        """Notes that a prompt was served from these blocks of a rank. Queues missing ones for
+        writing. Returns how many do not fit the queue."""
         skipped = 0
         for index, name in enumerate(chain):
             if name in self._blocks or name in self._wanted:
@@ -113,8 +119,7 @@ class DiskBlocks:
         return skipped
 
     def take(self) -> tuple[DiskBlock | None, tuple[bytes, ...]]:
-        """The next block to write, on its way from now on, and those that had to go for it. None:
-        nothing is to be written now."""
+        """Returns the next block to write, or None, and the blocks evicted for it."""
         gone: list[bytes] = []
         while self._wanted and self._writing < min(MOST_SAVING, self.capacity):
             name, wanted = self._wanted.popitem(last=False)
@@ -132,7 +137,7 @@ class DiskBlocks:
         return None, tuple(gone)
 
     def written(self, block: DiskBlock, now: float) -> bool:
-        """It lies there from `now` on. False: it was given up meanwhile."""
+        """Notes that a block is complete. Returns False if it was dropped meanwhile."""
         if not self.knows(block):
             return False
         self._writing -= 1
@@ -141,7 +146,7 @@ class DiskBlocks:
         return True
 
     def expire(self, before: float) -> tuple[bytes, ...]:
-        """Those that were written before an instant are known no longer."""
+        """Drops blocks written before an instant."""
         gone: list[bytes] = []
         for name, block in self._by_age.items():
             if block.written_at >= before:
@@ -152,7 +157,8 @@ class DiskBlocks:
         return tuple(gone)
 
     def not_written(self, block: DiskBlock, failed: bool) -> bool:
-        """It does not: the disk `failed`, or there was nothing to write."""
+        """Notes that a block was not written; `failed` if the disk failed. Returns False if it was
+        dropped meanwhile."""
         if not self.knows(block):
             return False
         self._failing = self._failing or failed
@@ -168,20 +174,20 @@ class DiskBlocks:
         return block is not None and block.written
 
     def hold(self, name: bytes) -> DiskBlock:
-        """A readable block is being read from now on."""
+        """Starts reading a block, which is not evicted meanwhile."""
         block = self._blocks[name]
         block.readers += 1
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """They were read; the beginning of a chain after its end."""
+        """Ends reading blocks. The start of a chain counts as used after its end."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """It is not what it should be, or not there. Whether it was known still."""
+        """Drops a block with wrong or missing contents. Returns whether it was still here."""
         if not self.knows(block):
             return False
         self._forget(block.name)
@@ -192,7 +198,7 @@ class DiskBlocks:
         self._by_age.pop(name, None)
 
     def clear(self) -> tuple[DiskBlock, ...]:
-        """All of them are gone."""
+        """Drops all blocks and returns them."""
         gone = tuple(self._blocks.values())
         self._blocks.clear()
         self._by_age.clear()

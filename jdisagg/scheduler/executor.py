@@ -1,5 +1,5 @@
-"""The executor as a scheduler sees it: what runs step commands on a mesh, and the limits of that
-mesh."""
+"""The executor as a scheduler sees it: it runs step commands on a mesh and states the mesh's
+limits."""
 
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -14,23 +14,26 @@ from jdisagg.scheduler.blocks import bands
 
 @plain
 class MeshLimits:
-    """What a scheduler may count on from its mesh. `pages_per_rank` are usable pages (ids
-    0..pages_per_rank-1).
+    """The limits of a mesh.
 
-    `chunk_buckets` and `batch_buckets` ascend. Prompts are packed into one chunk up to
-    `pack_tokens` together; one prompt alone may fill the largest bucket. Where the two differ, only
-    whole prompts are packed. A sequence may hold at most `context_tokens` positions. Offered blocks
-    have power-of-two lengths of at least `granule_tokens`; rows of a packed chunk start at
-    multiples of it. `state_slots_per_rank`: sequences whose state a rank holds, in a model that
-    keeps some, or that have a ring.
-
-    `windows_apart`: blocks of positions are of the layers without a window alone; what those with
-    one still see of a sequence follows behind the last, apart. `ring_pages`: so many pages of the
-    layers with a window belong to each slot of state, in which a sequence's KV goes round; 0: these
-    layers lie in pages as all do.
-
-    `append_buckets` ascend: the chunks of a mesh that decodes what others prefill, and appends
-    short pieces itself; empty: it appends none. `chunk_buckets` are then the others'."""
+    Attributes:
+        pages_per_rank: Usable pages, with ids 0..pages_per_rank-1.
+        context_tokens: Largest number of positions of a sequence.
+        chunk_buckets, batch_buckets: Compiled sizes, ascending.
+        layer_groups: Groups of layers that are offered separately.
+        granule_tokens: Smallest block. Offered blocks have power-of-two lengths, and rows of a
+            packed chunk start at multiples of it.
+        pack_tokens: Most tokens of prompts packed into one chunk; a single prompt may fill the
+            largest bucket. None is the largest bucket. If it is smaller, only whole prompts are
+            packed.
+        state_slots_per_rank: Sequences with recurrent state or a ring buffer that a rank holds.
+        windows_apart: Blocks of positions hold layers without a sliding window only. What the
+            others still see of a sequence is sent separately, behind the last block.
+        ring_pages: Pages of a sliding-window ring buffer in each state slot. With 0, these layers
+            use ordinary pages.
+        append_buckets: Chunks that a decode mesh computes itself, ascending; empty if none.
+            `chunk_buckets` are then those of the prefill meshes.
+    """
 
     ranks: int
     page_size: int
@@ -44,16 +47,13 @@ class MeshLimits:
     rows_per_chunk: int
     samples_per_chunk: int
     kv_spec: KVSpec
-    pack_tokens: int | None = None  # None: the largest bucket
-    whole_blocks: bool = False  # blocks may have any length: nothing is compiled for it
-    block_bytes: int = 0  # blocks of fewer bytes carry several layer groups; 0: each carries one
-    # what a block costs beside its bytes, in tokens of KV of all layers; above it, padding is
-    # cheaper
+    pack_tokens: int | None = None  # None is the largest bucket
+    whole_blocks: bool = False  # blocks may have any length, because nothing is compiled for it
+    block_bytes: int = 0  # smaller blocks carry several layer groups; with 0 each carries one
+    # overhead of a block in tokens of KV of all layers; padding is cheaper above it
     block_cost_tokens: float = 0.0
-    stages: int = 1  # of a pipeline: so many chunks are computed at once
-    continuing_rows: int = (
-        1  # of a packed chunk, on each rank, that go on behind what lies in pages
-    )
+    stages: int = 1  # pipeline stages, each of which computes a chunk
+    continuing_rows: int = 1  # of a packed chunk and rank, behind cached positions
     state_slots_per_rank: int = 0
     windows_apart: bool = False
     ring_pages: int = 0
@@ -61,53 +61,53 @@ class MeshLimits:
 
     @property
     def computed(self) -> "MeshLimits":
-        """With the chunks that this mesh computes itself as `chunk_buckets`."""
+        """Returns limits whose `chunk_buckets` are the chunks that this mesh computes itself."""
         if not self.append_buckets:
             return self
         return replace(self, chunk_buckets=self.append_buckets, append_buckets=())
 
     @property
     def sent(self) -> KVSpec:
-        """What blocks of positions are of."""
+        """KV in blocks of positions."""
         return self.kv_spec.unwindowed if self.windows_apart else self.kv_spec
 
     @property
     def paged(self) -> KVSpec:
-        """What lies in the pages that the ledger counts."""
+        """KV in the pages that the ledger counts."""
         return self.kv_spec.unwindowed if self.ring_pages else self.kv_spec
 
     @property
     def nothing(self) -> KVSpec:
-        """Of as many layers, which keep nothing."""
+        """A spec of as many layers without KV."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """The first of the positions below `end` that a window still reaches from there on."""
+        """Returns the first position that a window reaches from position `end` on."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
-        """The pages of the layers with a window for positions [0, tokens), of which the last ones
-        hold something: those of a slot's ring, over and over."""
+        """Returns the pages of sliding-window layers for positions [0, tokens): the pages of a
+        slot's ring buffer, repeated."""
         first, size = slot * self.ring_pages, self.ring_pages
         return tuple([first + column % size for column in range(-(-tokens // self.page_size))])
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
-        """The layer groups of each block of so many tokens."""
+        """Returns the layer groups of each block of this many tokens."""
         return bands(self.layer_groups, block_tokens * self.sent.bytes_per_token, self.block_bytes)
 
     @property
     def window_groups(self) -> int:
-        """Into how many groups the layers with a window are cut where they are sent apart."""
+        """Number of groups of separately sent sliding-window layers."""
         count = len(self.kv_spec.windowed.positioned) if self.windows_apart else 0
         return min(self.layer_groups, count)
 
     def window_bands(self, block_tokens: int) -> tuple[range, ...]:
-        """As `bands`, of the layers with a window."""
+        """Like `bands`, for separately sent sliding-window layers."""
         nbytes = block_tokens * self.kv_spec.windowed.bytes_per_token
         return bands(self.window_groups, nbytes, self.block_bytes)
 
     def window_shapes(self) -> list[tuple[range, int]]:
-        """As `block_shapes`, of the blocks in which those go out."""
+        """Like `block_shapes`, for separately sent sliding-window layers."""
         if not self.windows_apart:
             return []
         longest = min(self.kv_spec.widest_window - 1, self.context_tokens)
@@ -117,8 +117,8 @@ class MeshLimits:
         return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
     def block_shapes(self) -> list[tuple[range, int]]:
-        """The layer groups and the length of every block that can be offered: powers of two from
-        the granule to the largest chunk."""
+        """Layer groups and length of every block that can be offered: powers of two from the
+        granule to the largest chunk."""
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:
@@ -129,7 +129,7 @@ class MeshLimits:
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
-    """Sizes from `smallest`, each `factor` times the one before, and `largest` itself."""
+    """Returns sizes from `smallest` on, each `factor` times the last, ending with `largest`."""
     sizes: list[int] = []
     size = smallest
     while size < largest:
@@ -139,23 +139,22 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
 
 
 def sequences_ahead(slots: int, asked: int | None) -> int:
-    """How many sequences get pages beyond the slots, so that a freed slot finds its next one ready:
-    a quarter of them, unless another number is asked for."""
+    """Returns how many sequences get pages beyond the slots, so that a freed slot finds the next
+    one ready. The default is a quarter of the slots."""
     return max(1, slots // 4) if asked is None else asked
 
 
 class Executor(Protocol):
-    """The hands of one instance: runs commands on its mesh in the order in which `run` was
-    called."""
+    """Runs commands on the mesh of one instance, in the order of the calls of `run`."""
 
     limits: MeshLimits
-    card: MeshCard  # what peers are told of this mesh
+    card: MeshCard  # description of this mesh for peers
 
     def run(self, command: StepCommand) -> Awaitable[StepResult]:
-        """Enqueues at once and returns; awaiting gives the result. Raises `UnavailableError` when
-        the mesh failed.
+        """Enqueues a command at once and returns an awaitable of its result.
 
-        Must be called on the event loop; JAX runs on the executor's own threads."""
+        Must be called on the event loop; JAX runs on the executor's own threads. Raises
+        UnavailableError if the mesh has failed."""
         ...
 
     def close(self) -> None:
@@ -165,10 +164,10 @@ class Executor(Protocol):
 
 @runtime_checkable
 class InterruptibleExecutor(Executor, Protocol):
-    """One that can end a `DecodeSteps` early, so that the scheduler may ask for many steps at once:
-    its result then holds fewer tokens."""
+    """An executor that can end a `DecodeSteps` early, so that a scheduler may plan many steps at
+    once. The result then holds fewer tokens."""
 
     def interrupt(self) -> None:
-        """Ends the `DecodeSteps` under way, if there is one, after the step where what is issued
-        now would have its turn."""
+        """Ends the running `DecodeSteps`, if any, after the step at which a command issued now
+        could run."""
         ...

@@ -1,16 +1,14 @@
-"""The hand-off of one sequence's KV from a prefill worker to a decode worker, as data: states,
-events, deadlines, sweep.
+"""The hand-off of one sequence's KV from a prefill to a decode worker, as data: states, events,
+deadlines.
 
-Both sides run the same machine: sender COMPUTING -> OFFERED -> ACKED -> FREED, receiver RESERVED ->
-RECEIVING -> COMPLETE -> DECODING -> FREED; ABORTED is reachable from every state but FREED. A
+Both sides run the same machine. Sender: COMPUTING -> OFFERED -> ACKED -> FREED. Receiver: RESERVED
+-> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is reachable from every state but FREED. A
 receiver whose source failed is ORPHANED until another takes over. Each state has a deadline on the
-local monotonic clock, which progress renews; `sweep` names those whose deadline has passed, whether
-or not there is work. Pure: knows no pages, no ports.
+local monotonic clock, which progress renews; `sweep` returns hand-offs whose deadline has passed.
+`DecodeState` advances the receiver's side, `OutgoingHandoff` the sender's. Pure.
 
-One object a side advances them: `DecodeState` the receiver's, `OutgoingHandoff` the sender's.
-
-Invariants: FREED and ABORTED are final; a move that the table does not list is our own bug
-(`HandoffStateError`)."""
+Invariants: FREED and ABORTED are final; a move that the table does not list raises
+`HandoffStateError`, a bug in our own code."""
 
 import enum
 from collections.abc import Iterable
@@ -19,7 +17,7 @@ from jdisagg.plain import plain
 
 
 class HandoffStateError(AssertionError):
-    """Our own code moved a hand-off along an edge that does not exist."""
+    """A hand-off was moved along an edge that does not exist: a bug."""
 
 
 class HandoffState(enum.Enum):
@@ -34,7 +32,7 @@ class HandoffState(enum.Enum):
     FREED = "freed"
     ABORTED = "aborted"
 
-    __hash__ = object.__hash__  # one object each: looked up at every move
+    __hash__ = object.__hash__  # one object per pair, because moves are frequent
 
     @property
     def final(self) -> bool:
@@ -74,14 +72,14 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 
 @plain
 class Handoff:
-    """One side of one hand-off: its state, and the instant by which it must have moved on."""
+    """One side of one hand-off: its state, and the deadline for leaving it."""
 
     handoff_id: int
     state: HandoffState
     deadline: float
 
     def advance(self, event: HandoffEvent, deadline: float) -> "Handoff":
-        """The state after `event`, to be left by `deadline`."""
+        """Returns the hand-off after `event`, to leave its state by `deadline`."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             raise HandoffStateError(
@@ -91,7 +89,7 @@ class Handoff:
         return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
-        """Progress within a state: blocks came or went."""
+        """Extends the deadline after progress within a state."""
         return (
             self
             if self.state.final
@@ -99,14 +97,12 @@ class Handoff:
         )
 
     def expect(self, deadline: float) -> "Handoff":
-        """Somebody came who is waited for differently: it must move on by `deadline`, sooner or
-        later than was said before."""
+        """Sets the deadline, even to an earlier one, after the other side connected."""
         return self if self.state.final else Handoff(self.handoff_id, self.state, deadline)
 
 
 def sweep(handoffs: Iterable[Handoff], now: float) -> tuple[Handoff, ...]:
-    """Those that stayed in a state beyond its deadline; their owner aborts them and frees all they
-    hold."""
+    """Returns hand-offs beyond their deadline. Their owner aborts them and frees what they hold."""
     return tuple(
         [handoff for handoff in handoffs if handoff.deadline < now and not handoff.state.final]
     )

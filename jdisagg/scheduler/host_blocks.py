@@ -1,11 +1,10 @@
-"""The blocks of KV that a mesh keeps in host memory: which, how many, which goes when there is no
-room, and whether one is worth bringing back.
+"""The KV blocks that a mesh holds in host memory: which, how many, and which are evicted.
 
-A block is written once, under a name that says all that lies in it and before it
-(`scheduler/residency.py`), in pieces that never change; it has the sum of each from the moment when
-the piece was read from its pages. Above the high watermark (all of the capacity) the least recently
-used go, until the low one is reached: so room is made for many at a time. Blocks on their way in or
-back are not given up for others.
+A block is written once, under a name that identifies its contents and everything before it
+(`scheduler/residency.py`). It consists of immutable pieces with their checksums from the time when
+they were in pages. When the memory is full, the least recently used blocks are evicted until a low
+watermark is reached, which makes room for many at a time. Blocks that are being copied are not
+evicted.
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
@@ -27,9 +26,14 @@ MOST_WRITING = 32  # blocks on their way out
 
 @plain
 class TierRoom:
-    """Bytes of host memory and of disk behind the pages of a mesh; on disk lies only what went
-    through host memory, and for `disk_ttl_seconds` (0: while there is room). `always`: what lies
-    there comes back whatever that costs."""
+    """Room of the tiers behind the pages of a mesh.
+
+    Attributes:
+        host_bytes: Bytes of host memory.
+        disk_bytes: Bytes of disk. Blocks reach it through host memory.
+        always: Restore whenever possible, without comparing prices.
+        disk_ttl_seconds: Lifetime of blocks on disk; 0 is without limit.
+    """
 
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -39,8 +43,7 @@ class TierRoom:
 
 @plain
 class HostPiece:
-    """A piece of a block, as it was offered on the rank that it came from. `checksum`: of what was
-    read from the pages."""
+    """A piece of a block, as it was offered by its rank, with the checksum of its pages."""
 
     offer: Offer
     checksum: int = 0
@@ -48,7 +51,12 @@ class HostPiece:
 
 @dataclass(slots=True, eq=False)
 class HostBlock:
-    """`written`: its pieces have arrived, with their sums. `held`: it is on its way back."""
+    """A block in host memory or on its way there.
+
+    Attributes:
+        written: Whether all pieces have arrived.
+        held: Whether it is being restored.
+    """
 
     name: bytes
     pieces: tuple[HostPiece, ...]
@@ -61,14 +69,14 @@ class HostBlock:
 
 
 class HostBlocks:
-    """At most `capacity` blocks; 0: none is kept."""
+    """The blocks in host memory, at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Those on their way in among them."""
+        """Counts blocks on their way in, too."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
@@ -92,8 +100,8 @@ class HostBlocks:
     def begin(
         self, name: bytes, pieces: tuple[HostPiece, ...]
     ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:
-        """A new block, whose pieces are on their way, and those that had to go for it. None: it is
-        here already, or there is no room and nothing may go."""
+        """Adds a block whose pieces are on their way. Returns it and the blocks evicted for it.
+        Returns None for a block that is here already or has no room."""
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return None, ()
@@ -104,19 +112,19 @@ class HostBlocks:
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """All pieces have arrived. False: it was given up meanwhile."""
+        """Notes that all pieces have arrived. Returns False if the block was dropped meanwhile."""
         if self._blocks.get(block.name) is not block:
             return False
         block.pieces, block.written = pieces, True
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """The block of this name, if it lies here whole."""
+        """Returns the block of this name if it is complete."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int) -> int:
-        """How many blocks of the chain can be brought back, from its `first` on."""
+        """Returns how many blocks of the chain can be restored, from its `first` on."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -124,28 +132,28 @@ class HostBlocks:
         return max(0, len(chain) - first)
 
     def hold(self, names: Chain) -> tuple[HostBlock, ...]:
-        """Blocks that `match` found, on their way back from now on."""
+        """Starts restoring blocks that `match` found; they are not evicted meanwhile."""
         blocks = tuple([self._blocks[name] for name in names])
         for block in blocks:
             block.held = True
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Back or not, they may go; the beginning of a chain after its end."""
+        """Ends restoring blocks. The start of a chain counts as used after its end."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: HostBlock) -> bool:
-        """It is not what it should be. Whether it was here still."""
+        """Drops a block with wrong contents. Returns whether it was still here."""
         if self._blocks.get(block.name) is not block:
             return False
         del self._blocks[block.name]
         return True
 
     def clear(self) -> tuple[HostBlock, ...]:
-        """All of them are gone."""
+        """Drops all blocks and returns them."""
         gone = tuple(self._blocks.values())
         self._blocks.clear()
         return gone

@@ -1,8 +1,8 @@
-"""What the trees of a mesh gained and lost, for routers that want to know what a worker keeps.
+"""Records which blocks a mesh gained and lost, for the indices of routers.
 
-A block counts as kept while at least one rank keeps it. Events are on record as long as there are
-few enough; whoever is further behind, or would read more of them than there are blocks, gets a
-snapshot. Knows nothing of who listens: each brings its mark (`messages/kept_blocks.py`). Pure."""
+A block counts as held while at least one rank or tier holds it. A bounded number of events is
+recorded. A reader that is further behind, or would read more events than there are blocks, gets a
+snapshot. Each reader brings its own mark (`messages/kept_blocks.py`). Pure."""
 
 from collections import deque
 from itertools import islice
@@ -10,13 +10,13 @@ from itertools import islice
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews
 
 EVENTS_ON_RECORD = 1 << 15
-MOST_EVENTS = 1 << 14  # of one message
-# of a snapshot; of more, those that came first, which every chain begins with
+MOST_EVENTS = 1 << 14  # in one message
+# in a snapshot; of more blocks the oldest are listed, which chains start with
 MOST_BLOCKS = 1 << 16
 
 
 class KeptLog:
-    """Of all ranks of one mesh."""
+    """The log of one mesh."""
 
     def __init__(self, events_on_record: int = EVENTS_ON_RECORD) -> None:
         self.epoch = 1
@@ -25,11 +25,11 @@ class KeptLog:
         self._ranks: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Blocks that are kept on one rank or more."""
+        """Counts distinct blocks."""
         return len(self._ranks)
 
     def gained(self, name: bytes) -> None:
-        """A rank keeps this block from now on."""
+        """Notes that a rank or tier holds this block from now on."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks.get(told, 0)
         self._ranks[told] = ranks + 1
@@ -37,7 +37,7 @@ class KeptLog:
             self._tell(told, True)
 
     def lost(self, name: bytes) -> None:
-        """A rank keeps it no longer."""
+        """Notes that a rank or tier no longer holds it."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks[told] - 1
         if ranks:
@@ -47,15 +47,14 @@ class KeptLog:
             self._tell(told, False)
 
     def cleared(self) -> None:
-        """No rank keeps anything: a new epoch."""
+        """Starts a new epoch in which nothing is held."""
         self.epoch += 1
         self.number = 0
         self._events.clear()
         self._ranks.clear()
 
     def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
-        """What whoever knows as much as `mark` does not know yet, or the next part of it; None:
-        nothing."""
+        """Returns the next message for a reader that knows everything up to `mark`, or None."""
         if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
             return None
         missed = self.number - mark.number

@@ -1,14 +1,12 @@
-"""The page ledger of one dp rank: who holds which page, and how often. Pure bookkeeping; knows no
-sequences, no time, no JAX.
+"""The page ledger of one data-parallel rank: which owner holds which page. Pure bookkeeping.
 
-An owner (any integer) holds an ordered list of pages. A page may have several owners: `share` lets
-one owner hold the first pages of another (n > 1 shares its prompt), `own` gives an owner a page of
-its own in place of a shared one (copy-on-write: the caller issues the copy). Leases live with
-whoever reserves (`scheduler/reservations.py`); the ledger only counts.
+An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
+an owner hold the first pages of another (n > 1 shares its prompt). `own` replaces a shared page by
+an own one (copy-on-write; the caller issues the copy).
 
-A page may be kept (`keep`): when its last owner lets go, what lies in it stays, and another owner
-may `adopt` it. Such an idle page still counts as free, for it is given away when no other is left:
-those that were let go first go first, of one owner its last pages before its first.
+A page may be kept (`keep`): when its last owner releases it, its contents stay, and another owner
+may `adopt` it. Such an idle page counts as free and is given away when no other page is left: least
+recently released first, and within an owner the last pages before the first.
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
 - every_page_is_free_or_held: free pages, idle ones among them, and held pages are disjoint and
@@ -24,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class LedgerError(AssertionError):
-    """Our own code broke the ledger's rules: freed twice, or named an owner that holds nothing."""
+    """The ledger was misused, for example by freeing an owner twice: a bug."""
 
 
 class PageLedger:
-    """Pages 0..total_pages-1 of one rank."""
+    """The pages 0..total_pages-1 of one rank."""
 
     def __init__(self, total_pages: int) -> None:
         self.total_pages = total_pages
@@ -36,12 +34,13 @@ class PageLedger:
         self._references = [0] * total_pages
         self._held: dict[int, list[int]] = {}
         self._kept: set[int] = set()
-        self._idle: OrderedDict[int, None] = OrderedDict()  # kept, without an owner; oldest first
+        # kept pages without an owner, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._given_away: Callable[[int], Iterable[int]] | None = None
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be given: those that hold nothing, and idle ones."""
+        """Pages that can be given to an owner, including idle ones."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -49,7 +48,7 @@ class PageLedger:
         return len(self._idle)
 
     def idle(self) -> Iterator[int]:
-        """Those pages, that which is given away first first."""
+        """Idle pages in the order in which they are given away."""
         return iter(self._idle)
 
     def owners(self) -> Iterator[int]:
@@ -59,14 +58,14 @@ class PageLedger:
         return self._references[page]
 
     def count(self, owner: int) -> int:
-        """How many pages `owner` holds."""
+        """Returns how many pages `owner` holds."""
         return len(self._held.get(owner) or self._holding(owner))
 
     def pages(self, owner: int) -> tuple[int, ...]:
         return tuple(self._held.get(owner) or self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Makes `owner` with `count` fresh pages; None when there are not so many."""
+        """Creates `owner` with `count` fresh pages. Returns None if fewer are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -77,7 +76,7 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Makes `owner` hold kept pages, in this order. Costs no page but idle ones."""
+        """Creates `owner` with these kept pages, in this order."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -89,8 +88,8 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` fresh pages to what `owner` holds and returns all of it; None when there
-        are not so many."""
+        """Appends `count` fresh pages to `owner` and returns all its pages. Returns None if fewer
+        are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -106,7 +105,7 @@ class PageLedger:
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
-        """Makes `new_owner` hold the first `count` pages of `owner` too. Costs no page."""
+        """Creates `new_owner` with the first `count` pages of `owner`."""
         if new_owner in self._held:
             raise LedgerError(f"owner {new_owner} holds pages already; share with a new owner")
         pages = self._holding(owner)[:count]
@@ -118,10 +117,10 @@ class PageLedger:
         return tuple(pages)
 
     def own(self, owner: int, index: int) -> tuple[int, int] | None:
-        """Makes page `index` of `owner` its own: returns (source, destination) to copy, or None
-        when it is its own already.
+        """Replaces page `index` of `owner` by an own page if it is shared. Returns (source,
+        destination) to copy, or None.
 
-        The source stays held by its other owners. The caller has made sure that a page is free."""
+        The source stays with its other owners. The caller must have checked that a page is free."""
         held = self._holding(owner)
         source = held[index]
         if self._references[source] == 1:
@@ -137,8 +136,7 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Drops `owner`; returns how many pages became free. They may be given again to commands
-        issued from now on."""
+        """Drops `owner`. Returns how many pages became free for commands issued from now on."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -156,12 +154,12 @@ class PageLedger:
     # ---- pages that stay when nobody holds them
 
     def on_given_away(self, told: Callable[[int], Iterable[int]]) -> None:
-        """`told` is called with each idle page that is given to somebody, and returns others whose
-        content is of no use without it: they are kept no longer."""
+        """Sets a callback for each idle page that is given away. It returns other pages whose
+        contents are useless without that one; they become ordinary free pages."""
         self._given_away = told
 
     def keep(self, page: int) -> None:
-        """What lies in a page that is held stays there when its owners let go."""
+        """Marks a held page, so that its contents stay when its owners release it."""
         if not self._references[page] or page in self._kept:
             raise LedgerError(f"page {page} is held by nobody or kept already")
         self._kept.add(page)
@@ -173,13 +171,13 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Those of them that are idle count as let go just now, one after the other."""
+        """Marks idle pages as released just now, in this order."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)
 
     def _take(self) -> int:
-        """A page to give; an idle one only where no other is free."""
+        """Takes a free page; an idle one only if there is no other."""
         if self._free:
             return self._free.popleft()
         page, _ = self._idle.popitem(last=False)
@@ -196,5 +194,5 @@ class PageLedger:
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages `tokens` positions fill."""
+    """Returns the number of pages that `tokens` positions need."""
     return -(-tokens // page_size)

@@ -1,12 +1,13 @@
-"""Which waiting prompts get pages on a prefill mesh, on which rank, and whose are held back. Pure.
+"""Decides which waiting prompts get pages on a prefill mesh, on which rank, and which are held
+back. Pure.
 
-Prompts are served by arrival: the oldest gets pages on the rank that would be done with it first
-and has room for all of it, and none overtakes it. A destination that does not fetch what was
-offered to it is stalled: its prompts are held back, begun or not, and those that have not begun
-give their pages back; others pass them. When the tokens offered to all destinations reach
-`STALLED_TOTAL` times what one may have, the whole mesh is held back.
+Prompts are served by arrival: the oldest gets pages on the rank that would finish it first and has
+room for all of it. No prompt overtakes another, with one exception. A destination that does not
+fetch what was offered to it is stalled: its prompts are held back, and those not begun give their
+pages back, so that others pass them. When the tokens offered to all destinations reach
+`STALLED_TOTAL` times the limit of one, the whole mesh is held back.
 
-`admit` is a function of its snapshot alone, so that a recorded one replays."""
+`admit` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
 
 from collections.abc import Mapping
 
@@ -16,8 +17,13 @@ STALLED_TOTAL = 4
 
 
 class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt as admission sees it. `pages`: what it needs, all at once. `cached_tokens`: by rank,
-    positions that need not be computed there; empty: none. `states`: slots of state it needs."""
+    """A prompt as admission sees it.
+
+    Attributes:
+        pages: Pages that it needs, all at once.
+        cached_tokens: By rank, positions that need no computing there; empty if none do.
+        states: Slots of recurrent state that it needs.
+    """
 
     key: int
     arrival: float
@@ -29,11 +35,11 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """What need not be computed of it on the rank that knows most."""
+        """Cached tokens on the rank that has most."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
-        """What there is to compute of it on a rank."""
+        """Returns the tokens to compute on a rank."""
         return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)
 
     @property
@@ -42,8 +48,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """One dp rank: its free pages, the tokens placed there that are in no chunk yet, and its free
-    slots of state."""
+    """Free pages of a rank, tokens placed there that are in no chunk yet, and free state slots."""
 
     free_pages: int
     queued_tokens: int
@@ -51,9 +56,14 @@ class RankLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdmissionSnapshot(msgspec.Struct, frozen=True):
-    """`waiting`: prompts without pages, oldest first. `unbegun`: those with pages on a rank of
-    which no chunk was issued. `offered_tokens`: by destination, offered and not fetched;
-    `most_offered_tokens`: what one destination may have of them."""
+    """The input of `admit`.
+
+    Attributes:
+        waiting: Prompts without pages, oldest first.
+        unbegun: Prompts with pages, and their rank, for which no chunk was issued.
+        offered_tokens: By destination, tokens offered and not fetched.
+        most_offered_tokens: Limit of these for one destination.
+    """
 
     waiting: tuple[QueuedPrompt, ...]
     unbegun: tuple[tuple[QueuedPrompt, int], ...]
@@ -63,9 +73,15 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """What to do, in this order: take the pages of `withdrawn` back (they wait again), give pages
-    to `placed` (key, rank), hold back what goes to `stalled`; `full`: issue nothing at all.
-    `blocked`: the oldest prompt that no rank has room for."""
+    """What to do, in this order.
+
+    Attributes:
+        withdrawn: Prompts that give their pages back and wait again.
+        placed: Prompts that get pages, and their rank.
+        stalled: Destinations whose prompts are held back.
+        full: Issue nothing at all.
+        blocked: The oldest prompt that no rank has room for.
+    """
 
     placed: tuple[tuple[int, int], ...] = ()
     withdrawn: tuple[int, ...] = ()
@@ -75,7 +91,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Why not everything goes on; empty where it does."""
+        """Why something is held back, or ""."""
         reasons = []
         if self.stalled:
             reasons.append(f"too much is offered to {', '.join(sorted(self.stalled))}")
@@ -87,7 +103,7 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 def admit(now: AdmissionSnapshot) -> Admission:
-    """Decides which prompts get pages, and which are held back."""
+    """Decides which prompts get pages and which are held back."""
     stalled, full = _stalled(now.offered_tokens, now.most_offered_tokens)
     if not now.waiting and not stalled:
         return Admission(full=full) if full else _NOTHING
@@ -127,7 +143,8 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
 def _rank_with_room(
     prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
 ) -> int | None:
-    """The one that is done with it first; of those alike, the one with the most free pages."""
+    """Returns the rank that finishes the prompt first, and among equals the one with most free
+    pages."""
     ranks = [
         rank
         for rank, free_pages in enumerate(free)

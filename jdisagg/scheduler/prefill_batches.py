@@ -1,15 +1,14 @@
-"""Packs prompts into chunks: first come (by arrival of the request), first served, on each dp rank.
+"""Packs prompts into chunks, first come first served by arrival of the request, on each rank. Pure.
 
-A chunk holds, per rank, at most one row that goes on with a long prompt, a few whose beginning is
-known already, then fresh rows, each at a multiple of the granule; its size is the smallest bucket
-that holds the fullest rank. A prompt longer than what is left of the largest bucket is cut and goes
-on in the next chunk; where prompts are cut at multiples of `cut_tokens`, one whose first part does
-not fit waits. Knows jobs and sizes, not who owns pages and not what becomes of the offers. Pure:
-ids come from the `new_id` it was given.
+A chunk holds, per rank, at most one row that continues a long prompt, a few rows that continue
+behind cached positions, then fresh rows, each at a multiple of the granule. Its size is the
+smallest bucket that holds the fullest rank. A prompt longer than the room left is cut and continues
+in the next chunk. If prompts are cut at multiples of `cut_tokens`, one whose first part does not
+fit waits.
 
-Invariants: a job's rows are issued in order without gap, from what is known of it on; a job samples
-in its last row only; a rank has at most one begun job, and one more for each that was held back in
-its midst."""
+Invariants: a job's rows are issued in order without gap, behind its cached positions; a job samples
+in its last row only; a rank has at most one begun job, and one more for each that was held back
+half-way."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,11 +22,16 @@ from jdisagg.scheduler.executor import MeshLimits
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One sequence to prefill on `rank` into `pages`, whose first `cached_tokens` positions hold
-    their KV already. `issued_tokens` of `tokens` are in commands already, or known. `offers_from`:
-    the first position (a multiple of the granule) whose KV is offered to a peer, as far as it is
-    computed here; None: none is. `state`: the slot of its state. `prompt_logprobs`: what its rows
-    ask for; nothing is known of it then."""
+    """One sequence to prefill on `rank` into `pages`.
+
+    Attributes:
+        cached_tokens: Leading positions whose KV is in the pages already.
+        issued_tokens: Leading positions that are cached or in issued commands.
+        offers_from: First position, a multiple of the granule, whose KV is offered to a peer; None
+            offers none.
+        state: Slot of its recurrent state.
+        prompt_logprobs: Log-probabilities of prompt tokens to return; nothing is cached then.
+    """
 
     sequence: int
     rank: int
@@ -54,14 +58,17 @@ class PrefillJob:
 
 
 class PrefillBatches:
-    """The prompts of one mesh that are not wholly issued yet. `cut_tokens`: positions at which they
-    may be cut; None: anywhere."""
+    """The prompts of one mesh that are not completely issued.
+
+    Args:
+        cut_tokens: Prompts may be cut at multiples of this; None cuts anywhere.
+    """
 
     def __init__(
         self, limits: MeshLimits, new_id: Callable[[], int], cut_tokens: int | None = None
     ) -> None:
         self._limits = limits
-        # a chunk that is shorter than that is cut anywhere
+        # a shorter chunk is cut anywhere
         fits = cut_tokens is not None and cut_tokens <= limits.chunk_buckets[-1]
         self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
@@ -77,8 +84,7 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job behind those that arrived before it; a begun job keeps its place at the
-        head."""
+        """Queues a job by arrival; a begun job keeps its place at the head."""
         queue = self._queues[job.rank]
         place = len(queue)
         while place and not queue[place - 1].begun and queue[place - 1].arrival > job.arrival:
@@ -86,16 +92,16 @@ class PrefillBatches:
         queue.insert(place, job)
 
     def remove(self, sequence: int) -> None:
-        """Forgets what is not issued of a sequence. Idempotent."""
+        """Drops what is not issued of a sequence. Idempotent."""
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
     def next_chunk(
         self, step: int, held: Collection[int] = (), chunk_in_flight: bool = False
     ) -> PrefillChunk | None:
-        """Takes the next chunk off the queues. None where they hold nothing but sequences that are
-        `held` back, and where a chunk is in flight and the next one would leave ranks idle: all
-        ranks would wait for the few, and prompts that come meanwhile can share it."""
+        """Returns the next chunk, or None if only `held` sequences are queued. Also returns None
+        while a chunk is in flight and the next one would leave ranks idle: all ranks would wait for
+        few rows, and later prompts can share it."""
         if chunk_in_flight and self._leaves_ranks_idle(held):
             return None
         ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]
@@ -111,8 +117,8 @@ class PrefillBatches:
         return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """The last row of its rank, with one block for each band where that costs less and there is
-        room for its padding."""
+        """Cuts the last row of its rank into one padded block per band if that is cheaper and
+        fits."""
         limits = self._limits
         if len(row.offers) < 2:
             return row
@@ -139,7 +145,7 @@ class PrefillBatches:
         while queue and len(picked) < limits.rows_per_chunk and (not picked or used < capacity):
             job = queue[0]
             if picked and (
-                job.begun  # a chunk goes on with one prompt at most
+                job.begun  # a chunk continues one prompt at most
                 or (job.cached_tokens and continuing == limits.continuing_rows)
             ):
                 break
@@ -147,7 +153,7 @@ class PrefillBatches:
             if picked and not tokens:
                 break
             if picked and tokens < job.left_tokens and capacity < largest:
-                break  # whole prompts only: this one gets a chunk of its own
+                break  # whole prompts only: this one gets its own chunk
             if tokens == job.left_tokens:
                 if samples + len(job.samples) > limits.samples_per_chunk:
                     break
@@ -162,14 +168,14 @@ class PrefillBatches:
         return self._rows(picked)
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        """How many of a job's tokens go into so much room; 0 where it may not be cut so early."""
+        """Returns how many tokens of a job fit the room; 0 if it may not be cut so early."""
         if job.left_tokens <= room_tokens or not self._cut_tokens:
             return min(job.left_tokens, room_tokens)
         end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens
         return max(0, end - job.issued_tokens)
 
     def _rows(self, picked: list[tuple[PrefillJob, int]]) -> list[PrefillRow]:
-        """One row each; those that go on behind what lies in pages come first."""
+        """Returns the rows of one rank; rows behind cached positions come first."""
         rows: list[PrefillRow] = []
         offset = 0
         for job, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):
@@ -210,7 +216,7 @@ class PrefillBatches:
             for at, block_tokens, _ in blocks
             for offer in self._bands(offset + skipped + at, block_tokens)
         ]
-        # in the order in which they are computed
+        # in the order of computation
         return sorted(offers, key=lambda offer: offer.group + offer.groups)
 
     def _bands(self, offset: int, block_tokens: int) -> list[OfferSpec]:

@@ -1,15 +1,14 @@
-"""Who gets pages on a decode worker: a bounded queue by arrival, served strictly from its head.
-Pure.
+"""Decides which requests get pages on a decode worker: a bounded queue by arrival, served from its
+head. Pure.
 
-A reservation covers the prompt, the accepted tokens and growth (the fewer of what is left and
-`growth_tokens`) of each child. Full prompt pages are shared by the children; the last, partly
-filled one is theirs alone (its copy is issued when the KV has arrived). What a rank knows of its
-beginning already it holds, and reserves the rest. Nobody overtakes the head
-of the queue, so that an old large request is never starved by small ones, and a preempted one, as
-old as it was, goes before the younger.
+A reservation covers the prompt, the accepted tokens and room to grow for each child (at most
+`growth_tokens`). Full prompt pages are shared by the children; each has its own copy of the last,
+partly filled page, which is copied when the KV has arrived. Cached blocks of a rank are adopted,
+and only the rest is reserved. No request overtakes the head of the queue, so small requests never
+starve an old large one. A preempted request keeps its age and precedes younger ones.
 
-Grants keep a page in hand for each running sequence that will still grow, and no more sequences
-than slots (and a few ahead, so that a freed slot finds its next sequence ready)."""
+Grants keep one page free for each running sequence that will still grow. They allow as many
+sequences as there are slots, and a few more, so that a freed slot finds the next one ready."""
 
 import bisect
 from collections.abc import Sequence as Sized
@@ -28,9 +27,13 @@ from jdisagg.scheduler.spills import Spill
 
 @dataclass(slots=True)
 class WaitingReservation:
-    """A reservation that waits for room. `children` are (index, accepted ids). `chain`: the blocks
-    that may be known here already. `computes`: the mesh computes what is not, one token at
-    least."""
+    """A reservation that waits for room.
+
+    Attributes:
+        children: Index and accepted token ids of each child.
+        chain: Names of blocks that may be cached here.
+        computes: This mesh computes what is not cached, at least one token.
+    """
 
     ticket: int
     request: Request
@@ -50,8 +53,12 @@ class WaitingReservation:
 
 
 class Reservations:
-    """The queue of one mesh, and the grants from its head. `ahead_sequences`: granted beyond the
-    slots; None: a quarter of them. `computes`: the mesh prefills all by itself."""
+    """The queue of one mesh, and the grants from its head.
+
+    Args:
+        ahead_sequences: Sequences granted beyond the slots; None is a quarter of the slots.
+        computes: The mesh prefills everything itself.
+    """
 
     def __init__(
         self,
@@ -70,7 +77,7 @@ class Reservations:
         return len(self._queue)
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
-        """Raises InvalidRequestError when no quiet moment will ever have room for it."""
+        """Raises InvalidRequestError for a request that even an idle mesh has no room for."""
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
         if self._state.states.on and len(children) > limits.state_slots_per_rank:
@@ -115,8 +122,12 @@ class Reservations:
         whole: bool = False,
         computes: bool = False,
     ) -> int:
-        """Queues a checked request and returns its ticket. `whole`: nothing that is known here is
-        of use to it. `computes`: what is not known is computed here."""
+        """Queues a checked request and returns its ticket.
+
+        Args:
+            whole: Use no cached blocks.
+            computes: What is not cached is computed here.
+        """
         ticket = self._state.new_key()
         known = request.prompt_token_ids + children[0][1]
         chain = () if whole else self._state.residency.chain(request, known)
@@ -133,7 +144,7 @@ class Reservations:
         self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Tickets of earlier attempts at any of these children of a request."""
+        """Returns tickets of earlier attempts at any of these children."""
         return [
             waiting.ticket
             for waiting in self._queue
@@ -145,8 +156,12 @@ class Reservations:
     def grant(
         self, lease_until: float, before: tuple[float, int] | None = None
     ) -> list[SequenceGroup]:
-        """Reserves for the head of the queue, and the next, while there is room. A group's `key` is
-        its ticket. `before`: older ones alone, by (arrival, ticket)."""
+        """Reserves from the head of the queue on while there is room. The ticket becomes the
+        group's key.
+
+        Args:
+            before: Grant only requests older than this (arrival, ticket).
+        """
         granted: list[SequenceGroup] = []
         while self.waits(before):
             waiting = self._queue[0]
@@ -158,13 +173,12 @@ class Reservations:
         return granted
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Whether any does that is older."""
+        """Whether an older request waits."""
         return bool(self._queue) and (before is None or self._queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
-        """Reserves for a sequence whose KV is in host memory, and for its growth, on any rank if it
-        is alone: its pages, and how many of its first positions are known in them. None: there is
-        no room."""
+        """Reserves for a swapped-out sequence and its growth, on any rank if it is alone. Returns
+        its pages and how many leading positions are cached in them, or None if there is no room."""
         child, state = spill.child, self._state
         size, best, most = state.limits.page_size, None, (-1, -1)
         alone = len(child.group.alive) == 1
@@ -188,15 +202,14 @@ class Reservations:
         return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
-        """Whether a rank has so many pages beside those that its sequences will grow by, and is not
-        crowded."""
+        """Whether a rank has these pages beside the growth of its sequences, and is not crowded."""
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
-        """(rank, growth tokens): the rank with room that knows most of it, unless it is much busier
-        than others; of those alike, the one with the most free pages."""
+        """Returns (rank, growth tokens). Prefers the rank that caches most, unless it is much
+        busier than others, then the one with most free pages."""
         limits, best, most = self._state.limits, None, (-1, -1)
         quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):
@@ -221,11 +234,11 @@ class Reservations:
         computes = waiting.computes
         most = waiting.known_tokens - computes
         if computes and wanted_of_prompt(waiting.request, waiting.children[0][1]) is not None:
-            return 0  # every token's logits are wanted
+            return 0  # the logits of every token are needed
         return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
-        """Fresh pages of all children together, the shared ones once."""
+        """Returns the fresh pages of all children together; shared pages count once."""
         size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.known_tokens
         shared = pages_for(known, size)

@@ -1,21 +1,20 @@
-"""KV that stays: which pages of a mesh hold which beginnings of sequences, and who may use them
-again.
+"""The prefix cache: which pages of a mesh hold which beginnings of sequences.
 
-A block is `block_tokens` positions, the least that are whole blocks of the fleet's grain and whole
-pages. It is named by a keyed chain of 32-byte hashes (`BlockNames`): the hash of its tokens under
-the name of the block before it, from a root that is the namespace. So a name says all that lies
-before its block, and blocks of two namespaces never meet. A shorter digest or one without a key
-would let a client make prompts that meet.
+A block is the smallest number of positions that is a multiple of both the fleet's block size and
+the page size. Its name is a link in a keyed chain of 32-byte hashes (`BlockNames`): the hash of its
+tokens under the name of the preceding block, starting from the namespace. So a name identifies the
+block and everything before it, and blocks of two namespaces never have the same name. With a
+shorter digest, or without a key, a client could construct collisions.
 
-`ResidencyTree` is one dp rank's: it names pages that its ledger keeps. A sequence that begins with
-known blocks adopts their pages, read-only, and computes or receives the rest. When a sequence ends
-its full blocks stay. Kept pages that nobody holds are free pages to everyone else and are given
-away when no other is left: least recently used first, and of a chain its end before its beginning
-(unless the beginning was computed twice and somebody holds the end with the other copy: what is
-left of such a chain is not found until its beginning is known again).
+`ResidencyTree` names the kept pages of one rank's ledger. A sequence that starts with cached blocks
+adopts their pages read-only and computes or receives the rest. When it ends, its full blocks stay.
+Kept pages without a holder count as free and are evicted when no other page is left: least recently
+used first, and the end of a chain before its start. There is one exception: if a start was computed
+twice and the copy's end is still held, the rest of that chain is not found until its start is
+cached again.
 
-`Residency` is a mesh's: the trees of its ranks, or none (nothing is kept). What they gain and lose
-is on record for routers (`KeptLog`). Pure: knows no arrays, clocks or random sources.
+`Residency` combines the trees of a mesh's ranks. Their changes are recorded for routers
+(`KeptLog`). Pure.
 
 Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
 - free_held_and_kept_pages_are_all_pages
@@ -41,23 +40,22 @@ from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
 NAME_BYTES = 32
 
 Chain = tuple[bytes, ...]
-# (name, index in its chain, pages): what lies there will be written over by commands issued later
+# (name, index in its chain, pages); commands issued later will overwrite the pages
 Evicted = Callable[[bytes, int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """How blocks are named, alike on all workers of a fleet.
+    """The naming of blocks, equal on all workers of a fleet.
 
     Args:
-        secret: keys all names, up to 64 bytes: who does not know it cannot tell from names what
-            was asked.
-        model: what must be equal for KV to be: the model's fingerprint and the type of its KV.
-        grain_tokens: of a block.
-        grid_tokens: prefill chunks are cut, and computing goes on behind a hit, at multiples of it
-            (None: the grain). Where it is the largest chunk, a hit runs the same programs on the
-            same rows as a miss and gives the same bits; then what decode steps computed is not
-            kept, for a prefill rounds otherwise.
+        secret: Key of all names, up to 64 bytes. Without it names reveal nothing about prompts.
+        model: Everything that must be equal for KV to be equal: model fingerprint and KV dtype.
+        grain_tokens: Block size of the fleet.
+        grid_tokens: Prefill chunks are cut, and computing continues behind a hit, at multiples of
+            this; None is the block size. With the largest chunk as its value, a hit runs the same
+            programs on the same rows as a miss and returns the same bits. KV of decode steps is
+            then not cached, because prefill rounds differently.
     """
 
     secret: bytes
@@ -67,7 +65,7 @@ class BlockNames:
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        """None where nothing stays."""
+        """Returns None if the prefix cache is off."""
         if not config.reuse:
             return None
         return cls(secret, model, config.grain_tokens, config.grid_tokens)
@@ -79,9 +77,12 @@ class BlockNames:
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """The names of the full blocks of `tokens`, a sequence of this request's, where a block is
-        `block_tokens`, a multiple of the grain. `known`: those of its first blocks, so that they
-        need not be worked out again."""
+        """Returns the names of the full blocks of `tokens`.
+
+        Args:
+            block_tokens: Tokens of a block, a multiple of the fleet's block size.
+            known: Names of the first blocks, which are not computed again.
+        """
         known = known[: len(tokens) // block_tokens]
         content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
         step, every = 4 * self.grain_tokens, block_tokens // self.grain_tokens
@@ -92,9 +93,9 @@ class BlockNames:
         return (*known, *names[every - 1 :: every])
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Of what distinguishes this model's blocks and these parts, under the secret, up to 16
-        bytes of purpose apart. Each part is told with its length, so that no two lists of parts
-        read alike."""
+        """Returns a digest of the model and these parts under the secret. `purpose` (up to 16
+        bytes) separates uses. Each part is hashed with its length, so that no two lists of parts
+        collide."""
         root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
         for part in (self.model, str(self.grain_tokens), *parts):
             text = part.encode("utf-8", "surrogatepass")
@@ -102,12 +103,12 @@ class BlockNames:
         return root.digest()
 
     def _root(self, request: Request) -> bytes:
-        """The namespace."""
+        """Returns the digest of the request's namespace."""
         return self.digest(b"jdisagg kv", request.tenant, request.cache_scope)
 
 
 class ResidencyTree:
-    """Which pages of one rank hold which blocks of `block_pages` pages each."""
+    """The cached blocks of one rank, each in `block_pages` pages."""
 
     def __init__(self, ledger: PageLedger, block_pages: int, log: KeptLog) -> None:
         self._ledger = ledger
@@ -116,39 +117,39 @@ class ResidencyTree:
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._indices: dict[bytes, int] = {}  # in their chains
         self._names: dict[int, bytes] = {}
-        self.evicted_blocks = 0  # for want of room
+        self.evicted_blocks = 0  # for lack of room
         self.on_evicted: Evicted | None = None
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
-        """Blocks known."""
+        """Counts cached blocks."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """How many blocks of the chain are known, from its first on. Counts as no use."""
+        """Returns how many leading blocks of the chain are cached. Does not count as a use."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
         return len(chain)
 
     def pages(self, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Of known blocks."""
+        """Returns the pages of cached blocks."""
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Of known blocks, the pages that some owner holds: to adopt these costs nothing."""
+        """Counts pages of cached blocks that have an owner; adopting them takes no free page."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Makes `owner` hold the pages of known blocks."""
+        """Makes `owner` hold the pages of cached blocks."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def let_go(self, owner: int, chain: Chain) -> None:
-        """`owner` holds no pages any more; its first ones are full of the blocks of `chain`, and
-        stay. Where a block is known already, the pages that it is known by do."""
+        """Releases the pages of `owner`. The first of them hold the blocks of `chain`, which stay
+        cached. A block that is cached already keeps its present pages."""
         pages, size = self._ledger.pages(owner), self._block_pages
         if len(pages) < len(chain) * size:
             raise LedgerError(
@@ -159,8 +160,8 @@ class ResidencyTree:
                 continue
             block = pages[index * size : (index + 1) * size]
             if not self._names.keys().isdisjoint(block):
-                # of two that went apart within a block, a page that both began with: the first has
-                # kept it
+                # two sequences diverged within a block and share its first page, which the first
+                # one has kept
                 break
             for page in block:
                 self._ledger.keep(page)
@@ -169,18 +170,18 @@ class ResidencyTree:
             self._indices[name] = index
             self._log.gained(name)
         self._ledger.free(owner)
-        # also those that were known, so that every block lies behind all that continue it
+        # blocks cached before, too, so that every block lies behind all that continue it
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
-        """Name, index in its chain, and whether an owner holds all of it: of each block, that which
-        is given away first first, those that are held last."""
+        """Yields name, index in the chain, and whether the block is held, in order of eviction.
+        Held blocks come last."""
         idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
             yield name, self._indices[name], name not in idle
 
     def clear(self) -> int:
-        """Forgets all blocks; returns how many there were."""
+        """Drops all blocks and returns their number."""
         blocks = len(self._blocks)
         for page in self._names:
             self._ledger.keep_no_longer(page)
@@ -192,7 +193,7 @@ class ResidencyTree:
         return blocks
 
     def _given_away(self, page: int) -> tuple[int, ...]:
-        """The ledger gave a page to somebody: its block is gone."""
+        """Drops the block of a page that the ledger gives to another owner."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.on_evicted is not None:
@@ -206,7 +207,7 @@ class ResidencyTree:
 
 
 class Residency:
-    """What stays on one mesh. `names` None: nothing does."""
+    """The prefix cache of one mesh; off if `names` is None."""
 
     def __init__(
         self, ledgers: Sequence[PageLedger], page_size: int, names: BlockNames | None = None
@@ -222,7 +223,7 @@ class Residency:
         )
         self.cut_tokens = names.cut_tokens if names else None
         self._guests = 0
-        self.epoch = 0  # counts how often it was cleared: what began before is not kept either
+        self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
 
     @property
     def on(self) -> bool:
@@ -230,95 +231,96 @@ class Residency:
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether what decode steps computed is kept too."""
+        """Whether KV computed by decode steps is cached too."""
         return self._names is not None and self._names.grid_tokens is None
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """How blocks are named here; None where nothing stays."""
+        """Naming of blocks here; None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """As `BlockNames.digest`; the same in each life of a worker whose secret is."""
+        """Like `BlockNames.digest`; stable while the secret is."""
         assert self._names is not None, "nothing stays"
         return self._names.digest(purpose, *parts)
 
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
-        """Of a block, where it is known on a rank; else none."""
+        """Returns the pages of a block on a rank, or none."""
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
 
     @property
     def kept_pages(self) -> tuple[int, ...]:
-        """By rank, pages that stay and that nobody holds."""
+        """By rank, cached pages without a holder."""
         return tuple([ledger.idle_pages for ledger in self._ledgers])
 
     @property
     def trees(self) -> Sequence[ResidencyTree]:
-        """By rank; none where nothing stays."""
+        """By rank; empty if the cache is off."""
         return self._trees
 
     @property
     def blocks(self) -> int:
-        """Known, on all ranks."""
+        """Cached blocks on all ranks."""
         return sum([len(tree) for tree in self._trees])
 
     @property
     def evicted_blocks(self) -> int:
-        """That were given away for want of room."""
+        """Blocks evicted for lack of room."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
-        """An owner of pages that is no sequence: those count upwards."""
+        """Returns a new owner that is no sequence. Those have positive keys, these negative
+        ones."""
         self._guests -= 1
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Makes `owner` hold the pages of known blocks, so that they stay until it lets go."""
+        """Makes `owner` hold the pages of cached blocks, which are not evicted meanwhile."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, told: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
-        """`told` is called with the rank, the name, the index in its chain and the pages of each
-        block that is given away for want of room, before anything is written there."""
+        """Sets a callback for each evicted block: rank, name, index in its chain and pages. It is
+        called before anything new is written there."""
         for rank, tree in enumerate(self._trees):
             tree.on_evicted = functools.partial(told, rank)
 
     def match(self, rank: int, chain: Chain) -> int:
-        """How many blocks of the chain are known on a rank, from its first on."""
+        """Returns how many leading blocks of the chain a rank caches."""
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
-        """The names of the full blocks of a sequence of this request's, which begin with those that
-        are known."""
+        """Returns the names of the full blocks of a sequence, the first of which may be known
+        already."""
         if self._names is None:
             return ()
         return self._names.chain(request, tokens, self.block_tokens, known)
 
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
-        """How many positions of a sequence are known on a rank, `most` at the most. `to_compute`:
-        computing goes on behind them, where a chunk may begin."""
+        """Returns how many leading positions a rank caches, at most `most`. With `to_compute`,
+        computing continues behind them, so they end where a chunk may begin."""
         if not chain:
             return 0
         known = min(most, self._trees[rank].match(chain) * self.block_tokens)
         return self.usable_tokens(known, to_compute)
 
     def usable_tokens(self, tokens: int, to_compute: bool) -> int:
-        """Of so many positions from the first on, those that are whole blocks, behind which
-        computing goes on if it is `to_compute`."""
+        """Rounds leading positions down to whole blocks and, with `to_compute`, to where a chunk
+        may begin."""
         multiple = math.lcm(self.block_tokens, self.cut_tokens or 1) if to_compute else 1
         return tokens // multiple * multiple // self.block_tokens * self.block_tokens
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
-        """Of the pages of the first `tokens` known positions, those that cost no free page."""
+        """Counts pages of the first `tokens` cached positions that take no free page."""
         return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(
         self, rank: int, owner: int, chain: Chain, tokens: int, pages: int
     ) -> tuple[int, ...] | None:
-        """Makes `owner` with `pages` pages, the first of which hold the first `tokens` positions of
-        the chain; None, and no change, where there are not so many."""
+        """Creates `owner` with `pages` pages, the first of which hold the first `tokens` cached
+        positions of the chain. Returns None, without any change, if too few pages are free."""
         ledger = self._ledgers[rank]
         if not tokens:
             return ledger.reserve(owner, pages)
@@ -329,16 +331,16 @@ class Residency:
         return ledger.extend(owner, pages - len(adopted))
 
     def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
-        """`owner` is done; the blocks of `chain`, with which its pages begin, stay."""
+        """Releases the pages of `owner`; the blocks of `chain`, which fill the first of them, stay
+        cached."""
         if chain:
             self._trees[rank].let_go(owner, chain)
         else:
             self._ledgers[rank].free(owner)
 
     def clear(self, rank: int | None = None) -> int:
-        """Nothing that lies here is used again, on a rank or on all; returns how many blocks were
-        forgotten. What sequences hold, they go on with; whoever keeps an `epoch` of before lets go
-        of it without a chain."""
+        """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep the
+        pages they hold, but owners of an earlier `epoch` must release them without a chain."""
         self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])

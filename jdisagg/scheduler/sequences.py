@@ -1,9 +1,8 @@
-"""What the decode scheduler knows of a request on its worker: a group (one reservation) and its
-children (the sequences).
+"""A decode worker's view of a request: a group (one reservation) and its children (sequences).
 
-Rule 9: a sequence is (request, accepted ids, KV). `generated` holds all ids so far, the accepted
-ones included; KV lies in the pages that the ledger lists under `key`. Positions count prompt and
-generated tokens. The device runs ahead of what is read back: `issued_position` is where the slot
+A sequence is the request, its accepted ids and its KV. `generated` holds all ids so far, including
+accepted ones. Its KV is in the pages that the ledger lists under `key`. Positions count prompt and
+generated tokens. The device runs ahead of what was read back: `issued_position` is where the slot
 will be after all commands in flight."""
 
 import enum
@@ -17,8 +16,8 @@ from jdisagg.scheduler.residency import Chain
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
-    """How the token after `generated` is chosen; the histories travel only where the choice depends
-    on them."""
+    """Returns how the token after `generated` is chosen. Histories are sent only if the choice
+    depends on them."""
     penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,
@@ -31,15 +30,15 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
 
 
 def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
-    """What a prefill says of the prompt's tokens (`SamplingParams.prompt_logprobs`). Who has
-    accepted tokens has that too: it comes with the first of them."""
+    """Returns which log-probabilities of the prompt a prefill must return, or None. A request with
+    accepted tokens has received them already."""
     return None if accepted else request.sampling.prompt_logprobs
 
 
 class Stage(enum.Enum):
-    """RESERVED: pages held, KV still to come. READY: all KV in place, waits for a slot. RUNNING: in
-    a slot. SPILLED: holds nothing, its KV is in host memory. RETURNING: pages held, KV on its way
-    back from there. ENDED: holds nothing."""
+    """RESERVED: holds pages, KV is still to come. READY: all KV is in place, waits for a slot.
+    RUNNING: in a slot. SPILLED: swapped out to host memory, holds nothing. RETURNING: holds pages,
+    KV is being swapped in. ENDED: holds nothing."""
 
     RESERVED = "reserved"
     READY = "ready"
@@ -51,10 +50,15 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One child of a group. `accepted` generated tokens came with the call; `limit` is the first
-    position it may never write. A `frozen` one makes no further steps for now: its last positions
-    are on their way to another worker. Of `generated`, the first `told` were told to whoever
-    listens; `held_logprobs` are those of the rest."""
+    """One child of a group.
+
+    Attributes:
+        accepted: Generated tokens that came with the call.
+        limit: First position that it may never write.
+        frozen: It makes no steps for now, because its last positions are being migrated.
+        told: Leading tokens of `generated` that were reported.
+        held_logprobs: Log-probabilities of the unreported tokens.
+    """
 
     key: int
     child: int
@@ -69,7 +73,7 @@ class Sequence:
     issued_limit: int = 0
     told: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # with fewer generated tokens than this, new ones neither end it nor are told
+    # with fewer generated tokens than this, new ones neither end it nor are reported
     uneventful: int = 0
 
     @property
@@ -78,7 +82,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Of the newest known token, whose KV is not written yet."""
+        """Position of the newest known token, whose KV is not written yet."""
         return self.group.prompt_tokens + len(self.generated) - 1
 
     @property
@@ -87,18 +91,23 @@ class Sequence:
         return (self.group.arrival, self.group.key, self.child)
 
     def sample_spec(self) -> SampleSpec:
-        """How its next token is chosen, from what is known of it now."""
+        """Returns how its next token is chosen."""
         return sample_spec(self.group.request, self.child, tuple(self.generated))
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """One reservation: children that share the prompt's pages on one rank. `key` owns the pages
-    that KV is written to until the group is ready; `copies` are the shared last pages to copy then
-    (rank, source, destination). `until`: the deadline of the call that generates from it. The first
-    `cached_tokens` positions hold their KV from the beginning; `chain` names the blocks of what was
-    known, in `epoch` of what is kept. `suspended_until`: nothing of it runs; its KV is kept in host
-    memory till then."""
+    """One reservation: children that share the prompt's pages on one rank.
+
+    Attributes:
+        key: Owner of the pages until the group is ready.
+        copies: Shared last pages to copy then: (rank, source, destination).
+        until: Deadline of the call that generates from it.
+        cached_tokens: Leading positions whose KV was cached at the start.
+        chain: Names of the blocks of known tokens, in `epoch` of the prefix cache.
+        suspended_until: Until then it is suspended and its KV is kept in host memory; None if it
+            runs.
+    """
 
     key: int
     request: Request
@@ -122,8 +131,7 @@ class SequenceGroup:
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
-        """What must be prefilled: the prompt and, for a child that comes back, its accepted
-        tokens."""
+        """Tokens to prefill: the prompt and, for a resumed child, its accepted tokens."""
         return self.request.prompt_token_ids + tuple(
             self.children[0].generated[: self.children[0].accepted]
         )
@@ -135,8 +143,8 @@ class SequenceGroup:
 
 @plain
 class ChildProgress:
-    """New tokens of one child, or why it ended or rests (`aside`), for whoever listens.
-    `first_index` counts from the first generated token."""
+    """New tokens of one child, or why it ended or was swapped out (`aside`). `first_index` counts
+    from the first generated token."""
 
     group_key: int
     child: int

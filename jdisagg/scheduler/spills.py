@@ -1,12 +1,11 @@
-"""Sequences whose pages were taken and whose KV lies in host memory: who may go there, and who is
-the next to come back. Those of suspended requests go there, too, and wait until they are wanted.
+"""Decides which sequences are swapped out to host memory when their pages are taken, and which
+returns next. Sequences of suspended requests are swapped out, too, until they are resumed.
 
-A spilled sequence lives on: it has no slot and no pages, and goes on from where it was when it has
-both again. It goes to host memory only where that is better than to be computed anew on another
-attempt: where there is room, where bringing KV back has been measured to be faster than computing
-it, and where its KV is all there is to it. State and rings of pages have run ahead with the steps
-in flight, so models that have some compute. Who is there comes back in the order of age, with the
-reservations that wait for pages (`scheduler/reservations.py`): nobody overtakes.
+A swapped-out sequence has no slot and no pages, and continues when it has both again. It is swapped
+out only if that is better than recomputing it: there is room, copying back was measured to be
+faster, and its KV is all of its state. Recurrent state and ring buffers have run ahead with the
+steps in flight, so models with those are excluded. Sequences return by age, in one order with the
+reservations that wait for pages (`scheduler/reservations.py`).
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
@@ -23,7 +22,7 @@ from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, Stage
 
-# on their way out, and as many on their way back; of each one batch at a time lies beside the pages
+# copies out at a time, and as many back; each stages one batch beside the pages
 SPILLS_AT_ONCE = 2
 
 Batch = tuple[HostPiece, ...]
@@ -32,10 +31,15 @@ Ranges = list[list[tuple[int, int]]]
 
 @dataclass(slots=True, eq=False)
 class Spill:
-    """One sequence. `batches`: of positions [0, tokens), the last ones first, as they go out;
-    `chain`: the names of its first blocks, as of `epoch` of what is kept. It waits for pages until
-    `until`. `written`: all of it has arrived, with its sums. Until then the `guest` holds the pages
-    on `rank` of what is still to go out; 0: there is none."""
+    """One swapped-out sequence.
+
+    Attributes:
+        batches: Pieces of positions [0, tokens), the last positions first, in order of copying out.
+        chain: Names of its first blocks, in `epoch` of the prefix cache.
+        until: How long it waits for pages.
+        written: Whether everything has arrived, with checksums.
+        guest: Owner of the pages that are still to be copied; 0 if there are none.
+    """
 
     child: Sequence
     rank: int
@@ -50,7 +54,7 @@ class Spill:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Smaller is older; as of waiting reservations."""
+        """Smaller is older; comparable with waiting reservations."""
         return (self.child.group.arrival, self.child.group.key)
 
     @property
@@ -59,7 +63,11 @@ class Spill:
 
 
 class Spills:
-    """Of one mesh. `room_bytes`: of host memory for them; 0: nobody goes there."""
+    """The swapped-out sequences of one mesh.
+
+    Args:
+        room_bytes: Bytes of host memory for them; 0 disables swapping.
+    """
 
     def __init__(self, limits: MeshLimits, room_bytes: int, prices: Prices) -> None:
         spec = limits.kv_spec
@@ -77,18 +85,18 @@ class Spills:
 
     @property
     def bytes(self) -> int:
-        """That they take."""
+        """Bytes in use."""
         return sum([spill.bytes for spill in self._spills.values()])
 
     def bytes_of(self, batches: list[Batch]) -> int:
-        """What these, of all layer groups, take in host memory."""
+        """Returns the bytes that batches of all layer groups take in host memory."""
         offers = [piece.offer for batch in batches for piece in batch]
         tokens = sum([offer.block_tokens for offer in offers if offer.group == 0])
         return tokens * self._token_bytes
 
     def refusal(self, child: Sequence) -> str:
-        """Why a sequence is better computed anew, if it is: "off", "early" (its KV has not all
-        come, or has not all come back), "busy" (others are on their way), "price"."""
+        """Returns why a sequence should be recomputed instead, or "". Causes: "off", "early" (its
+        KV has not all arrived), "busy" (too many copies in flight), "price"."""
         if not self.room_bytes:
             return "off"
         if child.stage not in (Stage.READY, Stage.RUNNING):
@@ -104,8 +112,8 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """The oldest of those that wait for pages, whether it is there already or still on its
-        way."""
+        """Returns the oldest sequence that waits for pages, even if it is still being copied
+        out."""
         waiting = [
             one
             for one in self._spills.values()
@@ -114,30 +122,30 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Those whose sequences have ended, which are here no longer."""
+        """Removes and returns those whose sequences have ended."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
         return tuple(gone)
 
     def waiting(self) -> int:
-        """How many wait for pages."""
+        """Counts sequences that wait for pages."""
         suspended = [one.child.group.suspended_until is not None for one in self._spills.values()]
         return len(suspended) - sum(suspended)
 
     def returning(self) -> int:
-        """How many are on their way back."""
+        """Counts sequences that are being copied back."""
         return sum([one.child.stage is Stage.RETURNING for one in self._spills.values()])
 
     def forget(self, spill: Spill) -> None:
-        """It is back."""
+        """Removes a sequence that is back in pages."""
         del self._spills[spill.child.key]
 
 
 def batch_ranges(limits: MeshLimits, named_tokens: int, block_tokens: int, tokens: int) -> Ranges:
-    """The parts [start, end) that positions [0, tokens) go out as: batch by batch, the last
-    positions first, so that whole pages are free behind each. Blocks of `block_tokens` that have a
-    name, of which the first `named_tokens` are, are parts by themselves."""
+    """Returns the ranges [start, end) in which positions [0, tokens) are copied out, batch by
+    batch. The last positions come first, so that whole pages become free after each batch. Each of
+    the blocks of `block_tokens` within the first `named_tokens` is a range of its own."""
     unit = block_tokens or math.lcm(limits.page_size, limits.granule_tokens)
     step = -(-limits.chunk_buckets[-1] // unit) * unit
     batches: Ranges = []

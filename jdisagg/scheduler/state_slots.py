@@ -1,9 +1,9 @@
-"""Who holds which slot of state on the ranks of one mesh: a sequence has one, from before its
-prefill until it ends. Of a model that keeps no state, on a mesh without rings of pages
-(`MeshLimits.ring_pages`), nobody holds any, and there is always room. Pure.
+"""The slots of recurrent state on the ranks of one mesh. Pure.
 
-Several owners may hold a slot: the group that it is written for, and the first of its children; the
-others have slots of their own, into which it is copied."""
+A sequence holds a slot from before its prefill until it ends. Models without recurrent state, on
+meshes without ring buffers (`MeshLimits.ring_pages`), use no slots and always have room. A group
+and the first of its children hold the same slot; the other children have their own, to which it is
+copied."""
 
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger
@@ -34,7 +34,7 @@ class StateSlots:
         return not self._each or self.free_slots(rank) >= sequences
 
     def take(self, rank: int, owner: int) -> None:
-        """The caller has seen that there is room."""
+        """Takes a slot for an owner. The caller must have checked that one is free."""
         if not self._each:
             return
         taken = self._ledgers[rank].reserve(owner, self._each)
@@ -49,5 +49,5 @@ class StateSlots:
             self._ledgers[rank].free(owner)
 
     def slot(self, rank: int, owner: int) -> int:
-        """Where an owner's state lies; 0 where there is none."""
+        """Returns the slot of an owner; 0 if the model has no state."""
         return self._ledgers[rank].pages(owner)[0] if self._each else 0

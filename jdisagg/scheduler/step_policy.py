@@ -1,11 +1,12 @@
-"""What a decode mesh does next: prefill, decode, wait, or end the span of steps under way. Pure.
+"""Decides what a decode mesh does next: prefill, decode, wait, or end the running span of steps.
+Pure.
 
 CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first.
-Steps are held back where they would delay sequences that are about to join: those of a chunk in
-flight in UNIFIED mode, and those whose KV is complete but for insertions that precede a step in
-flight. That step keeps the mesh busy; the new sequences join the next one.
+Steps are held back if they would delay sequences about to join: those of a chunk in flight in
+UNIFIED mode, and those whose KV lacks only insertions that precede a step in flight. That step
+keeps the mesh busy, and the new sequences join the next one.
 
-`next_step` is a function of its snapshot alone, so that a recorded one replays."""
+`next_step` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
 
 import enum
 
@@ -22,14 +23,19 @@ class Action(enum.Enum):
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """What waits for the mesh and what it is doing.
+    """What waits for the mesh, and what it is doing.
 
-    `prompts_queued`: prompts not wholly issued. `prefilled_last`: the newest command was a prefill
-    chunk. `decode_runnable`: a decode step would hold a sequence; read only where a chunk competes.
-    `interruptible`: the mesh runs spans of steps and can end them early. `span_in_flight`: it runs
-    one. `span_blocks`: a sequence waits for that span's end. `chunk_in_flight`: a prefill chunk is
-    issued and not applied. `kv_arriving`: blocks are pulled or inserted. `kv_completing`: a
-    hand-off ends with insertions issued before the newest decode step in flight."""
+    Attributes:
+        prompts_queued: Prompts that are not completely issued.
+        prefilled_last: The newest command was a prefill chunk.
+        decode_runnable: A decode step would hold a sequence; read only if a chunk competes.
+        interruptible: The mesh runs spans of steps that can be ended early.
+        span_in_flight: A span is running.
+        span_blocks: A sequence waits for the end of that span.
+        chunk_in_flight: A prefill chunk is issued and not applied.
+        kv_arriving: Blocks are being pulled or inserted.
+        kv_completing: A hand-off ends with insertions issued before the newest step in flight.
+    """
 
     mode: Mode
     interruptible: bool = False
@@ -44,8 +50,8 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepDecision(msgspec.Struct, frozen=True, gc=False):
-    """`quiet`: nothing waits beside the decode step, so that several steps may go together. A
-    DECODE that finds no sequence to step leaves the mesh to a queued prompt."""
+    """The decision. With `quiet`, nothing else waits, so several steps may run at once. A DECODE
+    without a sequence to step leaves the mesh to a queued prompt."""
 
     action: Action
     reason: str
@@ -64,7 +70,7 @@ _BESIDE = StepDecision(Action.DECODE, "prompts or KV wait beside the sequences")
 
 
 def next_step(now: StepSnapshot) -> StepDecision:
-    """Decides what the mesh is asked for next."""
+    """Decides what the mesh does next."""
     if now.span_in_flight:
         return _INTERRUPT if now.prompts_queued or now.span_blocks else _ONE_SPAN
     if now.prompts_queued:
