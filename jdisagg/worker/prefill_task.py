@@ -18,7 +18,9 @@ class PrefillTask:
     """The state of one prompt.
 
     Attributes:
-        chain: Names of its blocks that may be cached.
+        chain: Names of its full blocks.
+        useful: Those of them that need no computing if cached.
+        known: By rank, leading useful blocks that were in pages when it was last looked up.
         restored: Blocks that were restored for it.
         restoring: Restore that it waits for.
         rank: Rank of its pages, or -1 without pages.
@@ -40,6 +42,8 @@ class PrefillTask:
         self.prompt = prompt
         self.call = call
         self.chain = chain
+        self.useful: Chain = ()
+        self.known: tuple[int, ...] = ()
         self.restored = restored
         self.cached_tokens = self.epoch = 0
         self.extracting: set[int] = set()

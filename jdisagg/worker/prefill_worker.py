@@ -61,7 +61,6 @@ from jdisagg.scheduler.prefill_admission import (
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.sequences import wanted_of_prompt
 from jdisagg.scheduler.state_slots import StateSlots
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import RestoredBlocks, Wanted
@@ -314,48 +313,44 @@ class PrefillWorker(MeshWorker):
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         self._last_key += 1
-        known = call.request.prompt_token_ids + call.children[0].accepted
-        chain, tokens = self._residency.chain(call.request, known), len(known)
-        every_token = wanted_of_prompt(call.request, call.children[0].accepted) is not None
+        kept, known = self._residency, call.request.prompt_token_ids + call.children[0].accepted
+        chain, tokens = kept.chain(call.request, known), len(known)
         prompt = QueuedPrompt(
             key=self._last_key,
             arrival=now - call.age_seconds,
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
-            cached_tokens=self._known_tokens(() if every_token else chain, tokens),
             states=int(self._states.on),
         )
-        restored = RestoredBlocks(self._residency.block_tokens)
-        return PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
+        restored = RestoredBlocks(kept.block_tokens)
+        task = PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
+        if chain:
+            task.useful = chain[: kept.usable_tokens(task.most_known, True) // kept.block_tokens]
+        self._look_up(task)
+        return task
+
+    def _look_up(self, task: PrefillTask) -> None:
+        """Finds, by rank, the blocks of a prompt that are in pages and need no computing."""
+        kept, size = self._residency, self._residency.block_tokens
+        if task.useful:
+            ranks = range(self._mesh.ranks)
+            task.known = tuple([kept.match(rank, task.useful) for rank in ranks])
+            cached = tuple([kept.usable_tokens(count * size, True) for count in task.known])
+            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
 
     def _wanted(self, task: PrefillTask) -> Wanted:
-        """Returns the blocks of a prompt that need not be computed if they are restored."""
-        kept, prompt, chain = self._residency, task.prompt, task.chain
-        if chain:
-            chain = chain[: kept.usable_tokens(task.most_known, True) // kept.block_tokens]
-        return Wanted(
-            chain,
-            tuple([kept.match(rank, chain) for rank in range(self._mesh.ranks)]),
-            max(0, self._backlog.tokens - (prompt.tokens - prompt.known_tokens)),
-            task.call.peer,
-            min(task.call.peer_tokens, task.most_known),
-        )
+        ahead = self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens)
+        hinted = min(task.call.peer_tokens, task.most_known)
+        return Wanted(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
 
     def _restored(self, task: PrefillTask) -> None:
         """Queues a prompt whose restore has ended, with what is in pages now."""
         if self._tasks.get(task.prompt.key) is task:
-            cached = self._known_tokens(task.chain, task.prompt.tokens)
-            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
+            self._look_up(task)
             self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
             self._queue(task.prompt)
             self._look()
-
-    def _known_tokens(self, chain: Chain, tokens: int) -> tuple[int, ...]:
-        """Returns, by rank, how many positions of a prompt are in pages and need no computing."""
-        ranks = range(self._mesh.ranks if chain else 0)
-        kept = self._residency
-        return tuple([kept.cached_tokens(one, chain, tokens - 1, to_compute=True) for one in ranks])
 
     def _queue(self, prompt: QueuedPrompt) -> None:
         bisect.insort(self._waiting, prompt, key=_order)
