@@ -16,7 +16,7 @@ prefill workers fetch from one another what they do not keep themselves, and fro
 and, beside all fetches, that decode workers append up to two blocks themselves.
 
 Told beside the hit rates: those of one store of 30,000 blocks, and of one without end, that see the
-prompts in their order of arrival, none of them under way (`PrefixTree.touch`); the wait before the
+prompts in their order of arrival, none of them under way (`benchmarks.prefix_hits.BlockStore`); the wait before the
 prefill; the busiest prefill worker's prompt tokens and seconds against the mean."""
 
 import functools
@@ -29,11 +29,11 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.measure import save
+from benchmarks.prefix_hits import BlockStore
 from jdisagg.config import PrefixConfig, RoutingConfig
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
-from jdisagg.scheduler.prefix_tree import PrefixTree
 from jdisagg.simulator.conversations import ConversationTurns, conversations
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
@@ -93,7 +93,7 @@ def fleet_of(prefix: PrefixConfig, fetches: bool = False, returns: bool = False)
 def one_store(arrivals: Sequence[Arrival], blocks: int | None) -> list[int]:
     """Tokens of each prompt that one store of so many blocks knows when it comes; of its own prompt
     a request computes one token at least."""
-    tree = PrefixTree(blocks)
+    tree = BlockStore(blocks)
     found = []
     for item in arrivals:
         names = item.block_hashes[: item.prompt_tokens // BLOCK]

@@ -8,7 +8,7 @@ the next repairs them.
 A block is identified by the first bytes of its name, a keyed hash (`scheduler/residency.py`).
 Without the key, names reveal nothing about prompts."""
 
-from jdisagg.plain import Message
+from jdisagg.plain import Message, plain
 
 TOLD_BYTES = 8  # prefix of a name; a collision costs a wrong estimate at the router, never a token
 
@@ -45,3 +45,18 @@ class KeptNews(Message, frozen=True):
     names: bytes
     added: bytes = b""
     whole: bool = False
+
+
+@plain
+class PrefixEvent:
+    """One change of what a worker holds, in a router's index.
+
+    Attributes:
+        number: Place among the worker's events, counted from 1 without gaps.
+        page_hash: Name of the block, as a number.
+        added: Whether the block was added; otherwise it was removed.
+    """
+
+    number: int
+    page_hash: int
+    added: bool

@@ -13,11 +13,10 @@ one event loop."""
 from collections.abc import Callable, Mapping, Sequence
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme
+from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme, PrefixEvent
 from jdisagg.request import Request
 from jdisagg.router.decision import Known
 from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
-from jdisagg.scheduler.prefix_tree import PrefixEvent
 from jdisagg.scheduler.residency import BlockNames
 
 # some 300 bytes each (benchmarks/LOG.md): half a gigabyte

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from jdisagg.messages.kept_blocks import PrefixEvent
 from jdisagg.plain import plain
-from jdisagg.scheduler.prefix_tree import PrefixEvent
 
 Counts = npt.NDArray[np.int64]
 

@@ -303,7 +303,9 @@ class KvSources:
         return cause
 
     def _count(self, restore: Restore, restored: RestoredBlocks | None) -> None:
-        came = {at: restore.origins[at] for at in range(restore.first, restore.blocks)}
+        came: dict[int, Origin] = {
+            at: restore.origins[at] for at in range(restore.first, restore.blocks)
+        }
         if restored is not None:
             restored.add(restore.plan.rank, came)
         for origin, (blocks, tokens) in _RESTORED.items():
