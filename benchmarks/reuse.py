@@ -16,8 +16,8 @@ prefill workers fetch from one another what they do not keep themselves, and fro
 and, beside all fetches, that decode workers append up to two blocks themselves.
 
 Told beside the hit rates: those of one store of 30,000 blocks, and of one without end, that see the
-prompts in their order of arrival, none of them under way (`benchmarks.prefix_hits.BlockStore`); the wait before the
-prefill; the busiest prefill worker's prompt tokens and seconds against the mean."""
+prompts in their order of arrival, none of them under way (`prefix_hits.BlockStore`); the wait
+before the prefill; the busiest prefill worker's prompt tokens and seconds against the mean."""
 
 import functools
 import time

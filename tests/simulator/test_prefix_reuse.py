@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import Mode, PrefixConfig
+from jdisagg.config import PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.request import Request
 from jdisagg.scheduler.page_ledger import PageLedger
@@ -84,13 +84,6 @@ def test_with_room_for_all_hits_are_those_of_a_dictionary_of_all_that_was_seen(g
     assert result.counters["prefix_asked_tokens"] == asked
     assert result.counters["prefix_hit_tokens"] == known_to_all(arrivals, grain) > asked // 10
     assert result.counters["decode_prefix_hit_tokens"] >= result.counters["prefix_hit_tokens"]
-
-
-def test_one_mesh_finds_what_a_dictionary_finds() -> None:
-    fleet = small_fleet(Mode.CHUNKED, 4096)
-    fleet = replace(fleet, prefix=REUSE, decode=replace(fleet.decode, count=1))
-    arrivals = conversations(40, every=5.0, seed=2)
-    assert simulate(fleet, arrivals).counters["prefix_hit_tokens"] == known_to_all(arrivals, 128)
 
 
 def ledgers(cluster: SimulatedCluster) -> list[PageLedger]:
@@ -170,16 +163,6 @@ def test_a_hit_is_never_slower_alone() -> None:
             slack = 1.05 if prefix.host_gib else 1.0
             assert other.ttft <= one.ttft * slack + 1e-9
             assert other.latency <= one.latency * slack + 1e-9
-
-
-def test_equal_beginnings_go_where_they_are_known() -> None:
-    fleet = fleet_of(512, prefills=2, decodes=2)
-    arrivals = [Arrival(4.0 * number, 2048, 4, (1, 2, 3, 4)) for number in range(6)]
-    outcomes = simulate(fleet, arrivals).outcomes
-    first, *others = [outcome.ttft or 0.0 for outcome in outcomes]
-    assert max(others) < 0.3 * first
-    assert len({outcome.prefill for outcome in outcomes}) == 1
-    assert len({outcome.decode for outcome in outcomes}) == 1
 
 
 def test_copies_of_one_way_follow_one_another_at_the_links_speed() -> None:

@@ -20,9 +20,10 @@ from jdisagg.worker import given_kv
 from tests.fakes.cluster import Collected, Fleet
 from tests.fakes.fake_executor import Costs, Faults
 from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, FAST, other
-from tests.worker.test_peer_fetch import ALWAYS, counted, failed, faults_of, storm
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits
+from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, other
+from tests.worker.test_peer_fetch import counted, failed, faults_of, settled, storm
+from tests.worker.test_peer_fetch import fleet as peers
+from tests.worker.test_prefix_reuse import Talk, asked, limits
 
 DECODES = ("decode0", "decode1")
 FETCHED = 96  # six blocks of a history of 100
@@ -30,18 +31,7 @@ FETCHED = 96  # six blocks of a history of 100
 
 def fleet(**more: object) -> Fleet:
     """One prefill worker, which is told what the decode worker keeps."""
-    options: dict[str, object] = {
-        "decode": limits(pages=400),
-        "prefill": limits(),
-        "names": NAMES,
-        "costs": FAST,
-        "tiers": ALWAYS,
-        "hints": True,
-        "hinted": "d",
-        "prefills": 1,
-        "decodes": 1,
-    }
-    return Fleet(**(options | more))  # type: ignore[arg-type]
+    return peers(**({"hinted": "d", "prefills": 1} | more))
 
 
 def long_answer(number: int, token_ids: tuple[int, ...], tokens: int = 20) -> Request:
@@ -73,22 +63,11 @@ async def first_turn(fleet: Fleet, request: Request | None = None) -> Request:
     return following
 
 
-def counted_by(fleet: Fleet, name: str) -> Callable[[str], int]:
-    counters = fleet.processes[name].worker.counters
-    return lambda counter: counters[counter]
-
-
-async def settled(fleet: Fleet) -> None:
-    await fleet.check_quiet(settle_seconds=30.0)
-    for process in fleet.processes.values():
-        assert fleet.local.is_dead(process.worker) or not len(process.worker._given)
-
-
 def test_prompt_and_answer_of_a_turn_are_fetched_for_the_next_and_not_computed() -> None:
     async def main() -> None:
         async with fleet(wire=True) as one:
             following = await first_turn(one)
-            decode = counted_by(one, "decode0")
+            decode = counted(one, "decode0")
             known = decode("prefix_hit_tokens")
             _, computed = await turn(one, following)
             assert computed == 103 - FETCHED
@@ -134,7 +113,7 @@ def test_streams_are_the_oracles_whoever_keeps_what_is_fetched(
         ) as both:
             talk = Talk(seed, tenants=("", "a"))
             await storm(both, talk, requests=40)
-            given = [counted_by(both, name)("peer_blocks_given") for name in both.processes]
+            given = [counted(both, name)("peer_blocks_given") for name in both.processes]
             assert min(sum(given[:2]), sum(given[2:])) > 0, "both kinds of holders"
             assert both.counted("checksums_mismatched") > 0
             assert both.counted("peer_fetch_failed") > 0

@@ -53,7 +53,7 @@ async def at(fleet: Fleet, name: str, request: Request = PROMPT) -> int:
 
 
 def counted(fleet: Fleet, name: str) -> Callable[[str], int]:
-    return lambda counter: fleet.prefill_worker(name).counters[counter]
+    return lambda counter: fleet.processes[name].worker.counters[counter]
 
 
 def failed(fleet: Fleet, name: str) -> dict[str, int]:
@@ -124,11 +124,9 @@ async def storm(fleet: Fleet, talk: Talk, requests: int, at_once: int = 4) -> No
 async def settled(fleet: Fleet) -> None:
     """Once leases are over nothing is on its way, and every page is free."""
     await fleet.check_quiet(settle_seconds=30.0)
-    for name in ("prefill0", "prefill1"):
-        if not fleet.local.is_dead(fleet.processes[name].worker):
-            worker = fleet.prefill_worker(name)
-            assert worker._sources.quiet
-            assert not len(worker._given)
+    for process in fleet.processes.values():
+        if not process.crash.dead.is_set():
+            assert process.worker._sources.quiet and not len(process.worker._given)
 
 
 def test_a_holder_that_dies_midway_costs_no_token_and_what_has_come_stays() -> None:
