@@ -125,7 +125,7 @@ async def settled(fleet: Fleet) -> None:
     """Once leases are over nothing is on its way, and every page is free."""
     await fleet.check_quiet(settle_seconds=30.0)
     for process in fleet.processes.values():
-        if not process.crash.dead.is_set():
+        if not fleet.local.is_dead(process.worker):
             assert process.worker._sources.quiet and not len(process.worker._given)
 
 
