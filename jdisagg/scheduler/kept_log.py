@@ -34,7 +34,7 @@ class KeptLog:
         ranks = self._ranks.get(told, 0)
         self._ranks[told] = ranks + 1
         if not ranks:
-            self._tell(told, True)
+            self._record(told, True)
 
     def lost(self, name: bytes) -> None:
         """Notes that a rank or tier no longer holds it."""
@@ -44,7 +44,7 @@ class KeptLog:
             self._ranks[told] = ranks
         else:
             del self._ranks[told]
-            self._tell(told, False)
+            self._record(told, False)
 
     def cleared(self) -> None:
         """Starts a new epoch in which nothing is held."""
@@ -72,6 +72,6 @@ class KeptLog:
             bytes([added for _, added in events]),
         )
 
-    def _tell(self, told: bytes, added: bool) -> None:
+    def _record(self, told: bytes, added: bool) -> None:
         self.number += 1
         self._events.append((told, added))

@@ -80,7 +80,7 @@ class PageLedger:
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
-            raise LedgerError(f"owner {owner} adopts pages of {pages} that nobody keeps")
+            raise LedgerError(f"owner {owner} adopts pages {pages}, of which some are not kept")
         for page in pages:
             self._references[page] += 1
             self._idle.pop(page, None)
@@ -151,17 +151,17 @@ class PageLedger:
         del self._held[owner]
         return len(let_go)
 
-    # ---- pages that stay when nobody holds them
+    # ---- kept pages
 
-    def on_given_away(self, told: Callable[[int], Iterable[int]]) -> None:
+    def on_given_away(self, given_away: Callable[[int], Iterable[int]]) -> None:
         """Sets a callback for each idle page that is given away. It returns other pages whose
         contents are useless without that one; they become ordinary free pages."""
-        self._given_away = told
+        self._given_away = given_away
 
     def keep(self, page: int) -> None:
         """Marks a held page, so that its contents stay when its owners release it."""
         if not self._references[page] or page in self._kept:
-            raise LedgerError(f"page {page} is held by nobody or kept already")
+            raise LedgerError(f"page {page} has no owner or is kept already")
         self._kept.add(page)
 
     def keep_no_longer(self, page: int) -> None:

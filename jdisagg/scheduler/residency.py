@@ -281,11 +281,11 @@ class Residency:
         """Makes `owner` hold the pages of cached blocks, which are not evicted meanwhile."""
         return self._trees[rank].adopt(owner, chain)
 
-    def on_evicted(self, told: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
+    def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
         """Sets a callback for each evicted block: rank, name, index in its chain and pages. It is
         called before anything new is written there."""
         for rank, tree in enumerate(self._trees):
-            tree.on_evicted = functools.partial(told, rank)
+            tree.on_evicted = functools.partial(evicted, rank)
 
     def match(self, rank: int, chain: Chain) -> int:
         """Returns how many leading blocks of the chain a rank caches."""

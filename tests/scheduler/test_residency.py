@@ -283,9 +283,9 @@ def test_a_server_without_prefill_workers_keeps_nothing_on_disk() -> None:
 
 def test_a_page_that_nobody_holds_is_not_kept() -> None:
     ledger = PageLedger(2)
-    with pytest.raises(LedgerError, match="held by nobody"):
+    with pytest.raises(LedgerError, match="has no owner"):
         ledger.keep(0)
-    with pytest.raises(LedgerError, match="nobody keeps"):
+    with pytest.raises(LedgerError, match="are not kept"):
         ledger.adopt(1, (0,))
 
 
