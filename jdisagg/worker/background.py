@@ -1,7 +1,13 @@
 """Background tasks that are referenced until they end, so that they are not garbage-collected."""
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+
+from jdisagg.clock import limit
+from jdisagg.errors import JdisaggError
+from jdisagg.telemetry import Counters
+from jdisagg.timeouts import HandoffTimeouts
 
 
 class BackgroundTasks:
@@ -23,3 +29,50 @@ class BackgroundTasks:
     def cancel(self) -> None:
         for task in list(self._tasks):
             task.cancel()
+
+
+class SideCalls:
+    """Sends messages in the background until stopped."""
+
+    def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
+        self._counters = counters
+        self._timeouts = timeouts
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._stopping = asyncio.Event()
+
+    def send(self, message: Callable[[], Awaitable[None]]) -> None:
+        """Sends a message once."""
+        self._run(self._send(message))
+
+    def send_until_received(self, message: Callable[[], Awaitable[None]]) -> None:
+        """Sends a message again while it fails, a limited number of times."""
+        self._run(self._send_again(message))
+
+    async def stop(self) -> None:
+        """Returns when all calls have ended, without further attempts."""
+        self._stopping.set()
+        while self._tasks:  # an ending call may start another
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send_again(self, message: Callable[[], Awaitable[None]]) -> None:
+        for _ in range(self._timeouts.abort_tries):
+            if await self._send(message):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.abort_pause_seconds):
+                    await self._stopping.wait()
+                    return
+
+    async def _send(self, message: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            with limit(self._timeouts.call_seconds):
+                await message()
+        except (JdisaggError, TimeoutError):
+            self._counters.add("messages_to_senders_lost")
+            return False
+        return True
+
+    def _run(self, call: Coroutine[None, None, object]) -> None:
+        task = asyncio.get_running_loop().create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

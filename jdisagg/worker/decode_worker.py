@@ -121,10 +121,10 @@ class DecodeWorker(MeshWorker):
         self._prefilled_last = False
         self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
         self._streams: dict[int, SpanStream] = {}
-        now, timeouts = context.clock.now, limits.timeouts.handoff
+        timeouts, mesh = limits.timeouts.handoff, executor.limits
         self._peers = self._connect(peers, config.codec)
         self._incoming = IncomingKv(
-            self._state, self._loop, self._peers, self._calls, limits, now, self.counters, self
+            self._state, self._loop, self._peers, limits, self.counters, events=self
         )
         self._migration = MigrationSender(
             self._state,
@@ -135,28 +135,15 @@ class DecodeWorker(MeshWorker):
             timeouts,
             self.counters,
         )
-        kept, mesh = self._state.residency, executor.limits
         # its host memory holds swapped-out sequences, so it restores no blocks
-        self._sources = self._find_sources(kept, TierRoom(), None)
+        self._sources = self._find_sources(self._state.residency, TierRoom(), None)
         self._given = GivenKv(
-            kept,
-            self._sources,
-            self._outgoing,
-            self._loop,
-            mesh,
-            context,
-            self.counters,
-            decodes=True,
+            self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=True
         )
         self._state.give_way = self._given.give_way
+        waits = timeouts.spilled_seconds
         self._spilled = SpilledKv(
-            self._state,
-            self._loop,
-            mesh,
-            context,
-            self.counters,
-            self._settle,
-            timeouts.spilled_seconds,
+            self._state, self._loop, mesh, context, self.counters, self._settle, waits
         )
         self._state.spill = self._spill
 

@@ -31,7 +31,7 @@ from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Wanted
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.step_loop import StepLoop
 
 FILE_SECONDS = 10.0  # deadline for one block; the disk counts as slow beyond it
@@ -165,12 +165,12 @@ class DiskTier(KvSource):
 
     # ---- restoring
 
-    def worth(self, wanted: Wanted) -> RestorePlan | None:
+    def worth(self, query: RestoreQuery) -> RestorePlan | None:
         self.expire(self._now())
-        chain, size = wanted.chain, self._kept.block_tokens
+        chain, size = query.chain, self._kept.block_tokens
         host = self._host.blocks
-        found = [restorable(chain[known:], host, self.blocks) for known in wanted.known]
-        reach = [known + len(run) for known, run in zip(wanted.known, found, strict=True)]
+        found = [restorable(chain[known:], host, self.blocks) for known in query.known]
+        reach = [known + len(run) for known, run in zip(query.known, found, strict=True)]
         rank = reach.index(max(reach))
         tokens, on_disk = len(found[rank]) * size, sum(found[rank]) * size
         if not self.prices.worth(on_disk, tokens):

@@ -17,10 +17,9 @@ from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.kv_sources import KvSources, Wanted
+from jdisagg.worker.kv_sources import KvSources, RestoreQuery
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
@@ -37,14 +36,12 @@ class GivenKv:
     """Serves the cache of one mesh.
 
     Args:
-        kept: Prefix cache in device pages.
-        sources: Sources that blocks can be restored from before they are given.
+        sources: Prefix cache in device pages, and what can be restored there before it is given.
         decodes: The mesh runs decode steps, which must not be delayed.
     """
 
     def __init__(
         self,
-        kept: Residency,
         sources: KvSources,
         outgoing: OutgoingKv,
         loop: StepLoop,
@@ -53,7 +50,7 @@ class GivenKv:
         counters: Counters,
         decodes: bool,
     ) -> None:
-        self._kept = kept
+        self._kept = sources.kept
         self._sources = sources
         self._decodes = decodes
         self._outgoing = outgoing
@@ -153,7 +150,7 @@ class GivenKv:
     async def _best_rank(self, call: FetchCall) -> int:
         """Returns the rank that holds most of the chain, after restoring what is worthwhile."""
         known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
-        plan = self._sources.best(Wanted(call.names, known))
+        plan = self._sources.best(RestoreQuery(call.names, known))
         if plan is None or len(plan.chain) <= max(known):
             return known.index(max(known))
         await self._sources.restore(plan)

@@ -23,7 +23,7 @@ from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_pieces import HostPieces
-from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Wanted
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.outgoing_kv import offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
@@ -187,14 +187,14 @@ class HostTier(KvSource):
 
     # ---- restoring
 
-    def worth(self, wanted: Wanted) -> RestorePlan | None:
-        found = [self.blocks.match(wanted.chain, known) for known in wanted.known]
-        reach = [sum(both) for both in zip(wanted.known, found, strict=True)]
+    def worth(self, query: RestoreQuery) -> RestorePlan | None:
+        found = [self.blocks.match(query.chain, known) for known in query.known]
+        reach = [sum(both) for both in zip(query.known, found, strict=True)]
         rank = reach.index(max(reach))
         tokens = found[rank] * self._kept.block_tokens
         if not self.prices.worth(tokens, tokens):
             return None
-        return RestorePlan(self, rank, wanted.chain[: reach[rank]], tokens, tokens)
+        return RestorePlan(self, rank, query.chain[: reach[rank]], tokens, tokens)
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:

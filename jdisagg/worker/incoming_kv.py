@@ -24,7 +24,7 @@ from jdisagg.worker.incoming_handoff import (
     WindowDestination,
 )
 from jdisagg.worker.peers import Peers
-from jdisagg.worker.sender_line import SenderLine, SideCalls
+from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 
@@ -67,7 +67,6 @@ class IncomingKv:
         state: DecodeState,
         loop: StepLoop,
         peers: Peers,
-        calls: SideCalls,
         limits: LimitsConfig,
         now: Callable[[], float],
         counters: Counters,
@@ -80,7 +79,6 @@ class IncomingKv:
         self._now = now
         self._counters = counters
         self._events = events
-        self._calls = calls
         self._incoming: dict[int, _Incoming] = {}
 
     def __len__(self) -> int:
@@ -167,7 +165,7 @@ class IncomingKv:
             return
         incoming.handoff = IncomingHandoff(
             self._loop,
-            SenderLine(peer, source, group.attempt, self._calls),
+            SenderLine(peer, source, group.attempt, self._peers.calls),
             Destination(
                 group.rank,
                 lambda tokens: self._pages(group, tokens),

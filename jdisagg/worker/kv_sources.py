@@ -41,7 +41,7 @@ _RESTORED: dict[Origin, tuple[str, str]] = {
 
 
 @plain
-class Wanted:
+class RestoreQuery:
     """The blocks of one prompt that can replace computing.
 
     Attributes:
@@ -126,7 +126,7 @@ class KvSource(Protocol):
     most_restores: int
     most_seconds: float | None
 
-    def worth(self, wanted: Wanted) -> RestorePlan | None:
+    def worth(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns the plan that this source offers, on the best rank for it, or None if computing
         is cheaper. The source does nothing yet."""
         ...
@@ -221,7 +221,7 @@ class KvSources:
         now: Callable[[], float],
         sources: Iterable[KvSource] = (),
     ) -> None:
-        self._kept = kept
+        self.kept = kept
         self._page_size = page_size
         self._counters = counters
         self._now = now
@@ -237,12 +237,12 @@ class KvSources:
         """Whether no restore and no work of a source is in flight."""
         return self._tasks.quiet and all([source.quiet for source in self._sources])
 
-    def best(self, wanted: Wanted) -> RestorePlan | None:
+    def best(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns the plan that saves most time, or None if computing all of it is cheaper."""
-        if not wanted.chain:
+        if not query.chain:
             return None
         free = [one for one in self._sources if self._running[one.name] < one.most_restores]
-        plans = [plan for source in free if (plan := source.worth(wanted)) is not None]
+        plans = [plan for source in free if (plan := source.worth(query)) is not None]
         return max(plans, key=_saving, default=None)
 
     def begin(
@@ -271,7 +271,7 @@ class KvSources:
 
     async def restore(self, plan: RestorePlan, restored: RestoredBlocks | None = None) -> None:
         """Runs a plan to its end. Records what arrived in `restored`."""
-        restore = Restore(plan, self._kept.match(plan.rank, plan.chain))
+        restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
         with plan.source.holding(restore):
             cause = await self._fill(restore, restored)
         if cause:
@@ -279,7 +279,7 @@ class KvSources:
 
     async def _fill(self, restore: Restore, restored: RestoredBlocks | None) -> str:
         """Returns why not all blocks of a restore were kept, or ""."""
-        kept, plan, source, cause = self._kept, restore.plan, restore.plan.source, ""
+        kept, plan, source, cause = self.kept, restore.plan, restore.plan.source, ""
         chain, size, owner = plan.chain, kept.block_tokens, kept.guest()
         count = len(chain) * size // self._page_size
         pages = kept.reserve(plan.rank, owner, chain, restore.first * size, count)
@@ -311,7 +311,7 @@ class KvSources:
         for origin, (blocks, tokens) in _RESTORED.items():
             count = sum([one == origin for one in came.values()])
             self._counters.add(blocks, count)
-            self._counters.add(tokens, count * self._kept.block_tokens)
+            self._counters.add(tokens, count * self.kept.block_tokens)
 
     def computed_in(self, tokens: int, seconds: float) -> None:
         """Records for all prices that `tokens` of a prompt were computed."""

@@ -29,15 +29,16 @@ from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
+from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
-from jdisagg.worker.sender_line import SideCalls
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 
 
@@ -230,7 +231,8 @@ class MeshWorker(ABC):
 
     def _connect(self, peers: Mapping[str, PeerPort] | PeerResolver, codec: str) -> Peers:
         timeouts = self._limits.timeouts.handoff
-        return Peers(peers, self._hello, self._loop, codec, self._clock.now, timeouts)
+        now = self._clock.now
+        return Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
 
     def _find_sources(
         self, kept: Residency, room: TierRoom, peers: Mapping[str, PeerPort] | PeerResolver | None
@@ -252,12 +254,9 @@ class MeshWorker(ABC):
                 loop,
                 mesh,
                 self._connect(peers, "none"),
-                self._calls,
                 self._limits,
-                self.name,
-                room.always,
+                Prices(room.always),
                 self.counters,
-                now,
             )
             sources.append(fetch)
         return KvSources(kept, mesh.page_size, self.counters, now, sources)

@@ -6,7 +6,6 @@ answers how many it gives. They arrive like any hand-off (`worker/incoming_hando
 inserted into pages, checksummed, acknowledged. So the peer may use another layout. Lossy codecs are
 not used. Failures are counted (`peer_fetch_failed`, by cause)."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.config import LimitsConfig
@@ -18,9 +17,9 @@ from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff
-from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Wanted
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.peers import Peers
-from jdisagg.worker.sender_line import SenderLine, SideCalls
+from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_FETCHES = 4  # restores at a time; their blocks in flight take room beside the pages
@@ -32,9 +31,7 @@ class PeerFetch(KvSource):
     Args:
         kept: Prefix cache of the mesh's pages.
         peers: Workers that blocks may come from.
-        calls: Sends acknowledgements and cancellations.
-        asker: Name of this worker.
-        always: Compare no prices.
+        prices: Prices of fetches.
     """
 
     name: Origin = "peer"
@@ -46,25 +43,20 @@ class PeerFetch(KvSource):
         loop: StepLoop,
         mesh: MeshLimits,
         peers: Peers,
-        calls: SideCalls,
         limits: LimitsConfig,
-        asker: str,
-        always: bool,
+        prices: Prices,
         counters: Counters,
-        now: Callable[[], float],
     ) -> None:
-        self.prices = Prices(always)
+        self.prices = prices
         self._fetch_seconds = limits.pull_seconds * limits.timeouts.handoff.pull_tries
         self.most_seconds = self._fetch_seconds
         self._kept = kept
         self._loop = loop
         self._mesh = mesh
         self._peers = peers
-        self._calls = calls
         self._limits = limits
-        self._asker = asker
         self._counters = counters
-        self._now = now
+        self._now = peers.now
         self._closed_until = 0.0
         self._senders: list[str] = []  # peers that blocks are arriving from, by connection name
 
@@ -79,19 +71,19 @@ class PeerFetch(KvSource):
     def failed(self, cause: str) -> None:
         self._counters.add("peer_fetch_failed", cause=cause)
 
-    def worth(self, wanted: Wanted) -> RestorePlan | None:
-        if wanted.peer is None or self._now() < self._closed_until:
+    def worth(self, query: RestoreQuery) -> RestorePlan | None:
+        if query.peer is None or self._now() < self._closed_until:
             return None
         size = self._kept.block_tokens
-        usable = self._kept.usable_tokens(wanted.peer_tokens, to_compute=True)
-        chain = wanted.chain[: usable // size]
-        known = [min(count, len(chain)) for count in wanted.known]
+        usable = self._kept.usable_tokens(query.peer_tokens, to_compute=True)
+        chain = query.chain[: usable // size]
+        known = [min(count, len(chain)) for count in query.known]
         most = max(known)
         tokens = (len(chain) - most) * size
-        if not self.prices.worth(tokens, tokens + wanted.ahead_tokens):
+        if not self.prices.worth(tokens, tokens + query.ahead_tokens):
             return None
-        rank, ahead = known.index(most), wanted.ahead_tokens
-        return RestorePlan(self, rank, chain, tokens, tokens, ahead, wanted.peer)
+        rank, ahead = known.index(most), query.ahead_tokens
+        return RestorePlan(self, rank, chain, tokens, tokens, ahead, query.peer)
 
     async def bring(self, restore: Restore) -> str:
         size, handoff = self._kept.block_tokens, None
@@ -115,12 +107,12 @@ class PeerFetch(KvSource):
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)
-        line = SenderLine(peer, source, 0, self._calls)
+        line = SenderLine(peer, source, 0, self._peers.calls)
         line.link = replace(await self._peers.greet(source, peer), codec="none")
         seconds = self.prices.patience_seconds(plan.tokens + plan.ahead_tokens)
         call = FetchCall(
             source.handoff_id,
-            self._asker,
+            self._peers.own_name,
             plan.chain,
             restore.first,
             size,

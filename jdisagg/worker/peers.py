@@ -20,6 +20,7 @@ from jdisagg.messages.ports import HandoffSource, PeerHello, PeerPort
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.timeouts import HandoffTimeouts
+from jdisagg.worker.background import SideCalls
 from jdisagg.worker.step_loop import StepLoop
 
 _COMPARED = (
@@ -66,6 +67,7 @@ class Peers:
         peers: Ports by worker name (embedded cluster), or a resolver by address.
         hello: Hello of this worker.
         codec: Codec of blocks from these peers.
+        calls: Sends acknowledgements and aborts.
     """
 
     def __init__(
@@ -76,16 +78,22 @@ class Peers:
         codec: str,
         now: Callable[[], float],
         timeouts: HandoffTimeouts,
+        calls: SideCalls,
     ) -> None:
+        self.now = now
+        self.calls = calls
         self._peers = peers
         self._hello = hello
         self._loop = loop
         self._codec = codec
         self._verify = hello.checksum_key != 0
-        self._now = now
         self._hello_seconds = timeouts.hello_seconds
         self._idle_seconds = timeouts.peer_idle_seconds
         self._connected: dict[tuple[str, str], _Connected] = {}
+
+    @property
+    def own_name(self) -> str:
+        return self._hello.worker
 
     def find(self, source: HandoffSource) -> PeerPort:
         """Returns the port of a source. Raises HandoffError if there is none."""
@@ -108,7 +116,7 @@ class Peers:
         """
         known = self._connected.get((source.worker, source.address))
         if known is not None and source.boot_id and known.hello.boot_id == source.boot_id:
-            known.used_at = self._now()
+            known.used_at = self.now()
             return known.link
         try:
             with limit(self._hello_seconds):
@@ -120,7 +128,7 @@ class Peers:
         known = self._connected.get((source.worker, source.address))
         # within one process this is the same object each time
         if known is not None and known.hello is theirs:
-            known.used_at = self._now()
+            known.used_at = self.now()
             return known.link
         check_hello(self._hello, theirs)
         if self._verify and not theirs.checksum_key:
@@ -144,13 +152,13 @@ class Peers:
         known = self._connected.get(key)
         link = PeerLink(name if theirs.mesh else "", theirs.checksum_key, self._codec, self._verify)
         if known is not None and known.link.peer == name:
-            known.used_at, known.hello, known.link = self._now(), theirs, link
+            known.used_at, known.hello, known.link = self.now(), theirs, link
             return link
         if theirs.mesh is None:
             return link
         if known is not None:
             self._disconnect(key)
-        self._connected[key] = _Connected(theirs, link, self._now())
+        self._connected[key] = _Connected(theirs, link, self.now())
         self._loop.fire(ConnectPeer(self._loop.next_number(), name, theirs.mesh))
         return link
 

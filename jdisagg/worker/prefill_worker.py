@@ -63,7 +63,7 @@ from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.state_slots import StateSlots
 from jdisagg.worker.given_kv import GivenKv
-from jdisagg.worker.kv_sources import RestoredBlocks, Wanted
+from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import (
     OutgoingHandoff,
@@ -103,14 +103,7 @@ class PrefillWorker(MeshWorker):
         self._residency = Residency(self._ledgers, mesh.page_size, context.names)
         self._sources = self._find_sources(self._residency, context.tiers, peers)
         self._given = GivenKv(
-            self._residency,
-            self._sources,
-            self._outgoing,
-            self._loop,
-            mesh,
-            context,
-            self.counters,
-            decodes=False,
+            self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
         )
         self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
@@ -260,7 +253,7 @@ class PrefillWorker(MeshWorker):
         self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
         self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
-        plan = self._sources.best(self._wanted(task))
+        plan = self._sources.best(self._query(task))
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
         else:
@@ -339,10 +332,10 @@ class PrefillWorker(MeshWorker):
             cached = tuple([kept.usable_tokens(count * size, True) for count in task.known])
             task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
 
-    def _wanted(self, task: PrefillTask) -> Wanted:
+    def _query(self, task: PrefillTask) -> RestoreQuery:
         ahead = self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens)
         hinted = min(task.call.peer_tokens, task.most_known)
-        return Wanted(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
+        return RestoreQuery(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
 
     def _restored(self, task: PrefillTask) -> None:
         """Queues a prompt whose restore has ended, with what is in pages now."""

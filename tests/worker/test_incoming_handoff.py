@@ -22,6 +22,7 @@ from jdisagg.messages.ports import (
 )
 from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
+from jdisagg.worker.background import SideCalls
 from jdisagg.worker.incoming_handoff import (
     Destination,
     IncomingHandoff,
@@ -29,7 +30,7 @@ from jdisagg.worker.incoming_handoff import (
     WindowDestination,
 )
 from jdisagg.worker.peers import PeerLink
-from jdisagg.worker.sender_line import SenderLine, SideCalls
+from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
 from tests.fakes.toy_model import extend

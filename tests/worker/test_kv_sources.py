@@ -20,7 +20,7 @@ from jdisagg.worker.kv_sources import (
     Restore,
     RestoredBlocks,
     RestorePlan,
-    Wanted,
+    RestoreQuery,
 )
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import run_virtually
@@ -42,13 +42,13 @@ class Source(KvSource):
         self.prices = Prices()
         self.failures: list[str] = []
 
-    def worth(self, wanted: Wanted) -> RestorePlan | None:
-        rank = wanted.known.index(max(wanted.known))
-        chain = wanted.chain[: self.blocks]
-        tokens = max(0, len(chain) - wanted.known[rank]) * SIZE
-        if not self.prices.worth(tokens, tokens + wanted.ahead_tokens):
+    def worth(self, query: RestoreQuery) -> RestorePlan | None:
+        rank = query.known.index(max(query.known))
+        chain = query.chain[: self.blocks]
+        tokens = max(0, len(chain) - query.known[rank]) * SIZE
+        if not self.prices.worth(tokens, tokens + query.ahead_tokens):
             return None
-        return RestorePlan(self, rank, chain, tokens, tokens, wanted.ahead_tokens)
+        return RestorePlan(self, rank, chain, tokens, tokens, query.ahead_tokens)
 
     async def bring(self, restore: Restore) -> str:
         for index in range(restore.first, len(restore.plan.chain)):
@@ -77,7 +77,7 @@ class Bench:
 
     def best(self, ahead: int = 0) -> RestorePlan | None:
         known = self.kept.match(0, self.chain)
-        return self.sources.best(Wanted(self.chain, (known,), ahead))
+        return self.sources.best(RestoreQuery(self.chain, (known,), ahead))
 
     async def run(self) -> float:
         """Restores by the best plan; returns for how long the prompt waited."""
