@@ -6,7 +6,6 @@ tokens and continues where it was. The outcome for each reservation is reported 
 on the event loop only."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,7 +67,6 @@ class IncomingKv:
         loop: StepLoop,
         peers: Peers,
         limits: LimitsConfig,
-        now: Callable[[], float],
         counters: Counters,
         events: KvEvents,
     ) -> None:
@@ -76,7 +74,7 @@ class IncomingKv:
         self._loop = loop
         self._peers = peers
         self._limits = limits
-        self._now = now
+        self._now = peers.now
         self._counters = counters
         self._events = events
         self._incoming: dict[int, _Incoming] = {}

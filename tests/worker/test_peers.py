@@ -5,7 +5,9 @@ import msgspec
 
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
+from jdisagg.telemetry import Counters
 from jdisagg.timeouts import HandoffTimeouts
+from jdisagg.worker.background import SideCalls
 from jdisagg.worker.peers import Peers, hello_of
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
@@ -47,6 +49,7 @@ def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it
             "none",
             lambda: 0.0,
             HandoffTimeouts(),
+            SideCalls(Counters(), HandoffTimeouts()),
         )  # type: ignore[arg-type, return-value]
 
         async def greeted(boot_id: int) -> tuple[str, int]:
