@@ -308,7 +308,9 @@ class FakeExecutor:
         return PrefillResult(chunk.step, tuple(samples), tuple(checksums), tuple(prompts))
 
     def _extract(self, command: ExtractBlock) -> ExtractResult:
-        entries = self._states.extract(command) if command.kind is KvKind.STATE else self._kv(command)
+        entries = (
+            self._states.extract(command) if command.kind is KvKind.STATE else self._kv(command)
+        )
         band = range(command.group, command.group + command.groups)
         sum_ = BlockChecksum(command.offer_id, checksum(command.checksum_key, band, entries))
         if command.to_host:
