@@ -1,1 +1,1 @@
-"""What a step, a transfer and a model cost on given hardware, as numbers. Pure."""
+"""Costs of a step, a transfer and a model on given hardware, as numbers. Pure."""

@@ -1,14 +1,18 @@
-"""Seconds by cause: what the cost model answers with, so that a decision can state its reason. Pure
-data."""
+"""Seconds by cause, the cost model's result, so that a decision can state its reason. Pure data."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds by cause. `compute`, `memory`: operations bound by either. `communication`:
-    all-reduces of tensor parallelism and hand-ons between stages, or the link of a move;
-    `exchange`: of tokens among experts. `overhead`: starts of operations and the host's part."""
+    """Seconds by cause.
+
+    Attributes:
+      compute, memory: Operations bound by arithmetic, and by memory bandwidth.
+      communication: All-reduces of tensor parallelism and sends between stages, or a transfer.
+      exchange: Exchange of tokens among experts.
+      overhead: Starts of operations, and the host's part.
+    """
 
     compute: float = 0.0
     memory: float = 0.0
@@ -33,7 +37,7 @@ class Cost:
         return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
 
     def explain(self) -> str:
-        """Its terms in words, largest first, nothing that is zero."""
+        """Returns the terms as text, largest first, without those that are zero."""
         terms = sorted(
             ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
         )

@@ -1,11 +1,11 @@
 """Fits the constants of an accelerator (`hardware.Efficiency`) to measured steps.
 
 Gauss-Newton with Levenberg's damping on the logarithms of the constants, against the logarithm of
-predicted over measured seconds: errors count in percent, and constants stay positive. Large
-residuals count linearly (soft L1), for measurements have outliers. What the steps do not determine
-is held by a weak pull to where the accelerator's table has it: the published fractions within about
-30 %, times within an order of magnitude. A floor (`launch_seconds`) has no slope where it is not
-reached, so fits start both at and below the fastest step. Pure numpy."""
+predicted over measured seconds. Errors thus count in percent, and constants stay positive. Large
+residuals count linearly (soft L1), because measurements have outliers. A weak prior holds constants
+that the steps do not determine near the accelerator's table: published fractions within about 30 %,
+times within an order of magnitude. A floor (`launch_seconds`) has no slope where it is not reached,
+so fits start both at and below the fastest step. Pure numpy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 
-# relative: residuals below count squared, above linearly; and what a pull of one sigma weighs as
-# much as
+# Relative residual at which the loss turns from square to linear; one sigma of the prior weighs as
+# much.
 NOISE = 0.05
 SIGMA_FRACTION, SIGMA_LINK, SIGMA_SECONDS = 0.3, 0.7, 2.3
 
-# op_seconds and attention_seconds stay as published: measured alone by others, and not to be told
-# from collectives here.
+# op_seconds and attention_seconds stay as published: others measured them alone, and whole steps
+# cannot separate them from collectives.
 WHOLE_STEP_CONSTANTS = (
     "gemm_compute", "gemm_memory", "launch_seconds", "prefill_launch_seconds", "sequence_seconds",
     "collective_seconds", "collective_bandwidth", "large_bandwidth",
@@ -36,8 +36,13 @@ WHOLE_STEP_CONSTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured step of the fullest rank. Prefill: `rows` of (new, cached) tokens; decode:
-    `rows` of (sequences, context each). `kernels`: of the engine that was measured."""
+    """One measured step of the fullest rank.
+
+    Attributes:
+      rows: (new, cached) tokens of each prompt for prefill, (sequences, context of each) for
+        decode.
+      kernels: Kernels of the measured engine.
+    """
 
     geometry: CostGeometry
     layout: Layout
@@ -75,7 +80,7 @@ class Errors:
 
 
 def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> list[Cost]:
-    """What the cost model says of each observation; one model for each geometry and layout."""
+    """Returns the cost model's prediction for each observation."""
     models: dict[tuple[str, Layout, int, str, Kernels], CostModel] = {}
     costs = []
     for seen in observations:
@@ -100,7 +105,7 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
 
 
 def relative_errors(accelerator: Accelerator, observations: Sequence[Observation]) -> list[float]:
-    """Predicted over measured, less one."""
+    """Returns predicted over measured seconds, minus one, for each observation."""
     pairs = zip(predict(accelerator, observations), observations, strict=True)
     return [cost.seconds / seen.seconds - 1 for cost, seen in pairs]
 
@@ -110,8 +115,9 @@ def fit(
     observations: Sequence[Observation],
     free: Sequence[str] = WHOLE_STEP_CONSTANTS,
 ) -> Accelerator:
-    """The accelerator with the constants named in `free` fitted; the others stay. Needs at least
-    one observation a phase used."""
+    """Returns the accelerator with the constants named in `free` fitted.
+
+    Needs at least one observation of each phase that uses them."""
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
     fitted: list[tuple[float, Accelerator]] = []
@@ -128,7 +134,8 @@ def fit(
 
 
 def _floors(observations: Sequence[Observation], share: float) -> dict[str, float]:
-    """Where the host's time to issue one layer may lie: below the fastest step of its phase."""
+    """Returns start values for the host's seconds to issue a layer, from the fastest step of each
+    phase."""
     found = {}
     for phase, name in (("decode", "launch_seconds"), ("prefill", "prefill_launch_seconds")):
         times = [
@@ -150,7 +157,7 @@ def _descend(
     """Returns (loss, accelerator)."""
     centre = np.log(np.maximum([getattr(accelerator.efficiency, name) for name in free], 1e-6))
     width = np.array([sigma(name) for name in free])
-    # A floor has no published value; it is pulled to where it starts.
+    # A floor has no published value; its prior is centred at its start.
     centre = np.where([name.endswith("launch_seconds") for name in free], start, centre)
     measured = np.log([seen.seconds for seen in observations])
 
@@ -175,9 +182,11 @@ def descend(
     rounds: int = 40,
     step: float = 1e-4,
 ) -> tuple[float, np.ndarray]:
-    """Least soft L1 of `residuals(point)`: returns (loss, point). Derivatives by differences of
-    `step`: models have kinks anyhow. Stops where a round gains nothing; a round asks for one more
-    value than the point has numbers, and up to eight where it does not gain."""
+    """Minimises the soft L1 of `residuals(point)` and returns (loss, point).
+
+    Derivatives are differences of `step`, because the models have kinks. Stops when a round gains
+    nothing. A round evaluates one more point than there are unknowns, and up to eight further ones
+    if it does not gain."""
 
     def loss(values: np.ndarray) -> float:
         return float(np.sum(2 * (np.sqrt(1 + values**2) - 1)))
@@ -209,13 +218,12 @@ def descend(
 
 
 def bounded(name: str, value: float) -> float:
-    """Nothing runs faster than its peak: fractions of compute and memory end at 1."""
+    """Caps fractions of compute and memory at 1."""
     return min(1.0, value) if name.endswith(("_compute", "_memory")) else value
 
 
 def sigma(name: str) -> float:
-    """How far, in logarithms, a constant of this name may be from its published value: one standard
-    deviation."""
+    """Returns one standard deviation of a constant from its published value, in logarithms."""
     if name.endswith("_seconds"):
         return SIGMA_SECONDS
     return SIGMA_LINK if name.endswith("_bandwidth") else SIGMA_FRACTION

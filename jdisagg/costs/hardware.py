@@ -1,10 +1,10 @@
-"""Accelerators and links as numbers a cost model needs, each with its source; and the fractions of
-them that programs reach.
+"""Accelerators and links as the numbers that a cost model needs, with their sources, and the
+fractions of them that programs reach.
 
-Peaks are dense (no sparsity) bfloat16, one direction of a link, decimal units. An `Efficiency` is
-what was measured of programs on that accelerator, or taken from a relative where nobody measured
-(said where). `jdisagg measure_costs` writes one for the machine it runs on;
-`accelerator_from_fields` reads such a file. Pure data."""
+Peaks are dense bfloat16, one direction of a link, decimal units. An `Efficiency` was measured on
+that accelerator, or copied from a related one where no measurement exists (marked there).
+`jdisagg measure_costs` writes one for the machine it runs on, and `accelerator_from_fields` reads
+such a file. Pure data."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def _check_positive(said: str, value: float, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a path between two devices. `efficiency`: the part of the speed that large
+    """One direction of a path between two devices. `efficiency`: fraction of the speed that large
     messages reach."""
 
     name: str
@@ -53,17 +53,22 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What programs reach of an accelerator: time of one op = max(FLOP / (peak x compute), bytes /
-    (bandwidth x memory)) + op_seconds.
+    """Fractions of an accelerator that programs reach, and fixed times: one operation takes
+    max(FLOP / (peak x compute), bytes / (bandwidth x memory)) + op_seconds.
 
-    op_seconds: start of one operation on the device (a layer has about a dozen); attention_seconds:
-    of one attention kernel. launch_seconds, prefill_launch_seconds: what the host needs to issue
-    one layer, hidden behind a device that is slower (nearly nothing for compiled programs; the
-    floor of eager ones). step_seconds, prefill_seconds: the host's part of a decode step and of a
-    prefill that is never hidden; sequence_seconds: for each sequence of either. collective_seconds:
-    latency of a collective over two devices, grown with the logarithm of their number;
-    collective_bandwidth: the part of the scale-up link that a collective reaches, large_bandwidth
-    from messages of large_bytes on (libraries change their way by size)."""
+    Attributes:
+      op_seconds: Start of one operation on the device; a layer has about a dozen.
+      attention_seconds: Start of one attention kernel.
+      launch_seconds, prefill_launch_seconds: Host time to issue one layer, hidden behind a slower
+        device. Nearly zero for compiled programs, the floor of eager ones.
+      step_seconds, prefill_seconds: Host time of a decode step and of a prefill that is never
+        hidden.
+      sequence_seconds: Host time for each sequence of either.
+      collective_seconds: Latency of a collective over two devices; grows with the logarithm of
+        their number.
+      collective_bandwidth: Fraction of the scale-up link that a collective reaches.
+      large_bytes, large_bandwidth: The same fraction for messages of at least `large_bytes`.
+    """
 
     gemm_compute: float
     gemm_memory: float
@@ -95,8 +100,14 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """`scale_up`: the link within a domain of `domain_devices` devices (NVLink, ICI); `host`: to
-    its memory; `scale_out`: off the host."""
+    """One kind of accelerator.
+
+    Attributes:
+      domain_devices: Devices that share the scale-up link.
+      scale_up: Link within that domain (NVLink, ICI).
+      host: Link to host memory.
+      scale_out: Link to other hosts.
+    """
 
     name: str
     peak_flops: float
@@ -162,7 +173,7 @@ LINKS: dict[str, Link] = {
 _A100 = Efficiency(0.778, 0.729, 0.494, 0.654, 6.5e-6, 18.5e-6)
 _H100 = Efficiency(0.809, 0.873, 0.484, 0.827, 3.8e-6, 12.3e-6)
 _H200 = Efficiency(0.804, 0.830, 0.469, 0.769, 4.2e-6, 12.4e-6)
-# attention not measured: as on H100 and H200
+# Attention was not measured; the values are those of H100 and H200.
 _V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)
 
 # Peak, bandwidth, memory: NVIDIA data sheets (A100 80GB SXM 312 TFLOP/s, 2.039 TB/s; H100 SXM 989,
@@ -173,8 +184,8 @@ _V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)
 # 1792 GB/s, 96 GB: its peak stands in one source only) and cloud.google.com/tpu/docs (v5e 197
 # TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e 918, 1638, 32 GB). Dollars an
 # accelerator-hour: A100 17.6 / 8 and H100 38 / 8 as the Splitwise paper (ISCA'24) charges an 8-GPU
-# machine; TPU list prices on demand in us-east / us-central (1.20, 4.20, 2.70). None where no
-# public list price is settled: state one's own.
+# machine; TPU list prices on demand in us-east / us-central (1.20, 4.20, 2.70). None means that
+# no public list price is settled.
 HARDWARE: dict[str, Accelerator] = {
     item.name: item
     for item in (
@@ -190,7 +201,7 @@ HARDWARE: dict[str, Accelerator] = {
             "h200", 989 * TERA, 4.8 * TERA, 141 * GIGA, 8,
             LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
         ),
-        # Nobody's measurements: the fractions of the H200.
+        # Not measured: the fractions of the H200.
         Accelerator(
             "b200", 2250 * TERA, 8 * TERA, 180 * GIGA, 8,
             LINKS["nvlink5"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
@@ -207,12 +218,12 @@ HARDWARE: dict[str, Accelerator] = {
             "gb300-nvl72", 2500 * TERA, 8 * TERA, 279 * GIGA, 72,
             LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-xdr"], _H200,
         ),
-        # Nobody's measurements: the fractions of the A100, whose generation of kernels it runs.
+        # Not measured: the fractions of the A100, whose generation of kernels it runs.
         Accelerator(
             "l40s", 362 * TERA, 0.864 * TERA, 48 * GIGA, 8,
             LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
         ),
-        # Fractions of the nearest relative; `benchmarks/fidelity.py` fits them to runs of both.
+        # Fractions of a related card; `benchmarks/fidelity.py` fits them to runs of both.
         Accelerator(
             "rtx-4090", 165.2 * TERA, 1.008 * TERA, 24 * GIGA, 1,
             LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
@@ -221,8 +232,8 @@ HARDWARE: dict[str, Accelerator] = {
             "rtx-pro-6000", 503.8 * TERA, 1.792 * TERA, 96 * GIGA, 1,
             LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200,
         ),
-        # v5e and v5p: nobody's measurements: the fractions of the v6e. A slice of one host is taken
-        # as the domain of v5e and v6e.
+        # v5e and v5p were not measured: the fractions of the v6e. The domain of v5e and v6e is a
+        # whole slice.
         Accelerator(
             "tpu-v5e", 197 * TERA, 0.819 * TERA, 16 * GIGA, 256,
             LINKS["ici-v5e"], LINKS["pcie4"], LINKS["ethernet-100g"], _V6E, 1.20,
@@ -257,8 +268,11 @@ def link(name: str) -> Link:
 def accelerator_from_fields(
     fields: Mapping[str, object], where: str = "hardware file"
 ) -> Accelerator:
-    """Reads what `dataclasses.asdict` of an Accelerator wrote; names what is missing, unknown or
-    impossible. "measured" is passed over."""
+    """Builds an Accelerator from the fields that `dataclasses.asdict` wrote, ignoring "measured".
+
+    Raises:
+      ConfigError: A field is missing, unknown or impossible; the message names it.
+    """
     values = {name: value for name, value in fields.items() if name != "measured"}
     parts: dict[str, object] = {}
     for name, kind in (
@@ -275,8 +289,7 @@ def accelerator_from_fields(
 def _built(
     kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]
 ) -> Built:
-    """A `kind` of these fields, which are numbers but for the name, and of `parts` that are built
-    already."""
+    """Builds a `kind` from fields, which are numbers except the name, and from built `parts`."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
     specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -308,8 +321,7 @@ def _built(
 
 
 def _is_number(item: object) -> bool:
-    """One that a float can hold: JSON's integers may be longer. Whether it may be NaN is for who
-    uses it."""
+    """Whether a float can hold it: integers in JSON may be longer. NaN passes."""
     if not isinstance(item, int | float) or isinstance(item, bool):
         return False
     return isinstance(item, float) or abs(item) < 1e300

@@ -1,4 +1,4 @@
-"""What a model's KV weighs, and what moving it asks of links, as rows of text: name and figure."""
+"""Sizes of a model's KV and the bandwidth of its transfer, as rows of text (name, figure)."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ Row = tuple[str, ...]
 
 
 def catalog_rows() -> list[Row]:
-    """The models that are known by name: name, parameters, KV bytes a token."""
+    """Returns a row for each model of the catalogue: name, parameters, KV bytes a token."""
     return [
         (item.name, count_text(item.parameters), f"{item.kv_bytes_per_token():,}")
         for item in CATALOG.values()
@@ -19,15 +19,15 @@ def catalog_rows() -> list[Row]:
 
 
 def sent_part(shape: CostGeometry, prompt_tokens: int) -> float:
-    """Of a prompt's KV, what is handed over: layers with a window, beside others without one, send
-    what is still seen. (All is sent where KV stays for later requests.)"""
+    """Returns the fraction of a prompt's KV that a hand-off transfers. Layers with a window, beside
+    layers without one, send only positions inside it. With a prefix cache all is sent."""
     seen = min(prompt_tokens, max(0, shape.widest_window - 1))
     return 1 - shape.windowed_part * (1 - seen / prompt_tokens)
 
 
 def held_bytes(shape: CostGeometry, dtype: str, tokens: int, page_size: int) -> int:
-    """Of a sequence of so many tokens on a decode worker, in whole pages: of layers with a window,
-    beside others without one, at most a ring."""
+    """Returns the bytes that a decode worker holds for a sequence of `tokens` tokens, in whole
+    pages. Layers with a window, beside layers without one, hold at most a ring buffer."""
     pages, windowed = -(-tokens // page_size), shape.windowed_bytes_per_token(dtype)
     ring = min(pages, ring_pages(shape.widest_window, page_size))
     whole = shape.kv_bytes_per_token(dtype) - windowed
@@ -42,23 +42,28 @@ def kv_facts(
     tokens_per_second: float,
     page_size: int = 128,
 ) -> list[Row]:
-    """Of the model, a token, a prompt, and a rate of prompt tokens."""
+    """Returns rows on the model, one token, one prompt, and a rate of prompt tokens."""
     value_bytes = dtype_bytes(shape.kv_dtype or dtype)
     wire = wire_bytes_per_token(shape, value_bytes, codec)
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
     kinds = (f"{layers} layers x {kind.kv_values} values" for kind, layers in shape.attention_kinds)
     sizes = f"{' and '.join(kinds)} x {value_bytes}"
-    state = shape.state_bytes(dtype)  # of layers that keep no KV
-    beside = [("state a sequence", f"{bytes_text(state)}, however long it is")] if state else []
+    state = shape.state_bytes(dtype)  # of recurrent layers, which hold no KV
+    beside = (
+        [("state a sequence", f"{bytes_text(state)}, independent of its length")] if state else []
+    )
     part = sent_part(shape, prompt_tokens)
     if windowed := shape.windowed_bytes_per_token(dtype):
         held = bytes_text(held_bytes(shape, dtype, prompt_tokens, page_size))
         beside += [
-            ("of it with a window", f"{windowed:,} bytes, of {shape.widest_window:,} positions"),
+            (
+                "of it in windowed layers",
+                f"{windowed:,} bytes, of {shape.widest_window:,} positions",
+            ),
             (
                 f"of {prompt_tokens:,} tokens",
-                f"{held} held by a decode worker (pages of {page_size}), {part:.2f} handed over;"
+                f"{held} held by a decode worker (pages of {page_size}), {part:.2f} transferred;"
                 " all with --prefix_cache",
             ),
         ]
@@ -82,8 +87,8 @@ def link_rows(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[Row]:
-    """Of each link, `parallel` of which are used at once: GB/s, GB/s reached, ms a prompt, and what
-    part of it the rate needs. `wire_bytes`: of a token."""
+    """Returns a row for each link: GB/s, reached GB/s, ms a prompt, and the share that the rate
+    needs. `parallel` links are used together; `wire_bytes` is of one token."""
     rows = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel
@@ -95,7 +100,7 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Of one instance: its weights, and how many tokens it has room for."""
+    """Returns the weights of one instance and the tokens of KV that fit beside them."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

@@ -1,24 +1,29 @@
-"""Sizes of layers with Gated DeltaNet (arXiv 2412.06464) or Mamba-2 (arXiv 2405.21060) in place of
-attention, and what they cost: weights, the state that a sequence keeps, arithmetic of a step and of
-a chunk.
+"""Sizes and costs of recurrent layers, Gated DeltaNet (arXiv 2412.06464) and Mamba-2 (arXiv
+2405.21060): weights, state of a sequence, arithmetic of a step and of a chunk.
 
-What is kept does not grow with the sequence: of each value head a float32 matrix, and the last
+The state does not grow with the sequence. It is a float32 matrix for each value head, and the last
 inputs of a short convolution. Knows no hardware and no layout."""
 
 from jdisagg.plain import Message
 
-# A chunk goes through the recurrence by so many tokens at once (`ops/gated_delta.py`,
+# Tokens of a chunk that the recurrence processes together (`ops/gated_delta.py`,
 # `ops/state_space.py`).
 RUN_TOKENS = 64
 STATE_VALUE_BYTES = 4
 
 
 class LinearAttention(Message, frozen=True):
-    """`layers` have it. Each of `key_heads` serves value_heads / key_heads value heads; the
-    convolution sees the last `taps` tokens. `corrects`: what a state holds of a key is read before
-    it is written to (the delta rule); else it is only added to (Mamba-2, whose groups are key
-    heads). `key_copies`: 0 where key heads are sharded; else each kv shard has all of them, and the
-    convolution's last inputs of all are kept so many times."""
+    """Sizes of the recurrent layers of a model.
+
+    Attributes:
+      layers: Number of recurrent layers.
+      key_heads: Key heads; each serves value_heads / key_heads value heads. Mamba-2 calls them
+        groups.
+      taps: Tokens that the convolution covers.
+      corrects: The state of a key is read before it is written (delta rule); Mamba-2 only adds.
+      key_copies: 0 where key heads are sharded. Otherwise every kv shard has all of them, and the
+        convolution's last inputs are held this many times.
+    """
 
     layers: int
     key_heads: int
@@ -31,7 +36,7 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return self.key_channels + self.values
 
     @property
@@ -40,12 +45,12 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def sharded_key_heads(self) -> int:
-        """0 where each shard has all of them."""
+        """Key heads that sharding divides; 0 where each shard has all of them."""
         return 0 if self.key_copies else self.key_heads
 
     @property
     def scalars(self) -> int:
-        """Made of each token: strength and gate of each value head, or a step."""
+        """Scalars computed for each token: strength and gate of each value head, or a step size."""
         return (1 + self.corrects) * self.value_heads
 
     @property
@@ -53,24 +58,24 @@ class LinearAttention(Message, frozen=True):
         return self.value_heads * self.value_dim
 
     def parameters(self, width: int) -> int:
-        """Of one layer: what goes in, scalars of value heads, gate, the way out, convolution."""
+        """Returns one layer's parameters: projections, scalars, gate and convolution."""
         into = self.channels + self.scalars + self.values
         return width * (into + self.values) + self.channels * self.taps
 
     def state_bytes(self, value_bytes: int) -> int:
-        """What one layer keeps of a sequence."""
+        """Returns the bytes of one layer's state of a sequence."""
         matrices = self.value_heads * self.key_dim * self.value_dim * STATE_VALUE_BYTES
         channels = self.values + self.key_channels * (self.key_copies or 1)
         return matrices + (self.taps - 1) * channels * value_bytes
 
     def step_flops(self) -> int:
-        """Of one layer and token: the state meets a key where it is corrected, is written to, and
-        meets a query."""
+        """Returns FLOP of one layer and token: the state is multiplied by a key where it is
+        corrected, is written, and is multiplied by a query."""
         return (4 + 2 * self.corrects) * self.value_heads * self.key_dim * self.value_dim
 
     def chunk_flops(self) -> int:
-        """The same where tokens go by in runs: beside it, products of the run's tokens with each
-        other and the triangular system's."""
+        """Returns FLOP a token where tokens run in blocks of RUN_TOKENS, which adds products of the
+        block's tokens with each other and a triangular solve."""
         if not self.corrects:
             within = self.key_heads * self.key_dim + self.values
             return self.step_flops() + 2 * RUN_TOKENS * within

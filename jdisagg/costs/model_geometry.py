@@ -1,11 +1,9 @@
 """The sizes of a model that its cost depends on: attention, feed-forward, experts, vocabulary.
-Plain numbers; reads no weights.
 
 A geometry comes from a catalogue of published models, from the configuration of a model that
-`models/` serves, or, for families beyond those, from the fields of a config.json: planning and
-simulation need no weights. What is derived here (parameters, KV bytes) is exact arithmetic on those
-sizes, small tensors (norms, biases, the positions of OPT) left out. Knows no hardware and no
-layout."""
+`models/` serves, or from the fields of another family's config.json. Planning and simulation need
+no weights. Parameters and KV bytes are exact arithmetic on those sizes, without small tensors
+(norms, biases, the positions of OPT). Knows no hardware and no layout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,11 +16,15 @@ from jdisagg.plain import Message
 
 
 class GroupedAttention(Message, frozen=True):
-    """MHA, GQA and MQA by `kv_heads`. `window`: positions seen, the token's own included, in
-    `windowed_layers` of the layers. `gated`: what heads give is multiplied with a gate.
-    `full_kv_heads`, `full_head_dim`: of the layers without a window where they differ (0: they do
-    not), and `keys_are_values`: one matrix makes both there (or in all layers, where they do not
-    differ)."""
+    """MHA, GQA or MQA, depending on `kv_heads`.
+
+    Attributes:
+      window: Positions that a token attends to, its own included, in `windowed_layers` layers.
+      gated: The output of the heads is multiplied by a gate.
+      full_kv_heads, full_head_dim: Sizes of the layers without a window, or 0 if they are equal.
+      keys_are_values: One matrix makes keys and values, in the layers without a window or, if all
+        layers are of one size, in all.
+    """
 
     query_heads: int
     kv_heads: int
@@ -36,7 +38,7 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def full(self) -> "GroupedAttention | None":
-        """That of the layers without a window, where it is of another size."""
+        """The attention of the layers without a window, if it has other sizes."""
         if not self.full_kv_heads:
             return None
         return GroupedAttention(
@@ -49,28 +51,28 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def made_heads(self) -> int:
-        """Heads of keys and values that matrices make."""
+        """Heads of keys and values that projections compute."""
         return self.kv_heads * (1 if self.keys_are_values and not self.full_kv_heads else 2)
 
     @property
     def shared_kv_heads(self) -> int:
-        """Over how many shards kv heads of all layers can lie at most."""
+        """Most shards over which the kv heads of every layer can be divided."""
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Of a layer that is as `kv_heads` and `head_dim` say."""
+        """Returns the parameters of a layer with `kv_heads` and `head_dim`."""
         matrices = (2 + self.gated) * self.query_heads + self.made_heads
         return width * self.head_dim * matrices
 
     @property
     def kv_values(self) -> int:
-        """Values that one layer keeps of one token."""
+        """KV values of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim
 
 
 class LatentAttention(Message, frozen=True):
-    """MLA (DeepSeek-V2, arXiv 2405.04434): a latent of `kv_rank` and a rope part are kept, shared
-    by all heads."""
+    """MLA (DeepSeek-V2, arXiv 2405.04434): KV is a latent of `kv_rank` values and a rope part,
+    shared by all heads."""
 
     query_heads: int
     query_rank: int
@@ -90,7 +92,7 @@ class LatentAttention(Message, frozen=True):
 
     @property
     def unpacking_parameters(self) -> int:
-        """Of them what makes keys and values of the latent."""
+        """Parameters that expand the latent into keys and values."""
         return self.kv_rank * self.query_heads * (self.nope_dim + self.value_dim)
 
     @property
@@ -100,9 +102,13 @@ class LatentAttention(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A routed feed-forward: `active` of `count` experts of `ffn` for each token, and one of
-    `shared_ffn` for all (0: none), perhaps behind a gate of its own. `latent`: routed ones work on
-    so many values, made of a token's, and back (0: on the token's own)."""
+    """A routed feed-forward: `active` of `count` experts of width `ffn` for each token.
+
+    Attributes:
+      shared_ffn: Width of the shared expert; 0 for none.
+      shared_gate: Whether the shared expert has its own gate.
+      latent: Width to which tokens are projected for routed experts; 0 for the model's width.
+    """
 
     count: int
     active: int
@@ -119,23 +125,28 @@ class Experts:
             )
 
     def routed_width(self, width: int) -> int:
-        """What goes into a routed one, of a model of `width`."""
+        """Returns the input width of a routed expert."""
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """How many experts `tokens` tokens need, if each chooses evenly and independently."""
+        """Returns the expected number of experts that `tokens` tokens use with even, independent
+        routing."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class CostGeometry:
-    """`layers` in all, of which `expert_layers` route their tokens and the others have a dense ffn.
-    `gated`: three matrices, else two. `linear`: what some layers have in place of attention.
-    `without_mixer`, `without_ffn`: layers that have neither of these, and those that are not fed
-    forward.
-    `matrix_bits`: of a value of the layers' quantized matrices; 0 where these have the model's
-    type. Their scales, a float32 an output, are not counted (below 0.4 % of int4 from a width of
-    2,048 on). `kv_dtype`: what KV is kept in, where it is not the model's type."""
+    """Sizes of one model.
+
+    Attributes:
+      layers: All layers; `expert_layers` of them route tokens, the others have a dense ffn.
+      gated: The ffn has three matrices; otherwise two.
+      linear: Recurrent layers in place of attention, or None.
+      without_mixer, without_ffn: Layers with neither attention nor recurrence, and without ffn.
+      matrix_bits: Bits of a value of quantized matrices; 0 for the model's type. Their scales, one
+        float32 an output, are not counted (below 0.4 % of int4 from a width of 2,048 on).
+      kv_dtype: Type of KV, where it is not the model's.
+    """
 
     name: str
     width: int
@@ -182,8 +193,8 @@ class CostGeometry:
 
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
-        """What the layers that keep KV have, and how many of them: those with a window first, where
-        the others differ."""
+        """Each kind of attention with its number of layers, windowed layers first where they
+        differ."""
         attention, layers = self.attention, self.attention_layers
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
@@ -192,12 +203,12 @@ class CostGeometry:
 
     @property
     def kv_values(self) -> int:
-        """Values that all layers keep of one token."""
+        """KV values of one token in all layers."""
         return sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
 
     @property
     def head_sizes(self) -> int:
-        """Summed over the layers with heads of keys and values."""
+        """Head sizes, summed over the layers with grouped attention."""
         kinds = self.attention_kinds
         return sum(
             layers * kind.head_dim for kind, layers in kinds if isinstance(kind, GroupedAttention)
@@ -205,17 +216,17 @@ class CostGeometry:
 
     @property
     def attention_layers(self) -> int:
-        """Those that keep KV of each token."""
+        """Layers that hold KV of each token."""
         return self.layers - self.without_mixer - (self.linear.layers if self.linear else 0)
 
     @property
     def dense_layers(self) -> int:
-        """Those whose feed-forward block every token takes whole."""
+        """Layers with a dense feed-forward block."""
         return self.layers - self.without_ffn - self.expert_layers
 
     @property
     def blocks(self) -> int:
-        """Mixers and feed-forward blocks: two a layer, of most models."""
+        """Mixers and feed-forward blocks; two a layer in most models."""
         return 2 * self.layers - self.without_mixer - self.without_ffn
 
     @property
@@ -233,7 +244,7 @@ class CostGeometry:
         return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
 
     def _of_experts(self, count: int) -> int:
-        """The weights of so many routed experts a layer, with the shared ones and the router."""
+        """Returns the weights of `count` routed experts a layer, with shared experts and router."""
         if not self.experts:
             return 0
         wide = self.experts.routed_width(self.width)
@@ -244,7 +255,7 @@ class CostGeometry:
 
     @property
     def embedding_parameters(self) -> int:
-        """With the output projection, where that is another matrix."""
+        """Embedding, and the output projection if it is a separate matrix."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
@@ -260,7 +271,7 @@ class CostGeometry:
         return self.kv_values * dtype_bytes(self.kv_dtype or dtype)
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Of it, what layers with a window keep; 0 where none has, or all have."""
+        """Returns the KV bytes a token in windowed layers; 0 if no or every layer has a window."""
         return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
 
     @property
@@ -270,21 +281,21 @@ class CostGeometry:
 
     @property
     def windowed_part(self) -> float:
-        """Of a token's KV, what layers with a window keep; 0 where none has one, or all have."""
+        """Fraction of a token's KV in windowed layers; 0 if no or every layer has a window."""
         if isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
         return part if part < 1 else 0.0
 
     def state_bytes(self, dtype: str = "bfloat16") -> int:
-        """What a sequence keeps however long it is; 0 where all layers have attention."""
+        """Returns the bytes of a sequence's recurrent state; 0 if all layers have attention."""
         if not self.linear:
             return 0
         return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
     def kv_rows(self) -> list[tuple[int, int]]:
-        """(rows, values in a row) that all layers of each kind keep of a token: what a codec's
-        scale is shared by. MLA: latent and rope together."""
+        """Returns (rows, values in a row) of a token's KV for each kind of layer. A codec's scale
+        covers one row. MLA has latent and rope in one row."""
         return [
             (layers, kind.kv_values)
             if isinstance(kind, LatentAttention)
@@ -299,16 +310,19 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-# Families whose config.json leaves out that the output projection is the embedding, and those that
-# give every second, sixth, fourth layer the whole context and leave that out.
+# Families whose config.json omits that the output projection is the embedding, and families that
+# omit that every second, sixth or fourth layer attends to the whole context.
 TIED = ("opt", "bloom", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 
 
 def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> CostGeometry:
-    """From the fields of a Hugging Face config.json of a family that `models/` does not serve (for
-    those that it does, `DecoderConfig.cost_geometry` says it); raises ConfigError naming a field
-    that is missing or no count."""
+    """Builds a geometry from a Hugging Face config.json of a family that `models/` does not serve;
+    for the others use `DecoderConfig.cost_geometry`.
+
+    Raises:
+      ConfigError: A field is missing or not a count; the message names it.
+    """
 
     def count(*names: str, default: int | None = None, least: int = 1) -> int:
         for field in names:
@@ -343,8 +357,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         )
     else:
         head_dim = count("head_dim", default=max(1, width // heads))
-        # Qwen's families have windows only where they are switched on; others wherever one is
-        # given.
+        # Qwen's families use a window only if it is switched on; others wherever one is given.
         on = fields.get("use_sliding_window", not str(family).startswith("qwen"))
         window = count("sliding_window", default=0, least=0) if on else 0
         windowed = _windowed_layers(fields, layers, count) if window else 0
@@ -391,7 +404,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
 
 
 def _kv_heads(fields: Mapping[str, object], heads: int, count: Callable[..., int]) -> int:
-    """Falcon and GPT-BigCode state them otherwise."""
+    """Returns the kv heads; Falcon and GPT-BigCode state them in other fields."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     return count("num_key_value_heads", "num_kv_heads", default=heads)
@@ -403,7 +416,7 @@ def _short(value: object) -> str:
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
-    """Of a model that has a window: by `layer_types` where given, else by the family's rule."""
+    """Counts windowed layers by `layer_types` if given, else by the family's rule."""
     types, family = fields.get("layer_types"), fields.get("model_type")
     if isinstance(types, list):
         return types[:layers].count("sliding_attention")
@@ -522,7 +535,7 @@ CATALOG: dict[str, CostGeometry] = {
             "qwen3-32b", 5120, 64, 151936, GroupedAttention(64, 8, 128), 25600,
             context_tokens=40960,
         ),
-        # Qwen/Qwen3.5-397B-A17B: every fourth layer has attention, the others keep state
+        # Qwen/Qwen3.5-397B-A17B: every fourth layer has attention, the others are recurrent
         CostGeometry(
             "qwen3.5-397b-a17b", 4096, 60, 248320, GroupedAttention(32, 2, 256, gated=True), 1024,
             experts=Experts(512, 10, 1024, 1024, True), expert_layers=60, context_tokens=262144,
@@ -543,14 +556,14 @@ CATALOG: dict[str, CostGeometry] = {
             "glm-4.6", 5120, 92, 151552, GroupedAttention(96, 8, 128), 12288,
             experts=Experts(160, 8, 1536, 1536), expert_layers=89, context_tokens=202752,
         ),
-        # Qwen/Qwen3.6-35B-A3B: every fourth layer has attention, the others keep state
+        # Qwen/Qwen3.6-35B-A3B: every fourth layer has attention, the others are recurrent
         CostGeometry(
             "qwen3.6-35b-a3b", 2048, 40, 248320, GroupedAttention(16, 2, 256, gated=True), 512,
             experts=Experts(256, 8, 512, 512, True), expert_layers=40, context_tokens=262144,
             linear=LinearAttention(30, 16, 32, 128, 128, 4),
         ),
-        # google/gemma-4-31B-it, its language model: every sixth layer sees the whole context, with
-        # heads of another size whose values are their keys
+        # google/gemma-4-31B-it, its language model: every sixth layer attends to the whole context,
+        # with heads of another size whose values are their keys
         CostGeometry(
             "gemma-4-31b", 5376, 60, 262144,
             GroupedAttention(32, 16, 256, 1024, 50, False, 4, 512, True), 21504,
@@ -570,7 +583,7 @@ CATALOG: dict[str, CostGeometry] = {
 
 
 def geometry(name: str) -> CostGeometry:
-    """From the catalogue; an unknown name is refused with those that are known."""
+    """Returns a model of the catalogue; raises ConfigError with the known names for another."""
     if name not in CATALOG:
         raise ConfigError(
             f"no model named {name!r} in the catalogue; it has {', '.join(sorted(CATALOG))}, or"

@@ -1,14 +1,12 @@
-"""How fast one kind of instance is, in forms that a decision can ask for a thousand workers at
-once.
+"""The speed of one kind of instance, in vectorised form for decisions over a thousand workers.
 
-A `Speed` wraps the cost model of one (geometry, layout, hardware, stages): a decode step from a
-grid over sequences and their mean context, interpolated for whole columns (between kinks a step is
-bilinear in the two; where they are, the grid is within 3 %); a backlog of prompts from two sums;
-one prompt exactly. `speed_of` shares them: a cluster has few kinds. Pure, but for remembering what
-it computed.
+A `Speed` wraps the cost model of one (geometry, layout, hardware, stages). A decode step is
+interpolated from a grid over sequences and their mean context, within 3 % at kinks. A backlog of
+prompts is priced from two sums, and one prompt exactly. `speed_of` shares the instances, since a
+cluster has few kinds. Pure except for caches.
 
-With pipeline stages chunks follow each other a stage apart, so that a backlog takes its share of
-their seconds, and sequences that decode are spread over as many batches as there are stages."""
+With pipeline stages chunks follow each other one stage apart, so that a backlog takes its share of
+their seconds. Decoding sequences are spread over as many batches as there are stages."""
 
 import functools
 import math
@@ -26,8 +24,8 @@ from jdisagg.layout.axes import Layout
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Seconds = TypeVar("Seconds", float, Array)
 
-WHOLE_PROMPT_TOKENS = 2048  # a chunk, where a worker states none
-GRANULE_TOKENS = 16  # lengths of prompts are rounded up to these
+WHOLE_PROMPT_TOKENS = 2048  # chunk size of a worker that states none
+GRANULE_TOKENS = 16  # prompt lengths are rounded up to multiples of this
 SEQUENCES = np.unique(np.round(np.geomspace(1, 4096, 49))).astype(float)
 CONTEXTS = np.concatenate([[0.0], np.geomspace(64, 1 << 20, 29)])
 CHUNKS = np.unique(np.round(np.geomspace(1, 16384, 49))).astype(float)
@@ -35,7 +33,7 @@ CHUNKS = np.unique(np.round(np.geomspace(1, 16384, 49))).astype(float)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What makes two instances equally fast. `dtype` of weights and KV."""
+    """Properties that make two instances equally fast. `dtype`: type of weights and KV."""
 
     geometry: CostGeometry
     layout: Layout
@@ -45,7 +43,11 @@ class Kind:
 
 
 class Speed:
-    """Raises ConfigError or LayoutError where the layout does not divide the model."""
+    """Prices the work of one kind of instance.
+
+    Raises:
+      ConfigError, LayoutError: The layout does not divide the model.
+    """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -64,8 +66,8 @@ class Speed:
     def prefill_seconds(
         self, new_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0
     ) -> float:
-        """One prompt alone, in chunks; attention grows linearly over them, so the first and the
-        last stand for all."""
+        """Returns the seconds of one prompt alone, in chunks. Attention grows linearly over the
+        chunks, so the first and the last one stand for all."""
         key = (-(-new_tokens // GRANULE_TOKENS) * GRANULE_TOKENS, cached_tokens, chunk_tokens)
         known = self._prefills.get(key)
         if known is None:
@@ -75,8 +77,8 @@ class Speed:
         return known
 
     def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
-        """(seconds a token, seconds a pair of positions) of prompts packed into full chunks, of one
-        dp rank."""
+        """Returns (seconds a token, seconds a pair of positions) of prompts packed into full chunks
+        of one dp rank."""
         chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
         if chunk not in self._rates:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
@@ -86,16 +88,16 @@ class Speed:
         return self._rates[chunk]
 
     def step_seconds(self, sequences: Array, contexts: Array) -> Array:
-        """A decode step of the fullest rank's `sequences` whose tokens add up to `contexts`, for
-        each worker."""
+        """Returns each worker's decode step seconds, for `sequences` of its fullest rank whose
+        contexts add up to `contexts`."""
         sequences = np.minimum(np.maximum(sequences, SEQUENCES[0]), SEQUENCES[-1])
         return self._steps.between(sequences, contexts / sequences)
 
     def prefills_seconds(
         self, new_tokens: Array, cached_tokens: Array, chunk_tokens: int = 0
     ) -> Array:
-        """As `prefill_seconds`, of many: chunks of no more than `CHUNKS` from a grid, within 5
-        %."""
+        """Vectorised `prefill_seconds`. Chunks up to the largest of `CHUNKS` are interpolated from
+        a grid, within 5 %."""
         if not 0 < chunk_tokens <= CHUNKS[-1]:
             pairs = zip(new_tokens, cached_tokens, strict=True)
             return np.array(
@@ -106,7 +108,7 @@ class Speed:
         full = np.full(len(whole), float(chunk_tokens))
         last = cached_tokens + np.maximum(0.0, whole - 1) * chunk_tokens
         following = cached_tokens + whole * chunk_tokens
-        # all three at once: what a lookup costs hardly depends on how many there are
+        # One lookup for all three: its cost hardly depends on the number of points.
         begins, ends, short = self._chunk(
             np.concatenate((full, full, np.maximum(1.0, rest))),
             np.concatenate((cached_tokens, last, following)),
@@ -141,31 +143,31 @@ class Speed:
         return self._behind_each_other(seconds + left, left or last)
 
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
-        """Of chunks that take so long in all: the last one goes through all stages, those before it
-        are one stage ahead each."""
+        """Returns the seconds of chunks in a pipeline: the last one passes all stages, and those
+        before it are one stage ahead each."""
         return (every - last) / self.kind.stages + last
 
 
 class _Grid:
-    """Values over rows and columns, and bilinear interpolation between them. Decisions ask for it
-    each time, so what does not depend on the question is worked out once."""
+    """Bilinear interpolation of values over rows and columns. Everything that does not depend on
+    the query is precomputed, because every placement decision calls it."""
 
     def __init__(self, values: Array, rows: Array, columns: Array) -> None:
         self._last, self._width = columns[-1], len(columns)
-        # Within the ends the search gives the cell at once.
+        # Searching the inner edges alone returns the cell index, clipped to the grid.
         self._inner_rows, self._inner_columns = rows[1:-1], columns[1:-1]
         self._row_cells = np.array([rows[:-1], rows[1:] - rows[:-1]])
         self._column_cells = np.array([columns[:-1], columns[1:] - columns[:-1]])
         flat = values.ravel()
         rises = flat[1:] - flat[:-1]
         above = slice(len(flat) - len(columns) - 1)
-        # of each place: its value, its rise to the next column, and both one row further down
+        # For each cell: its value, its rise to the next column, and both one row further down.
         self._corners = np.array(
             [flat[above], rises[above], flat[len(columns) : -1], rises[len(columns) :]]
         )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
-        """At places within the rows, and columns beyond whose ends the end counts."""
+        """Interpolates at points; rows must be within the grid, columns are clipped to it."""
         at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
         row = self._inner_rows.searchsorted(at_row, "right")
         column = self._inner_columns.searchsorted(at_column, "right")
@@ -180,8 +182,7 @@ class _Grid:
 
 @functools.lru_cache(maxsize=256)
 def speed_of(kind: Kind) -> Speed | None:
-    """The one `Speed` of a kind; None where its layout cannot hold the model, for whoever serves it
-    must have meant something else."""
+    """Returns the shared `Speed` of a kind, or None if its layout cannot hold the model."""
     try:
         return Speed(kind)
     except (ConfigError, LayoutError):

@@ -1,10 +1,8 @@
-"""Conversations: turns that come one after the other, each with all that was said before as the
-beginning of its prompt.
+"""Workloads of conversations: each turn's prompt starts with all earlier turns and answers.
 
-The blocks of each arrival are named, those of its answer too, so that whoever keeps KV finds what
-earlier turns left. All conversations may begin with one system prompt. Times are open: a turn comes
-its think time after the one before came, however long that took. As `workloads`, whose kind of
-lists these are."""
+The blocks of each arrival are named, its answer's included, so that prefix caches find earlier
+turns. All conversations may share one system prompt. The loop is open: a turn arrives its think
+time after the previous turn's arrival, however long that turn takes."""
 
 import math
 from dataclasses import dataclass
@@ -19,18 +17,18 @@ BLOCKS_OF_ONE = 24  # bits: blocks of one conversation
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurns:
-    """How conversations go.
+    """Distribution of conversations.
 
     Args:
-        mean: turns of one, geometric, at least 1.
-        think_seconds: from a turn's arrival to the next one's, exponential.
-        system_tokens: what all conversations begin with.
-        block_tokens: of a named block.
-        context_tokens: a turn that would not fit with its answer ends its conversation; None: none
-            does.
+        mean: Mean turns of a conversation, geometric, at least 1.
+        think_seconds: Mean seconds from a turn's arrival to the next one's, exponential.
+        system_tokens: Tokens of the shared system prompt.
+        block_tokens: Tokens of a named block.
+        context_tokens: Context that ends a conversation once a turn and its answer exceed it, or
+            None.
 
     Raises:
-        WorkloadError: naming what cannot be.
+        WorkloadError: A value is out of range.
     """
 
     mean: float = 5.0
@@ -63,8 +61,8 @@ def conversations(
     turns: ConversationTurns = ConversationTurns(),
     seed: int = 0,
 ) -> list[Arrival]:
-    """`count` requests at about `rate` a second, once the first conversations have ended; new ones
-    begin as a Poisson process. `lengths`: of a user's words and of an answer."""
+    """Returns `count` requests at about `rate` a second in steady state. Conversations begin as a
+    Poisson process. `lengths` are those of a user's message and of an answer."""
     begins = poisson(rate / turns.mean, count, lengths, seed)
     random = np.random.default_rng((seed, 1))
     found: list[Arrival] = []

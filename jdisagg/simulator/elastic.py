@@ -2,10 +2,10 @@
 
     result = simulate(fleet, arrivals, hooks=[elastic(ElasticConfig(slo=...), switch_seconds=20.0)])
 
-The controller, what it is told and who acts on it are the live router's (router/elastic.py,
-dispatch/roles/elastic_pools.py); only the change of role itself is the simulator's: the worker
-drains, and is away for `switch_seconds`, in which a real one lays its weights out anew and warms up
-(benchmarks/results/role_switch.json has what that took)."""
+The controller, its inputs and its loop are the live router's (router/elastic.py,
+dispatch/roles/elastic_pools.py). Only the role change is simulated: the worker drains and is away
+for `switch_seconds`, in which a real one reshards its weights and warms up
+(benchmarks/results/role_switch.json has measured times)."""
 
 from collections.abc import Awaitable, Callable
 
@@ -23,8 +23,8 @@ DRAIN_SECONDS = 30.0
 
 
 class SimulatedSwitcher:
-    """Stands where the live `RoleSwitcher` stands. A worker that changes takes its new pool's
-    layout, whatever it is told."""
+    """Replaces the live `RoleSwitcher`. A worker that changes its role takes its new pool's layout
+    and ignores the given one."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False
@@ -34,8 +34,8 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Raises as the live desk does. `seconds` is not used: a simulated worker always comes
-        back."""
+        """Raises as the live switcher does. `seconds` is ignored: a simulated worker always
+        returns."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()
@@ -56,8 +56,8 @@ def elastic(
     switch_seconds: float,
     say: Callable[[float, str], None] = lambda now, text: None,
 ) -> Callable[[SimulatedCluster], Awaitable[None]]:
-    """`say` hears of each change, with its moment in virtual seconds. The run ends with a
-    ConfigError where no role can change."""
+    """Returns the hook of `simulate`. It calls `say(virtual seconds, text)` for each change, and
+    raises ConfigError if the fleet's roles cannot change."""
 
     async def hook(cluster: SimulatedCluster) -> None:
         cluster.fleet.check_roles_change()

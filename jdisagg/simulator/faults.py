@@ -1,12 +1,11 @@
-"""Things that go wrong in a simulated cluster, as hooks of a run: a worker dies, hangs, breaks,
-drains; a link slows; clients go away.
+"""Faults in a simulated cluster, as hooks of a run: a worker dies, hangs or breaks, a link slows,
+clients cancel.
 
     simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0),
     SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
 
-Each fault names a worker and when it strikes, in seconds of the run; what follows is the live
-system's affair. What struck is counted under `faults` in the cluster, so that a test can tell that
-it did."""
+Each fault names a worker and its time in seconds of the run. The live code handles the rest. The
+cluster counts faults under `faults`, so that a test can check that they happened."""
 
 import asyncio
 import random
@@ -20,7 +19,7 @@ from jdisagg.simulator.run import Hook
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """As `kill -9`; started again `back_after` seconds later (None: never)."""
+    """Kills a worker as `kill -9` does, and restarts it `back_after` seconds later if given."""
 
     worker: str
     at_seconds: float
@@ -29,9 +28,8 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """From now on no command of its mesh ends, and no pull; the live system finds out by
-    `limits.step_seconds`. Its process is then started again, as a supervisor does, `back_after`
-    seconds after the stall began (None: never)."""
+    """Stops all commands and pulls of a mesh, which the live code detects by `limits.step_seconds`.
+    The process is restarted `back_after` seconds after the stall began, if given."""
 
     worker: str
     at_seconds: float
@@ -40,7 +38,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Its mesh's programs fail from now on; started again as after a death."""
+    """Makes all programs of a mesh fail; the worker is restarted as after a stall."""
 
     worker: str
     at_seconds: float
@@ -49,7 +47,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """All links of the worker at `factor` of their speed, for so many seconds."""
+    """Runs all links of a worker at `factor` of their speed for `seconds`."""
 
     worker: str
     at_seconds: float
@@ -63,7 +61,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Cancels:
-    """At this moment each request under way is given up by its client with this probability."""
+    """Each client with a running request cancels it with probability `part`."""
 
     at_seconds: float
     part: float = 0.1
@@ -72,7 +70,7 @@ class Cancels:
     def __post_init__(self) -> None:
         if not 0 < self.part <= 1:
             raise ConfigError(
-                f"the part of the clients that give up must be in (0, 1], got {self.part}"
+                f"the fraction of clients that cancel must be in (0, 1], got {self.part}"
             )
 
 
@@ -87,7 +85,7 @@ _ENDS = {"death": Death, "stall": Stall, "broken": Broken}
 
 
 def parse_fault(text: str) -> Fault:
-    """Of `kind:worker:at_seconds[:more]`. Raises ConfigError naming the text and the forms."""
+    """Parses `kind:worker:at_seconds[:more]`. Raises ConfigError for another form."""
     kind, *parts = text.split(":")
     try:
         if kind in _ENDS and len(parts) in (2, 3):
@@ -104,8 +102,11 @@ def parse_fault(text: str) -> Fault:
 
 
 def schedule(faults: Sequence[Fault]) -> Hook:
-    """The hook that lets them happen. Workers are named as in the cluster: "prefill-0", "decode-1",
-    "mixed-2"; others are refused."""
+    """Returns the hook of `simulate` that causes the faults.
+
+    Raises:
+      ConfigError: A fault names a worker that the cluster lacks; names are "prefill-0", "mixed-2".
+    """
 
     async def strike(cluster: SimulatedCluster) -> None:
         for fault in faults:
@@ -144,8 +145,8 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
 async def _replace(
     cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
 ) -> None:
-    """Ends the process that sits there now, and starts another; not if somebody else has done so
-    meanwhile."""
+    """Kills the current process of a worker and starts another, unless it was replaced in the
+    meantime."""
     process = cluster.processes[worker]
     if after is None:
         return

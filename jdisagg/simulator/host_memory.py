@@ -1,9 +1,8 @@
-"""The host memory of a simulated mesh: which blocks lie there, and when copies out and back end.
+"""The host memory of a simulated mesh: which blocks it holds, and when copies out and back end.
 
-Each dp rank has the links of its devices to the host, one way out and one way back. Copies of one
-way follow one another; they run beside the mesh's steps. What a block takes is its KV as the pages
-hold it. Knows no prefixes: which blocks go and come is the live tier's matter
-(`worker/host_tier.py`)."""
+Each dp rank uses its devices' links to the host, one direction out and one back. Copies in one
+direction run one after the other, beside the mesh's steps. A block has the size of its KV in pages.
+Knows no prefixes: the live host tier (`worker/`) decides which blocks are copied."""
 
 from dataclasses import dataclass
 
@@ -12,21 +11,21 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """Of one dp rank: `devices` links of one kind, and the bytes of a token's KV on all of them
-    together."""
+    """The host links of one dp rank: `devices` links of one kind. `bytes_per_token` is a token's KV
+    on all of them together."""
 
     link: Link
     devices: int
     bytes_per_token: float
 
     def seconds(self, tokens: int) -> float:
-        """Of copying so many tokens' KV, either way."""
+        """Returns the seconds to copy the KV of `tokens` tokens in either direction."""
         speed = self.link.bytes_per_second * self.link.efficiency * self.devices
         return self.link.latency_seconds + tokens * self.bytes_per_token / speed
 
 
 class HostMemory:
-    """Of one mesh with `ranks` dp ranks."""
+    """The host memory of one mesh with `ranks` dp ranks."""
 
     def __init__(self, link: HostLink, ranks: int) -> None:
         self._link = link
@@ -35,17 +34,16 @@ class HostMemory:
         self._back = [0.0] * ranks
 
     def __len__(self) -> int:
-        """Pieces of blocks."""
         return len(self._tokens)
 
     def copied_out(self, offer_id: int, rank: int, tokens: int, now: float) -> float:
-        """When a piece that leaves its pages from `now` on is here."""
+        """Records a copy that starts at `now` and returns when it ends."""
         self._tokens[offer_id] = tokens
         self._out[rank] = max(now, self._out[rank]) + self._link.seconds(tokens)
         return self._out[rank]
 
     def copied_back(self, offer_id: int, rank: int, now: float) -> float | None:
-        """When a piece is back on the device; None: it is not here."""
+        """Returns when a copy back to the device ends, or None if the block is not held."""
         tokens = self._tokens.get(offer_id)
         if tokens is None:
             return None

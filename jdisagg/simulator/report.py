@@ -1,14 +1,13 @@
-"""What became of the requests, and what that is worth: percentiles, goodput, cost; the same for
-simulated and for live runs.
+"""Outcomes of requests and the figures of a run: percentiles, goodput, cost. Simulated and live
+runs use the same definitions.
 
-Definitions, one place each. TTFT: arrival to first token. TPOT: (finish - first token) / (output
-tokens - 1), undefined for one token. TBT: each gap between tokens as the receiver sees it, all gaps
-of all requests weighing alike. Hand-off gap: first to second token. A percentile is numpy's
-"linear" (between order statistics, Hyndman and Fan's type 7); that of TBT comes from histograms,
-see `gaps`. A request attains its SLO when it finished and each limit holds; attainment is over all
-requests that arrived, refused ones included; goodput is attainment x the rate of arrivals. Rates
-divide by the time of arrivals, tokens and utilisation by the time from first arrival to last
-finish.
+TTFT: arrival to first token. TPOT: (finish - first token) / (output tokens - 1), undefined for one
+token. TBT: each gap between tokens as the receiver sees it, with equal weight for all gaps of all
+requests. Hand-off gap: first to second token. A percentile is numpy's "linear" (between order
+statistics, Hyndman and Fan's type 7). TBT percentiles come from histograms (`gaps`). A request
+attains its SLO when it finished and each limit holds; attainment is over all requests that arrived,
+refused ones included. Goodput is attainment x the rate of arrivals. Rates divide by the time of
+arrivals, tokens and utilisation by the time from first arrival to last finish.
 
 Pure data, seconds throughout; knows no cluster."""
 
@@ -30,10 +29,16 @@ PERCENTILES = (50, 90, 95, 99)
 
 @plain
 class RequestOutcome:
-    """One request that ended. Times in seconds on the run's clock; `first_token` None: none came.
-    `output_tokens`: delivered. `reason`: why it did not finish, or why it was placed as it was;
-    `prefill`, `decode`: names of workers, "" where unknown. Of one that finished: `queue_seconds`
-    that it waited before it was prefilled, `cached_tokens` of its prompt that were known."""
+    """One request that ended, with times in seconds on the run's clock.
+
+    Attributes:
+      first_token: Time of the first token, or None if there was none.
+      output_tokens: Tokens that were delivered.
+      prefill, decode: Names of the workers, empty if unknown.
+      reason: Why it did not finish, or why it was placed as it was.
+      queue_seconds: Wait before the prefill, if it finished.
+      cached_tokens: Cached tokens of its prompt, if it finished.
+    """
 
     request_id: str
     arrival: float
@@ -47,7 +52,7 @@ class RequestOutcome:
     prefill: str = ""
     decode: str = ""
     reason: str = ""
-    # digests of runs are made of what is told here, and told of older commits too
+    # Not in the repr: digests of runs are made of it and compared with those of older commits.
     queue_seconds: float = field(default=0.0, repr=False)
     cached_tokens: int = field(default=0, repr=False)
 
@@ -68,8 +73,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SloLimits:
-    """Limits in seconds, None: no limit. A request of one token has no TPOT and no gaps: those
-    limits hold for it."""
+    """Limits in seconds; None is no limit. A request of one token has no TPOT and no gaps, and
+    meets those limits."""
 
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
@@ -98,8 +103,8 @@ class SloLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """One worker's use: `busy_seconds` of its devices' time; `dollars_per_hour` of one device, None
-    where no price is settled."""
+    """Use of one worker. `busy_seconds`: busy time of its devices. `dollars_per_hour`: price of one
+    device, or None if no price is known."""
 
     worker: str
     role: str
@@ -111,7 +116,7 @@ class WorkerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In seconds, with how many values there were; all None where there were none."""
+    """Percentiles in seconds of `count` values; all None if there are none."""
 
     count: int
     mean: float | None
@@ -141,8 +146,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A run in figures. `attainment`, `utilisation`: fractions; None where it is not defined (no
-    SLO asked, no usage, no price)."""
+    """The figures of a run. `attainment` and `utilisation` are fractions. A figure is None if it is
+    not defined (no SLO, no usage, no price)."""
 
     requests: int
     ends: Mapping[str, int]
@@ -165,7 +170,7 @@ class Report:
     dollars_per_million_tokens: float | None
 
     def as_fields(self) -> dict[str, object]:
-        """Plain data for JSON."""
+        """Returns plain data for JSON."""
         return asdict(self)
 
 
@@ -174,7 +179,7 @@ def summarise(
     slo: SloLimits | None = None,
     usage: Sequence[WorkerUsage] = (),
 ) -> Report:
-    """The figures of a run; raises WorkloadError where nothing arrived."""
+    """Computes the figures of a run. Raises WorkloadError if `outcomes` is empty."""
     if not outcomes:
         raise WorkloadError("no requests to report on; the run must have at least one")
     arrivals = sorted(item.arrival for item in outcomes)
@@ -222,14 +227,14 @@ def summarise(
 
 
 def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
-    """The fraction of all requests that attained their SLO."""
+    """Returns the fraction of all requests that attained their SLO."""
     return sum(map(slo.attained, outcomes)) / len(outcomes)
 
 
 def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
-    """The highest rate up to which attainment stays at `wanted`, from (rate, attainment) of a
-    curve: between the last point that attains and the next the line is followed. 0 where the lowest
-    rate fails already; the highest rate tried where none fails."""
+    """Returns the highest rate up to which attainment stays at `wanted`, from the (rate,
+    attainment) points of a curve, interpolated linearly. Returns 0 if the lowest rate fails, and
+    the highest rate tried if none fails."""
     good = 0.0
     ordered = sorted(points)
     for index, (rate, met) in enumerate(ordered):
@@ -244,7 +249,7 @@ def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.
 
 
 def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, float]:
-    """Attainment of each tenant."""
+    """Returns the attainment of each tenant."""
     mine: dict[str, list[bool]] = {}
     for item in outcomes:
         mine.setdefault(item.tenant, []).append(slo.attained(item))
@@ -252,7 +257,7 @@ def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, fl
 
 
 def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, float]:
-    """Of each role: busy device-seconds over device-seconds."""
+    """Returns busy device-seconds over device-seconds for each role."""
     busy: dict[str, float] = {}
     there: dict[str, float] = {}
     for item in usage:
@@ -262,7 +267,7 @@ def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, flo
 
 
 def _dollars(usage: Sequence[WorkerUsage], duration: float) -> float | None:
-    """Of all accelerators over the run; None where a price is missing."""
+    """Returns the price of all accelerators over the run, or None if a price is missing."""
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):
         return None

@@ -1,4 +1,4 @@
-"""A simulation's results as files of one folder: one row a request, all figures, pictures."""
+"""Writes a simulation's results to one folder: a table of requests, all figures, plots."""
 
 import dataclasses
 import importlib.util
@@ -14,8 +14,11 @@ from jdisagg.simulator.tables import check_table, write_outcomes
 
 
 class ResultFolder:
-    """Made before the work. Raises ConfigError where it cannot be, or nothing can be written in
-    `table_format`."""
+    """The output folder, created before the run.
+
+    Raises:
+      ConfigError: The folder cannot be created, or `table_format` cannot be written.
+    """
 
     def __init__(self, path: str, table_format: str) -> None:
         self._folder = Path(path)
@@ -24,14 +27,14 @@ class ResultFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--out={path} is no folder that can be made ({error}); choose another"
+                f"--out={path} cannot be created ({error}); choose another folder"
             ) from error
         check_table(self._table)
 
     def write(
         self, result: Result, report: Report, slo: SloLimits | None, flags: Mapping[str, object]
     ) -> None:
-        """`flags`: what the run was asked for, kept beside its figures."""
+        """Writes figures and table. `flags` are the run's flags, stored beside its figures."""
         figures = {
             "report": report.as_fields(),
             "usage": [dataclasses.asdict(item) for item in result.usage],
@@ -42,8 +45,8 @@ class ResultFolder:
         write_outcomes(result.outcomes, self._table, slo)
 
     def draw(self, name: str, result: Result) -> None:
-        """Pictures of the run `name`; needs matplotlib."""
-        from jdisagg.simulator import plots  # matplotlib is asked for only here
+        """Writes plots of the run `name`; needs matplotlib."""
+        from jdisagg.simulator import plots  # imports matplotlib
 
         runs = {name: result.outcomes}
         plots.save(plots.ttft_distribution(runs), self._folder / "ttft.png")
@@ -53,8 +56,8 @@ class ResultFolder:
 
 
 def can_draw(asked: bool) -> bool:
-    """Whether there is matplotlib. Without it pictures are left out, which stderr says, and refused
-    with a ConfigError where they were `asked` for."""
+    """Returns whether matplotlib is installed. Without it, prints a note to stderr, or raises
+    ConfigError if plots were `asked` for."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     if asked:
@@ -63,7 +66,6 @@ def can_draw(asked: bool) -> bool:
             " leave it out"
         )
     print(
-        "no pictures: matplotlib is not installed (pip install 'jdisagg[notebooks]')",
-        file=sys.stderr,
+        "no plots: matplotlib is not installed (pip install 'jdisagg[notebooks]')", file=sys.stderr
     )
     return False

@@ -1,12 +1,11 @@
-"""Workloads on disk: Azure, Mooncake, Splitwise, DistServe and vLLM runs, and one's own CSV or
-JSONL, each plain or gzipped.
+"""Reads traces: Azure, Mooncake, Splitwise, DistServe and vLLM runs, and files of one's own, as CSV
+or JSONL, plain or gzipped.
 
-`read_trace` goes by the names of the columns (`COLUMNS`), so that a trace needs no flag to say
-where it came from. Own files: columns at_seconds, prompt_tokens, output_tokens, and where wanted
-tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL
-may leave optional ones out. Times are rebased to 0 and rows ordered by
-them. Files are UTF-8, with a byte order mark or without. Bad rows are errors that name file, row
-and column."""
+`read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag names its source. A
+file of one's own has columns at_seconds, prompt_tokens, output_tokens, and optionally tenant,
+priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL may leave
+optional ones out. Times are rebased to 0 and rows sorted by time. Files are UTF-8, with or without
+a byte order mark. Errors in rows name file, row and column."""
 
 import csv
 import gzip
@@ -15,6 +14,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO, cast
@@ -22,8 +22,7 @@ from typing import TextIO, cast
 from jdisagg.errors import WorkloadError
 from jdisagg.simulator.workloads import Arrival
 
-# What a column may be called, first match wins; and where times are not in seconds, how many of
-# them make one.
+# Accepted names of each column; the first match wins.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "at_seconds": (
         "at_seconds",
@@ -56,17 +55,20 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "deadline": ("deadline",),
     "block_hashes": ("block_hashes", "hash_ids"),
 }
-UNITS_IN_SECOND = {"timestamp": 1000.0}  # Mooncake: milliseconds
+UNITS_IN_SECOND = {"timestamp": 1000.0}  # Mooncake counts milliseconds
 
-MOST = 10**18  # tokens, or a priority: beyond it sums overflow NumPy's integers
+MOST = 10**18  # cap on tokens and priorities; larger sums overflow NumPy's integers
 
 Row = Mapping[str, object]
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests (by time) of a .csv or .jsonl file, .gz or not. Raises
-    WorkloadError: no such file, unknown columns, a value that is no number, a negative or zero
-    length, no rows, a limit below 1."""
+    """Returns the first `limit` requests, by time, of a .csv or .jsonl file, optionally .gz.
+
+    Raises:
+      WorkloadError: The file is missing, unreadable, empty or has unknown columns; a value is no
+        number or out of range; `limit` is below 1.
+    """
     if limit is not None and limit < 1:
         raise WorkloadError(
             f"the first {limit} requests of {path}: must be at least 1; leave the limit out for all"
@@ -83,7 +85,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
         raise WorkloadError(f"{path} holds no requests; give a trace with at least one row")
     found.sort(key=lambda item: item.at_seconds)
     first = found[0].at_seconds
-    return [_moved(item, first) for item in found[:limit]]
+    return [replace(item, at_seconds=item.at_seconds - first) for item in found[:limit]]
 
 
 def _opened(path: Path) -> TextIO:
@@ -93,8 +95,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """(number of the line, row); raises WorkloadError for a file that is missing, of another kind
-    or broken."""
+    """Yields (line number, row). Raises WorkloadError for a missing, unknown or broken file."""
     kinds = [suffix for suffix in path.suffixes if suffix in (".csv", ".jsonl")]
     if not kinds:
         raise WorkloadError(
@@ -118,9 +119,9 @@ def _parsed(line: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        # the latter: brackets in brackets; the former also an integer of thousands of digits
+        # Deep nesting raises RecursionError; huge integers raise ValueError.
         raise WorkloadError(
-            f"{path.name}, row {number}: no JSON: {error}; correct or drop the row"
+            f"{path.name}, row {number}: invalid JSON: {error}; correct or drop the row"
         ) from error
     if not isinstance(row, dict):
         raise WorkloadError(
@@ -131,7 +132,7 @@ def _parsed(line: str, path: Path, number: int) -> Row:
 
 
 def _needed(row: Row, path: Path) -> dict[str, str]:
-    """Our field -> the file's column, by the first row."""
+    """Returns each field's column, by the first row."""
     names = {}
     for field, known in COLUMNS.items():
         column = next((name for name in known if name in row), None)
@@ -146,7 +147,7 @@ def _needed(row: Row, path: Path) -> dict[str, str]:
 
 
 def _optional(row: Row) -> dict[str, str]:
-    """Likewise, by each row: one of JSONL names what it has."""
+    """Returns the optional fields' columns of one row; rows of JSONL may differ."""
     return {field: name for field, known in OPTIONAL.items() for name in known[::-1] if name in row}
 
 
@@ -181,21 +182,9 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
         raise WorkloadError(f"{where}: {error.message}") from error
 
 
-def _moved(item: Arrival, first: float) -> Arrival:
-    return Arrival(
-        item.at_seconds - first,
-        item.prompt_tokens,
-        item.output_tokens,
-        item.block_hashes,
-        item.tenant,
-        item.priority,
-        item.deadline,
-    )
-
-
 def _time(value: object, where: str) -> float:
-    """Seconds, or a date and time (ISO 8601; of Azure's 7 digits of a second 6 are kept), in UTC
-    where it names no offset."""
+    """Parses seconds, or an ISO 8601 date and time, in UTC without an offset. Azure's 7 digits of a
+    second are cut to 6."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
         with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())
@@ -227,7 +216,7 @@ def _count(value: object, where: str, least: int | None) -> int:
 
 
 def _block(value: object, where: str) -> int:
-    """A block's name: a hash may have any number of bits."""
+    """Parses the name of a block, an integer of any size."""
     name = _integer(value)
     if name is None or name < 0:
         raise WorkloadError(
@@ -237,7 +226,6 @@ def _block(value: object, where: str) -> int:
 
 
 def _integer(value: object) -> int | None:
-    """None where it is none."""
     if isinstance(value, str | int) and not isinstance(value, bool):
         with suppress(ValueError):
             return int(value)
@@ -245,6 +233,5 @@ def _integer(value: object) -> int | None:
 
 
 def _short(value: object) -> str:
-    """Enough of it to find it."""
     said = repr(value)
     return said if len(said) <= 60 else f"{said[:60]}..."

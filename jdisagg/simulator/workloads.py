@@ -1,9 +1,8 @@
-"""What is asked of a cluster and when: arrivals from laws of probability, and what can be done to
-any list of them.
+"""Workloads: lists of arrivals drawn from distributions, and transformations of such lists.
 
-An `Arrival` knows lengths, never text; in a list times do not decrease. Every function returns a
-new list; randomness comes from a seed alone, so that the same call gives the same list. Traces on
-disk are read by `trace_files`. Knows no cluster, no model, no clock."""
+An `Arrival` has lengths, no text, and times in a list do not decrease. Every function returns a new
+list. All randomness comes from a seed, so that the same call gives the same list. `trace_files`
+reads traces. Knows no cluster, no model, no clock."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +16,14 @@ from jdisagg.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `block_hashes`: names (0 or more) of its prompt's full and last blocks, front to
-    back; equal names mean equal tokens so far. `deadline`: seconds after the arrival, None for
-    none. `priority`: as in `Request`."""
+    """One request.
+
+    Attributes:
+      block_hashes: Names (0 or more) of its prompt's blocks in order, the last of which may be
+        partial. Equal names mean equal tokens up to there.
+      priority: Priority as in `Request`.
+      deadline: Seconds after the arrival, or None.
+    """
 
     at_seconds: float
     prompt_tokens: int
@@ -57,15 +61,15 @@ class Arrival:
 
 
 class Lengths(Protocol):
-    """Where pairs of (prompt, output) tokens come from: `draw(random, count)` gives int arrays
-    [count], [count], all at least 1."""
+    """A distribution of (prompt, output) tokens. `draw` returns two int arrays [count] with values
+    of at least 1."""
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Every request alike."""
+    """The same lengths for every request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -76,8 +80,8 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Independent log-normal lengths by median and sigma of the logarithm, cut to 1..`longest`
-    (prompt and output each)."""
+    """Independent log-normal lengths by median and sigma of the logarithm, each clipped to
+    1..`longest`."""
 
     prompt_median: float
     prompt_sigma: float
@@ -96,8 +100,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """Pairs drawn with replacement from a trace's own: keeps how prompt and output go together, not
-    their order."""
+    """Pairs drawn with replacement from a trace, which keeps the correlation of prompt and output
+    but not their order."""
 
     arrivals: Sequence[Arrival]
 
@@ -137,15 +141,15 @@ class Mixture:
 def poisson(
     rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """`count` requests at `rate` a second, gaps exponential; the first one comes at 0."""
+    """Returns `count` requests at `rate` a second with exponential gaps; the first comes at 0."""
     return gamma(rate, count, lengths, 1.0, seed, tenant)
 
 
 def gamma(
     rate: float, count: int, lengths: Lengths, variation: float, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Gaps of a gamma law with coefficient of variation `variation`: 0 evenly spaced, 1 Poisson,
-    above 1 bursts."""
+    """Returns requests with gamma-distributed gaps of coefficient of variation `variation`: 0 is
+    evenly spaced, 1 Poisson, above 1 bursty."""
     _check_rate(rate)
     if count < 1:
         raise WorkloadError(f"a workload must have at least 1 request, got {count}")
@@ -163,32 +167,32 @@ def gamma(
     return [Arrival(at, int(prompt), int(output), tenant=tenant) for at, prompt, output in rows]
 
 
-# ---- what can be done to any workload
+# ---- transformations of any workload
 
 
 def merge(*workloads: Sequence[Arrival]) -> list[Arrival]:
-    """All of them at once, in order of time (of equal times, in order of the arguments)."""
+    """Merges workloads by time; for equal times, in the order of the arguments."""
     return sorted(
         (item for workload in workloads for item in workload), key=lambda item: item.at_seconds
     )
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """The same requests `speed` times as fast; deadlines stay as they are."""
+    """Returns the same requests arriving `speed` times as fast, with unchanged deadlines."""
     _check_rate(speed)
     return [replace(item, at_seconds=item.at_seconds / speed) for item in arrivals]
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same requests, times stretched so that `rate` come a second on average: bursts keep their
+    """Returns the same requests with times scaled to `rate` a second on average. Bursts keep their
     shape."""
     _check_rate(rate)
     return faster(arrivals, rate / mean_rate(arrivals))
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests a second from the first arrival to the last: n - 1 gaps over their time. Needs two
-    requests at different times."""
+    """Returns requests a second, n - 1 gaps over the time from first to last arrival. Raises
+    WorkloadError unless two requests have different times."""
     first, last = _some(arrivals)[0].at_seconds, arrivals[-1].at_seconds
     if last <= first:
         raise WorkloadError(
@@ -199,7 +203,7 @@ def mean_rate(arrivals: Sequence[Arrival]) -> float:
 
 
 def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arrival]:
-    """Without the requests whose prompt and output together exceed a model's context."""
+    """Drops requests whose prompt and output together exceed a model's context."""
     chosen = [
         item for item in arrivals if item.prompt_tokens + item.output_tokens <= context_tokens
     ]
@@ -212,9 +216,10 @@ def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arr
 
 
 def spread_ticks(arrivals: Sequence[Arrival], tick_seconds: float, seed: int = 0) -> list[Arrival]:
-    """For traces whose clock is coarse (Mooncake's conversation: 3 s): those of one tick are spread
-    over it uniformly at random, which is a Poisson process given their number; their order stays.
-    """
+    """Spreads the requests of one tick uniformly at random over it and keeps their order.
+
+    For traces with a coarse clock (Mooncake's conversation: 3 s). Given their number, this is a
+    Poisson process."""
     _check_rate(tick_seconds)
     random = np.random.default_rng(seed)
     ticks = np.floor(np.array([item.at_seconds for item in _some(arrivals)]) / tick_seconds + 1e-9)

@@ -51,7 +51,7 @@ def test_a_model_whose_layers_are_alike_sends_and_holds_all() -> None:
     llama = geometry("llama-3-70b")
     assert sent_part(llama, 1000) == 1
     assert held_bytes(llama, "bfloat16", 1000, 100) == 1000 * llama.kv_bytes_per_token()
-    assert "of it with a window" not in dict(kv_facts(llama, "bfloat16", "none", 1000, 1.0))
+    assert "of it in windowed layers" not in dict(kv_facts(llama, "bfloat16", "none", 1000, 1.0))
     said = dict(kv_facts(GPT, "bfloat16", "none", 32_768, 1.0, 64))
-    assert said["of it with a window"] == "24,576 bytes, of 128 positions"
-    assert "0.50 handed over" in said["of 32,768 tokens"]
+    assert said["of it in windowed layers"] == "24,576 bytes, of 128 positions"
+    assert "0.50 transferred" in said["of 32,768 tokens"]
