@@ -1,17 +1,16 @@
-"""The simulated bridge: who offers which block, and how long its bytes take over links that several
-pulls share.
+"""The simulated transfer channel: offered blocks, and the time of pulls that share links.
 
 Each worker has, for each kind of link, one way out and one way in, as wide as the links of its
-devices together. A pull flows at the lesser of its two ways' fair shares (width divided by the
-flows on it), and no faster than the links of the devices that its sequence lies on: those of one dp
-rank. That is recomputed whenever a flow begins or ends there; what one way cannot use is not given
-to others beyond that (max-min fairness would; the difference shows only where both ways are crowded
-unevenly). What crosses the trunk, a link that belongs to no worker, shares that as well.
+devices together. A pull gets the lesser of its two ways' fair shares (width divided by the number
+of flows), and at most the links of the devices that its sequence lies on, those of one dp rank.
+Rates are recomputed whenever a flow begins or ends on a way. Unused bandwidth of a way is not
+redistributed further as in max-min fairness, which differs only where both ways are unevenly
+loaded.
 
-Blocks are offered before they are computed. With `overlap` > 1 the layers of a chunk leave in that
-many groups: all but the last may move while the chunk computes, as the live system's layer groups
-do; with 1 nothing moves before the chunk is done. Knows no workers but as names, no requests.
-Invariant: a way is never used beyond its width."""
+Blocks are offered before they are computed. With `overlap` > 1 a chunk's layers are sent in that
+many groups, and all but the last may be transferred while the chunk computes, as with the live
+layer groups. With 1 the transfer waits for the whole chunk. Knows workers only by name, and no
+requests. Invariant: a way is never used beyond its width."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """One direction of one kind of link of one worker. `slowed` < 1: a fault holds it back."""
+    """One direction of one kind of link of one worker. `slowed` < 1: a fault slows it."""
 
     bytes_per_second: float
     flows: "dict[_Flow, None]" = field(default_factory=dict)
@@ -61,8 +60,13 @@ class SimulatedOffer:
 
 @dataclass(frozen=True, slots=True)
 class ChannelEnd:
-    """A worker on the channel: its place ("rack/host/domain/process"), how many devices' links it
-    has, and how many of them a sequence lies on (0: on all)."""
+    """A worker on the channel.
+
+    Attributes:
+      place: "rack/host/domain/process".
+      links: Devices, each with its own link.
+      lanes: Devices that a sequence lies on; 0 for all.
+    """
 
     place: str
     links: int
@@ -70,8 +74,16 @@ class ChannelEnd:
 
 
 class SimulatedChannel:
-    """`link(place, place)`: the kind of link between two workers. `trunk`: one of these that there
-    is only one of, in one direction. `stalled`: workers whose pulls never end (a fault)."""
+    """Blocks on offer, and pulls of them over shared links.
+
+    Attributes:
+      stalled: Workers whose pulls never end, as a fault.
+      gone: Workers that died.
+
+    Args:
+      link: Returns the link between two places.
+      overlap: Layer groups of a hand-off.
+    """
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
         self.offered: dict[int, SimulatedOffer] = {}
@@ -85,7 +97,7 @@ class SimulatedChannel:
         self._links: dict[tuple[str, str], tuple[Link, tuple[Way, ...], float]] = {}
 
     def lose(self, owner: str) -> None:
-        """The worker died: nothing of it can be pulled any more."""
+        """Removes a dead worker's offers."""
         self.gone.add(owner)
         self.offered = {
             offer_id: offered
@@ -94,7 +106,7 @@ class SimulatedChannel:
         }
 
     def slow(self, worker: str, factor: float) -> None:
-        """All ways of a worker go at `factor` of their speed from now on; 1 heals."""
+        """Runs all ways of a worker at `factor` of their speed from now on; 1 restores them."""
         self._slowed[worker] = factor
         for (name, _, _), way in self._ways.items():
             if name == worker:
@@ -102,7 +114,7 @@ class SimulatedChannel:
                 self._share_again((way,))
 
     def moved_bytes(self, worker: str) -> float:
-        """What has left the worker so far."""
+        """Returns the bytes that the worker has sent."""
         return sum(
             way.moved_bytes
             for (name, _, outward), way in self._ways.items()
@@ -112,7 +124,7 @@ class SimulatedChannel:
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
-        """Calls `done` when all of it has arrived."""
+        """Pulls an offered block and calls `done` when all of it has arrived."""
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return

@@ -1,5 +1,5 @@
-"""A fleet at work: the live workers on simulated meshes, a live membership that receives their
-heartbeats, and the live request path before them.
+"""The simulated cluster: live workers on simulated meshes, a live membership that receives their
+heartbeats, and the live request path.
 
 It assembles a `LocalCluster` (`jdisagg/assembly.py`) and decides nothing. Build and use it inside a
 virtual loop."""
@@ -38,7 +38,7 @@ from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 
 SWEEP_SECONDS = 0.5
-SECRET = b"simulated"  # nobody guesses here what was asked
+SECRET = b"simulated"  # the key of block names needs no secrecy here
 NEWS_A_BEAT = 4
 
 
@@ -75,7 +75,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker's name, role and place; who sits there may die and be started again."""
+    """A worker's name, role and place, which outlive the death and restart of its process."""
 
     name: str
     role: WorkerRole
@@ -108,7 +108,7 @@ class SimulatedCluster:
         self.timelines: list[Timeline] = []
         self.processes: dict[str, Process] = {}
         self.former: list[Process] = []
-        # whose requests are under way, in order of arrival
+        # Tasks of clients with a running request, in order of arrival.
         self.clients: dict[asyncio.Task[None], None] = {}
         self.counters = Counters()
         self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
@@ -129,9 +129,8 @@ class SimulatedCluster:
         self.path = RequestPath(
             cluster_ports(self.membership), _no_text, fleet.limits, clock, settings, self.new_id
         )
-        self.front: ServingPath = (
-            self.path
-        )  # whom clients ask; a hook may set something before the path
+        # Clients call `front`; a hook may wrap the path.
+        self.front: ServingPath = self.path
 
     def new_id(self) -> int:
         return self._random.getrandbits(63)
@@ -150,7 +149,7 @@ class SimulatedCluster:
             await process.worker.stop()
 
     async def start_worker(self, name: str) -> None:
-        """Starts a worker, for the first time or again, and makes it known."""
+        """Starts or restarts a worker and registers it."""
         if name in self.processes:
             self.former.append(self.processes[name])
         seat = self.seats[name]
@@ -195,14 +194,14 @@ class SimulatedCluster:
         self._beat_later(process)
 
     async def kill(self, name: str) -> None:
-        """As `kill -9`: from one moment to the next nothing of it answers."""
+        """Ends a worker as `kill -9` does: it stops answering at once."""
         process = self.processes[name]
         if process.beating is not None:
             process.beating.cancel()
         await self.local.kill(name, lambda: self.channel.lose(name))
 
     def usage(self) -> tuple[WorkerUsage, ...]:
-        """What each seat's devices did, those that died there included."""
+        """Returns the device use of each worker name, over all its processes."""
         busy: dict[str, float] = {}
         for process in (*self.former, *self.processes.values()):
             busy[process.card.name] = busy.get(process.card.name, 0.0) + process.mesh.busy_seconds
@@ -246,7 +245,6 @@ class SimulatedCluster:
         return replace(rules, far=self.fleet.far)
 
     def _host_memory(self, seat: Seat) -> HostMemory | None:
-        """Of a worker that keeps KV there."""
         if not self.fleet.tiers.host_bytes:
             return None
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
@@ -258,9 +256,13 @@ class SimulatedCluster:
     async def switch_role(
         self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None
     ) -> None:
-        """A worker of two pools changes sides: it drains, takes `seconds` to lay its weights out as
-        the other pool does, and is back under the same name. Raises ConfigError where the pools do
-        not allow it, UnavailableError where its process ends meanwhile."""
+        """Moves a worker to the other pool: it drains, takes `seconds` to reshard its weights, and
+        returns under the same name.
+
+        Raises:
+          ConfigError: The pools do not allow it.
+          UnavailableError: The worker's process ended in the meantime.
+        """
         self.fleet.check_roles_change()
         if role is WorkerRole.MIXED:
             raise ConfigError(
@@ -283,8 +285,7 @@ class SimulatedCluster:
     def _check_still_there(self, name: str, process: Process) -> None:
         if self.processes[name] is not process or self.local.is_dead(process.worker):
             raise UnavailableError(
-                f"worker {name!r} ended while it changed its role; it comes back as what it was, if"
-                " at all"
+                f"worker {name!r} ended while it changed its role; a restart keeps the old role"
             )
 
     def _beat_later(self, process: Process) -> None:
@@ -293,18 +294,20 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """A timer's, not a task's: of a thousand workers these are most of what happens."""
+        """Sends a heartbeat from a timer. With a thousand workers beats are most events, and a task
+        for each would cost more."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
-            return  # its mesh failed: it says nothing any more
+            return  # its mesh failed: no further heartbeats
         self.membership.heartbeat(process.worker.boot_id, status)
         if self._names is not None:
-            self._tell_kept(process)
+            self._send_kept_news(process)
         self._beat_later(process)
 
-    def _tell_kept(self, process: Process) -> None:
-        """What the worker keeps has changed since it was told; a beat says so much, as live."""
+    def _send_kept_news(self, process: Process) -> None:
+        """Reports changes of a worker's prefix cache, at most NEWS_A_BEAT messages a heartbeat, as
+        live."""
         for _ in range(NEWS_A_BEAT):
             news = process.worker.kept_news(process.mark)
             if news is None:
@@ -312,7 +315,7 @@ class SimulatedCluster:
             process.mark = self.membership.kept(process.worker.boot_id, news)
 
     def _named(self, secret: bytes, model: str, grain_tokens: int) -> PromptNames:
-        assert self._names is not None, "who keeps nothing is not asked"
+        assert self._names is not None, "block names exist only with a prefix cache"
         return self._names
 
     async def _sweep(self) -> None:
@@ -322,7 +325,7 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """In the order of the fleet's pools; names count on over the pools of a role."""
+    """Yields seats in the order of the pools; numbers continue over the pools of a role."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL
@@ -333,7 +336,7 @@ def _seats(fleet: Fleet) -> Iterator[Seat]:
 
 
 def _names(fleet: Fleet, book: PromptBook) -> PromptNames | None:
-    """None where nothing stays."""
+    """Returns block names, or None without a prefix cache."""
     prefix = fleet.prefix
     if not prefix.reuse:
         return None

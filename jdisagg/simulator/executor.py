@@ -1,22 +1,19 @@
-"""A mesh without a device: an `Executor` (scheduler/executor.py) whose commands take the seconds
-that a cost model says.
+"""A mesh without a device: an `Executor` (scheduler/executor.py) whose commands take the seconds of
+a cost model.
 
-Commands run one after the other, as on a device; pulls run beside them, on the channel. Tokens are
-synthetic (`timeline`). Decode steps run as spans: a `DecodeSteps` of k steps is one event, and
-`interrupt` ends it early, at a step's boundary, when somebody waits to join; so the work of a
-simulated step does not grow with its tokens.
+Commands run one after the other, as on a device, and pulls run beside them on the channel. Tokens
+are synthetic (`timeline`). Decode steps run as spans: a `DecodeSteps` of k steps is one event, and
+`interrupt` ends it early, at a step's boundary, when a sequence waits to join. The work of a
+simulated step therefore does not grow with its tokens.
 
-What the spans leave out: the live loop issues a step ahead of the one that runs
-(worker/step_loop.py), so that what is submitted in the midst of a step takes effect `run_ahead`
-steps after the next boundary; insertions and interruptions wait as long here. Insertions push the
-steps behind them back. With pipeline stages the step is that of the fullest batch under way
-(`turns`). `drains`: nothing is issued while pages are written, and who came joins the next step;
-with pipeline stages that is a loop of its own (`serial_loop`). `fused`: a prefill chunk and the
-decode step that is issued with it run as one step (chunked prefill as Sarathi-Serve does it), not
-one after the other as the live mesh does.
+The live loop issues a step ahead of the running one (worker/step_loop.py), so that a command
+submitted during a step takes effect `run_ahead` steps after the next boundary. Insertions and
+interruptions wait as long here, and insertions delay the steps behind them. With pipeline stages
+the step is that of the fullest batch (`turns`). `fused`: a prefill chunk and the decode step issued
+with it run as one step (chunked prefill as in Sarathi-Serve), not in turns as on the live mesh.
 
-Knows no requests, pages or schedulers. Invariant: what was asked ends in the order in which it was
-asked, pulls excepted."""
+Knows no requests, pages or schedulers. Invariant: commands end in the order of submission, except
+pulls."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -53,14 +50,13 @@ from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.turns import Load, Turns, load_of
 
 Result = asyncio.Future[StepResult]
-# of the event loop: more than a result needs to be read and the next command to be issued
+# Turns of the event loop, more than reading a result and issuing the next command takes.
 ISSUE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
 class RunningSpan:
-    """Decode steps under way. `steps` may be reduced; `delay`: seconds that insertions took between
-    them."""
+    """Running decode steps. `steps` may be reduced; `delay`: seconds of insertions between them."""
 
     command: DecodeSteps
     future: Result
@@ -123,7 +119,7 @@ class SimulatedExecutor:
         self._turns = [Turns(engine.stages, self._step_parts) for _ in range(staged)]
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
-        self._prefills = False  # chunks have run here
+        self._prefills = False  # whether chunks have run here
         self._span: RunningSpan | None = None
         self._held: tuple[PrefillChunk, Result] | None = None
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
@@ -147,8 +143,7 @@ class SimulatedExecutor:
         return future
 
     def interrupt(self) -> None:
-        """Ends the decode steps under way at the next boundary at which a command issued now would
-        take its place."""
+        """Ends the running decode steps at the boundary where a command issued now would run."""
         span = self._span
         if span is not None:
             steps = self._boundary(span)
@@ -157,23 +152,23 @@ class SimulatedExecutor:
                 self._reschedule(span)
 
     def break_down(self) -> None:
-        """A fault: every command from now on fails."""
+        """Makes every further command fail, as a fault."""
         self._broken = True
         self._drop_span()
 
     def hang(self) -> None:
-        """A fault: nothing that is under way or comes later ever ends."""
+        """Makes every running and later command hang, as a fault."""
         self._hanging = True
         self._drop_span()
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Does nothing: there is nothing to free."""
 
     # ---- prefill
 
     def _prefill(self, command: PrefillChunk, future: Result) -> None:
         if self._fused:
-            # The decode step that is issued before the chunk begins joins it.
+            # A decode step that is issued before the chunk begins joins it.
             self._run_held()
             self._held = command, future
             self._loop.call_soon(self._release_held, command, ISSUE_TURNS)
@@ -181,8 +176,8 @@ class SimulatedExecutor:
             self._run_chunk(command, future, *self._prefill_seconds(command))
 
     def _release_held(self, command: PrefillChunk, turns: int) -> None:
-        """Runs a chunk alone when its time has come, and the step loop has had its turns to read
-        what ended and to issue a decode step."""
+        """Runs a held chunk alone once the mesh is free and the step loop has had its turns to read
+        results and to issue a decode step."""
         if self._held is None or self._held[0] is not command:
             return
         if self._loop.time() < self._free_at:
@@ -229,7 +224,7 @@ class SimulatedExecutor:
                 )
 
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
-        """Of the rank that takes longest."""
+        """Returns (seconds, interval) of the slowest rank."""
         if self.limits.ranks == 1:
             return self._costs.prefill(_sizes(command.rows))
         ranks: dict[int, list[PrefillRow]] = {}
@@ -240,7 +235,7 @@ class SimulatedExecutor:
     # ---- decode
 
     def _decode(self, command: DecodeSteps, future: Result) -> None:
-        assert self._span is None, "the scheduler waits for a span to end before it issues another"
+        assert self._span is None, "the scheduler issues a span only after the previous one ended"
         for admit in command.admits:
             self._positions[admit.rank][admit.slot] = admit.position
             self._limit[admit.rank][admit.slot] = admit.limit
@@ -271,8 +266,8 @@ class SimulatedExecutor:
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
     def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
-        """The chunk runs within the span's first step, which takes so much longer: as long as the
-        rank that takes longest."""
+        """Runs the held chunk within the span's first step, which takes as long as on the slowest
+        rank."""
         assert self._held is not None
         chunk, future = self._held
         self._held = None
@@ -299,7 +294,7 @@ class SimulatedExecutor:
         span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
     def _boundary(self, span: RunningSpan) -> int:
-        """After how many of the span's steps a command issued now has its turn."""
+        """Returns after how many steps of the span a command issued now runs."""
         begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
         return min(span.steps, max(1, begun) + self.run_ahead)
 
@@ -328,11 +323,11 @@ class SimulatedExecutor:
             self._span.timer.cancel()
             if self._broken:
                 self._loop.call_soon(_fail, self._span.future)
-            self._span = None  # or an interruption would set its timer again
+            self._span = None  # an interruption must not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Whether a command whose time has come ends now: on a broken mesh it fails, on one that
-        hangs it never ends."""
+        """Returns whether a due command ends: a broken mesh fails it, a hanging one never ends
+        it."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -371,7 +366,7 @@ class SimulatedExecutor:
         self._channel.pull(offered, self.name, size_bytes, arrived)
 
     def _pull_from_host(self, command: PullBlock, future: Result) -> None:
-        assert self.host is not None, "nothing lies in host memory that there is not"
+        assert self.host is not None, "a mesh without host memory holds no blocks there"
         now = self._loop.time()
         at = self.host.copied_back(command.offer_id, command.rank, now)
         size_bytes = int(self._costs.wire_bytes(command.block_tokens)) if at is not None else 0
@@ -387,7 +382,7 @@ class SimulatedExecutor:
             at = max(self._loop.time(), self._free_at) + seconds
             self._free_at = at
         else:
-            # Between the steps of the span, whose rest begins that much later.
+            # It runs between steps of the span and delays the rest.
             boundary = self._boundary(span)
             at = span.end_of(boundary) + seconds
             if boundary < span.steps:
@@ -399,8 +394,8 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """A running sequence's pages are copied out between steps, those of a prompt behind the
-        chunks that were issued before."""
+        """Copies pages out: of a running sequence between steps, of a prompt behind the chunks that
+        were issued before."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)
@@ -409,7 +404,7 @@ class SimulatedExecutor:
         ready_at = start + seconds
         result = ExtractResult(command.step, BlockChecksum(command.offer_id, 0))
         if command.to_host:
-            assert self.host is not None, "a mesh without host memory keeps nothing there"
+            assert self.host is not None, "a mesh without host memory holds no blocks there"
             at = self.host.copied_out(
                 command.offer_id, command.rank, command.valid_tokens, ready_at
             )
@@ -422,16 +417,17 @@ class SimulatedExecutor:
 
 
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-    """(tokens to compute, tokens before them) of each row."""
+    """Returns (tokens to compute, tokens before them) of each row."""
     return [(len(row.tokens), row.start) for row in rows]
 
 
 def admitted(command: DecodeSteps, rank: int) -> list[int]:
+    """Returns the slots of a rank that the command admits."""
     return [admit.slot for admit in command.admits if admit.rank == rank]
 
 
 def _do_nothing(command: StepCommand, future: Result) -> None:
-    """What has no effect on a simulated mesh takes no time."""
+    """Ends a command that has no effect on a simulated mesh at once."""
     future.set_result(Done(command.step))
 
 

@@ -1,9 +1,8 @@
-"""What is simulated: a model, pools of alike instances, where they stand, how they are wired, and
-the workers' own configuration.
+"""Description of a simulated fleet: a model, pools of identical instances, their places, the links
+between them, and the workers' configuration.
 
-Everything that the live system reads from its configuration is that configuration
-(`config.InstanceConfig`, `LimitsConfig`); what is here besides says what hardware would do.
-Impossible combinations are refused where they are made, with what does not fit. Pure data."""
+Workers are configured with the live `InstanceConfig` and `LimitsConfig`; the other fields describe
+hardware. Constructors raise ConfigError for impossible combinations. Pure data."""
 
 import math
 from collections.abc import Callable
@@ -22,8 +21,8 @@ from jdisagg.simulator.host_memory import HostLink
 from jdisagg.simulator.step_costs import ModelCosts, StepCosts
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# What a GPU instance of today runs with; the live defaults are a CPU's. Spans are bounded by the
-# executor, not by steps_per_dispatch.
+# Sizes of a GPU instance, since the live defaults are a CPU's. The executor bounds spans, not
+# steps_per_dispatch.
 INSTANCE = InstanceConfig(
     slots_per_rank=256,
     chunk_tokens=8192,
@@ -33,8 +32,8 @@ INSTANCE = InstanceConfig(
     queue_limit=1_000_000,
 )
 HOSTS_PER_RACK = 4
-# Nothing is refused for waiting unless asked for; pulls of long prompts over slow links take their
-# time; there are no bytes to verify.
+# No request is refused for waiting unless configured. Pulls of long prompts over slow links take
+# long, and there are no bytes to verify.
 LIMITS = LimitsConfig(
     max_waiting_requests=1_000_000, default_deadline_seconds=3600.0, pull_seconds=60.0, verify=False
 )
@@ -141,12 +140,12 @@ class Fleet:
 
     @property
     def kept_dtype(self) -> str:
-        """The type of KV."""
+        """Type of KV."""
         return self.kv_dtype or self.geometry.kv_dtype or self.dtype
 
     def check_roles_change(self) -> None:
-        """Raises ConfigError unless a worker of either pool can take a seat of the other: as many
-        devices, of the same kind."""
+        """Raises ConfigError unless a worker of each pool could serve in the other, which needs as
+        many devices of the same kind."""
         if self.prefill is None:
             raise ConfigError(
                 f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use"
@@ -171,7 +170,7 @@ class Fleet:
         return sum(pool.count * pool.devices for pool in self.pools)
 
     def hardware_of(self, pool: Pool) -> Accelerator:
-        """As it is joined here."""
+        """The pool's accelerator with the fleet's scale-up domain."""
         return (
             replace(pool.hardware, domain_devices=self.host_devices)
             if self.host_devices
@@ -193,8 +192,8 @@ class Fleet:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """What the schedulers of an instance may count on. Raises ConfigError when the weights
-        leave no room."""
+        """Returns the limits of an instance's schedulers. Raises ConfigError if the weights leave
+        no room for KV."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)
@@ -207,7 +206,7 @@ class Fleet:
                     f" for KV in its {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"
                     " instance, or another accelerator"
                 )
-            # More than all slots can use need no bookkeeping, unless what they held stays.
+            # Pages beyond what all slots can use only serve a prefix cache.
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
             kept = pages if self.prefix.reuse else min(pages, most)
             instance = replace(instance, pages_per_rank=kept)
@@ -223,11 +222,11 @@ class Fleet:
 
     @property
     def tiers(self) -> TierRoom:
-        """Of each worker."""
+        """Cache tiers of each worker."""
         return TierRoom(self.prefix.host_bytes, always=self.prefix.restores == "always")
 
     def host_link(self, pool: Pool) -> HostLink:
-        """Between a dp rank's devices and their host."""
+        """Returns the link between a dp rank's devices and their host."""
         kept = self.geometry.kv_bytes_per_token(self.kept_dtype)
         return HostLink(pool.hardware.host, pool.devices // pool.instance.layout.dp, kept)
 
@@ -289,7 +288,7 @@ class Fleet:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """What one token keeps, as the workers' hand-shake compares it."""
+    """Returns the KV layout of one token, as workers compare it at their hand-shake."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         return KVSpec.latent(geometry.layers, attention.kv_values, dtype)

@@ -1,10 +1,10 @@
-"""The gaps between the tokens of one request, in little room: a hundred thousand requests of
-hundreds of tokens must fit into memory.
+"""A compact record of the gaps between one request's tokens, so that a hundred thousand requests of
+hundreds of tokens fit into memory.
 
-A record keeps count, sum, first, longest and the mean of the longest tenth exactly, and all gaps in
-buckets whose bounds grow by 2 %: any percentile over many requests is then within 1 %
-(`merged_percentile`). Gaps come in runs of equal length, (seconds, count), so that a span of k
-alike steps is one entry."""
+A record holds count, sum, first, longest and the mean of the longest tenth exactly, and all gaps in
+buckets whose bounds grow by 2 %. Percentiles over many requests are then within 1 %
+(`merged_percentile`). Gaps are given as runs of equal length, (seconds, count), so that a span of k
+equal steps is one entry."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,19 @@ from collections.abc import Iterable, Sequence
 from jdisagg.plain import plain
 
 GROWTH = math.log(1.02)
-# seconds: what is shorter (tokens of one message) lies in the lowest bucket and counts as 0
+# Seconds below which a gap (tokens of one message) is in the lowest bucket and counts as 0.
 SHORTEST = 1e-6
 
 
 @plain
 class Gaps:
-    """`first`: first to second token. `slowest_tenth`: mean of the longest 10 % of gaps (at least
-    one). `buckets`, `counts`: the rest."""
+    """The gaps of one request.
+
+    Attributes:
+      first: Gap from the first to the second token.
+      slowest_tenth: Mean of the longest 10 % of gaps, at least one.
+      buckets, counts: Histogram of all gaps.
+    """
 
     count: int
     total: float
@@ -31,8 +36,8 @@ class Gaps:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[float, int]]) -> "Gaps | None":
-        """From runs of (seconds, how many such gaps), in order of time; None where there are none
-        (a request of one token)."""
+        """Builds a record from runs of (seconds, number of gaps) in order of time, or returns None
+        for a request of one token."""
         listed = [run for run in runs if run[1] > 0]
         if not listed:
             return None
@@ -56,15 +61,15 @@ class Gaps:
 
     @classmethod
     def of_times(cls, times: Sequence[float]) -> "Gaps | None":
-        """From the times at which the tokens came."""
+        """Builds a record from the times of the tokens."""
         return cls.of(
             (later - earlier, 1) for earlier, later in zip(times, times[1:], strict=False)
         )
 
 
 def bucket_of(seconds: float) -> int:
-    """0 for what is shorter than SHORTEST; bucket b > 0 holds [SHORTEST x 1.02^(b-1), SHORTEST x
-    1.02^b)."""
+    """Returns the bucket of a gap: 0 below SHORTEST, else b > 0 for [SHORTEST x 1.02^(b-1),
+    SHORTEST x 1.02^b)."""
     return 0 if seconds < SHORTEST else 1 + int(math.log(seconds / SHORTEST) / GROWTH)
 
 
@@ -74,8 +79,8 @@ def bucket_seconds(bucket: int) -> float:
 
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
-    """Percentiles of all gaps of all requests (nearest rank, the middle of its bucket, never above
-    the longest); needs one gap."""
+    """Percentiles of all gaps of all requests: nearest rank, the middle of its bucket, at most the
+    longest gap. Needs one gap."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

@@ -1,9 +1,8 @@
-"""Pictures of runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of
-load.
+"""Plots of runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
 
-matplotlib is imported only when a picture is drawn (extra `notebooks`), and through its object
-interface, so that nothing of a caller's pyplot state changes. Every function returns a Figure;
-`save` writes it as the name says (.png, .svg, .pdf). Knows outcomes, no cluster."""
+matplotlib (extra `notebooks`) is imported only to draw, and through its object interface, so that a
+caller's pyplot state does not change. Every function returns a Figure, and `save` writes it by
+suffix (.png, .svg, .pdf). Knows outcomes, no cluster."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,8 @@ def goodput_curves(
     wanted: float = 0.9,
     unit: str = "requests a second",
 ) -> "Figure":
-    """SLO attainment over rate, a line for each name; where a line crosses `wanted` is its goodput,
-    told in the legend."""
+    """Plots SLO attainment over rate, a line for each name. The legend has the rate at which a line
+    crosses `wanted`."""
     figure, axes = _figure()
     for name, points in curves.items():
         rates, met = zip(*sorted(points), strict=True)
@@ -45,8 +44,8 @@ def goodput_curves(
 
 
 def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """The share of requests whose first token came within so many seconds; what had none is missing
-    from the top."""
+    """Plots the cumulative distribution of TTFT. Requests without a token are missing at the
+    top."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
@@ -61,7 +60,7 @@ def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """The share of gaps between tokens that are longer, on two logarithmic axes: stalls are in the
+    """Plots the share of longer gaps between tokens on two logarithmic axes; stalls are in the
     tail."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
@@ -82,8 +81,8 @@ def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
-    """A row for each of the first `limit` requests: waiting and prefill until the first token, then
-    decode; refused ones are crosses."""
+    """Plots a row for each of the first `limit` requests: waiting and prefill, then decode. A cross
+    marks one that did not finish."""
     figure, axes = _figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):
@@ -100,7 +99,7 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
-    """How many requests waited for their first token, and how many decoded, over time."""
+    """Plots the number of requests before their first token, and decoding, over time."""
     figure, axes = _figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)
@@ -123,12 +122,12 @@ def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Writes a picture; the kind is the name's suffix."""
+    """Writes a plot; the suffix gives the format."""
     figure.savefig(path, dpi=120)
 
 
 def _figure() -> "tuple[Figure, Axes]":
-    """One empty picture; raises ConfigError where matplotlib is not installed."""
+    """Returns an empty plot; raises ConfigError if matplotlib is not installed."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -1,14 +1,14 @@
-"""How blocks of simulated prompts are named: by what the workload says of them, in place of tokens.
+"""Block names of simulated prompts, derived from the workload's names in place of tokens.
 
-A simulated prompt has a length and no text. A trace names its blocks of `block_tokens` positions
-(equal names mean equal tokens so far); `PromptNames` makes of these the same keyed chain that live
-workers make of tokens (`scheduler/residency.py`), in the fleet's own grain, so that the live trees,
-records and index know simulated blocks as they know any. A block of the grain is named by the names
-of all blocks of the trace that it lies in. Beyond what the workload names nothing is known: where
-it names an answer's blocks too, behind the prompt's, a decode worker keeps what it generated.
+A simulated prompt has a length and no text. A trace names its blocks of `block_tokens` positions,
+where equal names mean equal tokens up to there. `PromptNames` turns them into the same keyed chain
+that live workers compute from tokens (`scheduler/residency.py`), in the fleet's block size. The
+live prefix caches and the router's index then handle simulated blocks like any other. A block is
+named by all trace blocks that it overlaps. If the workload also names an answer's blocks, behind
+the prompt's, decode workers cache what they generated.
 
-Knows requests that are under way by their ids. Invariant: names say no more than the workload
-does."""
+Requests are known by id while they run. Invariant: no block is named beyond the workload's
+names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,7 @@ from jdisagg.simulator.workloads import Arrival
 
 
 class PromptBook:
-    """What the requests under way are made of, in blocks of `block_tokens`; and their names, once
-    somebody has asked for them."""
+    """The trace blocks of running requests, `block_tokens` each, and their computed chains."""
 
     def __init__(self, block_tokens: int = 512) -> None:
         self.block_tokens = block_tokens
@@ -33,12 +32,12 @@ class PromptBook:
             self._arrivals[request_id] = arrival
 
     def forget(self, request_id: str) -> None:
-        """It has ended. Idempotent."""
+        """Drops a request that has ended. Idempotent."""
         self._arrivals.pop(request_id, None)
         self.chains.pop(request_id, None)
 
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], int]:
-        """The names of a request's blocks, and how many positions they tell of."""
+        """Returns the names of a request's blocks and the positions that they cover."""
         arrival = self._arrivals.get(request_id)
         if arrival is None:
             return (), 0
@@ -49,15 +48,15 @@ class PromptBook:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames(BlockNames):
-    """`BlockNames` of a simulated fleet. `book`: what requests are made of."""
+    """`BlockNames` of a simulated fleet. `book`: blocks of the running requests."""
 
     book: PromptBook = field(default_factory=PromptBook)
 
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """As `BlockNames.chain`; of `tokens` the number alone counts. What is known of a request
-        that has ended is not named any further."""
+        """Implements `BlockNames.chain`; only the number of `tokens` matters. For a request that
+        has ended it returns `known`."""
         whole = self.book.chains.get(request.request_id)
         if whole is None:
             whole = self._named(request)
@@ -68,15 +67,15 @@ class PromptNames(BlockNames):
         return named if len(named) >= len(known[:count]) else known[:count]
 
     def _named(self, request: Request) -> Chain:
-        """Of all its grains that the workload tells of."""
+        """Returns the chain of all blocks that the workload names."""
         blocks, tokens = self.book.blocks(request.request_id)
         if not blocks:
             return ()
         grain, size = self.grain_tokens, self.book.block_tokens
         link, names = self._root(request), []
         for start in range(0, tokens - grain + 1, grain):
-            said = blocks[start // size : (start + grain - 1) // size + 1]
-            content = repr(said).encode()
+            covered = blocks[start // size : (start + grain - 1) // size + 1]
+            content = repr(covered).encode()
             link = blake2b(content, key=link, digest_size=NAME_BYTES).digest()
             names.append(link)
         return tuple(names)

@@ -1,16 +1,15 @@
-"""`simulate(fleet, arrivals, seed) -> Result`: a fleet serves a workload on virtual time, through
+"""`simulate(fleet, arrivals, seed) -> Result` runs a workload on a fleet in virtual time, through
 the live request path.
 
-    fleet = Fleet(geometry("llama-3.1-70b"), prefill=Pool(2, accelerator("h100"), replace(INSTANCE,
-    layout=Layout(tp=4))), decode=Pool(...)) result = simulate(fleet, workloads.poisson(4.0, 1000,
-    workloads.Fixed(1024, 128)), seed=0) report.summarise(result.outcomes,
-    report.SloLimits(ttft_seconds=1.0), result.usage)
+    pool = Pool(2, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=4)))
+    fleet = Fleet(geometry("llama-3.1-70b"), prefill=pool, decode=pool)
+    result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
+    report.summarise(result.outcomes, report.SloLimits(ttft_seconds=1.0), result.usage)
 
-One client for each arrival asks for as many tokens as the workload says, at its time, and waits;
-`RequestOutcome`s are in the order of arrival, and their gaps are those between the steps that made
-the tokens. All follows from the arguments: the same call gives the same result. `hooks` are
-coroutines that run beside the clients with the cluster in their hands: faults (`faults`),
-controllers, samplers of timelines."""
+One client for each arrival sends its request at its time and waits for all tokens. Outcomes are in
+the order of arrival, and their gaps are those between the steps that made the tokens. The same
+arguments give the same result. `hooks` are coroutines that run beside the clients and receive the
+cluster: faults (`faults`), controllers, samplers."""
 
 import asyncio
 import contextlib
@@ -40,8 +39,8 @@ from jdisagg.simulator.timeline import NUMBER_BITS, gap_runs
 from jdisagg.simulator.virtual_time import VirtualClock, run_virtually
 from jdisagg.simulator.workloads import Arrival
 
-# Objects live long or briefly here, and cycles are few: looking for them as often as Python does by
-# itself costs a tenth of the time.
+# Objects live long or briefly and cycles are few, so Python's default collection would cost a tenth
+# of the time.
 COLLECT_AFTER = (500_000, 50, 50)
 
 Hook = Callable[[SimulatedCluster], Awaitable[None]]
@@ -51,11 +50,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a simulated workload. `seconds`: virtual, until the last request ended.
-    `counters`: of path and workers, summed over all that ran, and tokens that prefix caches were
-    asked for and knew, those of decode workers apart. `pages_lost`: pages that were not free again
-    after the run (0, or something leaks). `stopped`: its caller had seen enough; outcomes are of
-    the requests that had ended, and no page is called lost."""
+    """The result of a simulated workload.
+
+    Attributes:
+      outcomes: One for each request, in the order of arrival.
+      usage: Device use of each worker.
+      seconds: Virtual seconds until the last request ended.
+      steps: Decode steps of all meshes.
+      counters: Counters of path and workers, summed over all processes. Prefix cache counters of
+        decode workers have the prefix "decode_".
+      pages_lost: Pages that were not free after the run; more than 0 is a leak.
+      stopped: `enough` ended the run. Outcomes are those of requests that had ended, and
+        `pages_lost` is 0.
+    """
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...]
@@ -80,12 +87,22 @@ def simulate(
     concurrency: int | None = None,
     cluster: Callable[..., SimulatedCluster] = SimulatedCluster,
 ) -> Result:
-    """Runs until every request has ended, and `settle_seconds` more; or until `enough`, asked of
-    each outcome as it comes (its id is its place among the arrivals). `mortal`: hooks may kill
-    workers. `events` gets every decision of the router, as `observe/decision_log.py` writes them
-    down. `concurrency`: a closed loop of so many users, as benchmarks of servers run: each asks for
-    the next request as soon as its last one has ended, in the order of the arrivals, whose times
-    mean nothing."""
+    """Runs until every request has ended. Blocks.
+
+    Args:
+      fleet: The fleet to simulate. arrivals: The workload. seed: Seed of ids; workloads have their
+      own. hooks: Coroutines that run beside the clients. mortal: Whether hooks may kill workers.
+      events: Receives every decision of the router, as `observe/decision_log.py` does. progress:
+      Called with (ended, all) after each request. settle_seconds: Virtual seconds to run on after
+      the last request. enough: Called with each outcome, whose id is its index among the arrivals;
+      True ends the run. concurrency: Users of a closed loop. Each sends the next arrival, in order,
+      as soon as its last
+        request has ended; arrival times are ignored.
+      cluster: The cluster class; studies pass a subclass.
+
+    Raises:
+      WorkloadError: The workload is empty, or `concurrency` is below 1.
+    """
     listed = sorted(arrivals, key=lambda item: item.at_seconds)
     if not listed:
         raise WorkloadError("the workload is empty; give at least one request")
@@ -120,12 +137,12 @@ class _Run:
         self._over: asyncio.Future[None] | None = None
         self.enough: Enough | None = None
         self.users: int | None = None
-        self._begun = 0  # requests, of a closed loop
+        self._begun = 0  # requests of a closed loop
 
     async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
         cluster, loop = self.cluster, asyncio.get_running_loop()
         await cluster.start()
-        gc.freeze()  # the workers stay until the end: nothing to look for in them
+        gc.freeze()  # the workers live until the end; collection can skip them
         running = [asyncio.ensure_future(hook(cluster)) for hook in hooks]
         over = self._over = loop.create_future()
         if self.users is None:
@@ -140,12 +157,12 @@ class _Run:
             )
             for hook in running:
                 if hook.done():
-                    hook.result()  # what went wrong in it
+                    hook.result()  # raises its error
         await over
         seconds = loop.time()
         outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
         stopped = self._left > 0
-        if stopped:  # nobody asks what becomes of what is cut short now
+        if stopped:  # errors of interrupted requests do not matter
             loop.set_exception_handler(lambda loop, context: None)
         for hook in running:
             hook.cancel()
@@ -157,7 +174,7 @@ class _Run:
         lost = 0
         for process in cluster.processes.values():
             if not cluster.local.is_dead(process.worker):
-                # its mesh failed and nobody came back: its pages went with it
+                # A failed mesh without a restart took its pages along.
                 with contextlib.suppress(UnavailableError):
                     status = process.worker.status_now()
                     lost += sum(status.total_pages) - sum(status.free_pages)
@@ -170,8 +187,7 @@ class _Run:
         return Result(outcomes, usage, seconds, steps, dict(counters), lost, stopped)
 
     def _begin(self, first: int, started: float) -> None:
-        """Starts the clients from `first` on whose time has come, and sets the timer of the
-        next."""
+        """Starts the clients from `first` on that are due, and sets a timer for the next."""
         loop = asyncio.get_running_loop()
         for number in range(first, len(self._arrivals)):
             arrival = self._arrivals[number]
@@ -181,7 +197,7 @@ class _Run:
             self._start(number)
 
     def _begin_next(self) -> None:
-        """A user of a closed loop asks for the first request that nobody has asked for."""
+        """Starts the next request of a closed loop."""
         self._begun += 1
         self._start(self._begun - 1)
 
@@ -192,8 +208,8 @@ class _Run:
         task.add_done_callback(functools.partial(self._gone, number))
 
     def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
-        """The last one ends the run; so does one that met what no client should."""
-        if self._outcomes[number] is None and client.cancelled():  # given up before it began
+        """Ends the run with the last request, or with an unexpected error of a client."""
+        if self._outcomes[number] is None and client.cancelled():  # cancelled before it began
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
             self._outcomes[number] = RequestOutcome(
                 str(number),
@@ -267,12 +283,12 @@ class _Run:
             self._progress(len(self._arrivals) - self._left, len(self._arrivals))
 
     def _made_by(self, token: int) -> str:
-        """The worker whose step made a token."""
+        """Returns the worker whose step made a token."""
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        """Raises InvalidRequestError as the live door does, before there is a prompt: a trace may
-        state lengths that no memory holds."""
+        """Builds a request. Raises InvalidRequestError, as the live frontend does, before it builds
+        the prompt, because a trace may state lengths that exceed memory."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
             raise InvalidRequestError(
@@ -289,8 +305,8 @@ class _Run:
 
 
 def _counted(role: WorkerRole, counters: Mapping[str, int]) -> Mapping[str, int]:
-    """What a decode worker found of prompts is counted apart: there a hit is not moved, elsewhere
-    it is not computed."""
+    """Renames a decode worker's prefix counters: its hits save transfer, a prefill worker's save
+    computation."""
     if role is not WorkerRole.DECODE:
         return counters
     return {

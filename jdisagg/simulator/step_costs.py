@@ -1,10 +1,9 @@
-"""What the commands to a mesh cost in seconds: the one question that a simulated executor asks. The
-cost model answers it, or constants.
+"""Seconds of the commands to a mesh, which a simulated executor takes from a cost model.
 
 Rows and sequences are those of the fullest dp rank, as in `costs/cost_model.py`; ranks step
-together. A span of decode steps is told by its first step and what each further one takes more
-(contexts grow by a token a step): exact where the model is linear in the context, else the line
-through the first and the last step. Pure."""
+together. A span of decode steps is described by its first step and a constant growth per step,
+since contexts grow by a token a step. That is exact where the model is linear in the context, and
+the line through the first and the last step elsewhere. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -13,26 +12,27 @@ from typing import Protocol
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.plain import plain
 
-MOST_REMEMBERED = 1 << 16  # prefills whose seconds are known: lengths come again
+MOST_REMEMBERED = 1 << 16  # cached prefills; workloads repeat lengths
 
 
 @plain
 class Pace:
-    """Seconds of a span's first step, and how much longer each step is than the one before it."""
+    """Seconds of a span's first step, and by how much each step is longer than the previous one."""
 
     first: float
     growth: float = 0.0
 
     def seconds(self, steps: float) -> float:
-        """Of the first `steps` steps."""
+        """Returns the seconds of the first `steps` steps."""
         return steps * (self.first + self.growth * (steps - 1) / 2)
 
     def steps_begun(self, seconds: float) -> int:
-        """How many steps have begun (ended ones included) after so many seconds, the one that would
-        begin just then not included."""
+        """Returns the number of steps that have begun after `seconds`, without one that begins at
+        that moment."""
         if seconds <= 0:
             return 0
-        # growth/2 n^2 + linear n = seconds, in the form that does not cancel where growth is small.
+        # growth/2 n^2 + linear n = seconds, solved in the form without cancellation for small
+        # growth.
         linear = self.first - self.growth / 2
         steps = (
             2
@@ -43,22 +43,22 @@ class Pace:
 
 
 class StepCosts(Protocol):
-    """Seconds of one instance's work. `rows`: (uncached tokens, tokens before them) of the fullest
-    rank."""
+    """Seconds of one instance's work. `rows` are (uncached tokens, tokens before them) of the
+    fullest rank."""
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """(seconds until its tokens are there, seconds until the next batch may begin)."""
+        """Returns (seconds until its tokens, seconds until the next batch may begin)."""
         ...
 
     def decode(
         self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
     ) -> Pace:
-        """Of `steps` steps of so many sequences that hold `context_tokens` together at the first,
-        the `longest` of their contexts so many (0: all are as long)."""
+        """Returns the pace of `steps` steps. `context_tokens` is the sum of contexts at the first
+        step, and `longest` the longest of them (0: all are equal)."""
         ...
 
     def host(self, sequences: int) -> float:
-        """The part of a decode step of so many sequences in which no device works on it."""
+        """Returns the part of a decode step in which no device works on it."""
         ...
 
     def mixed(
@@ -68,24 +68,31 @@ class StepCosts(Protocol):
         context_tokens: float,
         elsewhere: int = 0,
     ) -> float:
-        """Of one step that carries a prefill chunk and decoding sequences together. `elsewhere`:
-        tokens that all other ranks have in it."""
+        """Returns the seconds of one step with a prefill chunk and decoding sequences. `elsewhere`:
+        tokens of all other ranks in it."""
         ...
 
     def insert(self, tokens: int) -> float:
-        """Of writing the KV of so many tokens, as it came, into pages."""
+        """Returns the seconds to write received KV into pages."""
         ...
 
     def wire_bytes(self, tokens: int) -> float:
-        """What their KV takes on a link."""
+        """Returns the bytes of `tokens` tokens' KV on a link."""
         ...
 
 
 class ModelCosts:
-    """From a cost model. `codec`: how KV comes to this instance. A decode step is asked for one
-    batch, from the first pipeline stage to the last; a prefill lets the next one in as soon as it
-    has left the first stage. `insert_bytes_per_second`, of each device: where pages are not written
-    from memory (None) but straight from the sender."""
+    """Step costs from a cost model.
+
+    A decode step is that of one batch through all pipeline stages. A prefill lets the next one in
+    when it leaves the first stage.
+
+    Args:
+      model: The cost model of the instance.
+      codec: Codec of received KV.
+      insert_bytes_per_second: Speed of each device if pages are written directly from the sender;
+        None if they are written from memory.
+    """
 
     def __init__(
         self, model: CostModel, codec: str = "none", insert_bytes_per_second: float | None = None
@@ -100,7 +107,7 @@ class ModelCosts:
             * model.accelerator.memory_bytes_per_second
             * model.accelerator.efficiency.gemm_memory
         )
-        # Read once as it came and written once as it is kept, by all devices of a rank.
+        # Read once in wire form and written once in page form, by all devices of a rank.
         self._insert_seconds_per_token = (self._bytes_per_token + kept) / spread
         if insert_bytes_per_second is not None:
             self._insert_seconds_per_token = self._bytes_per_token / (

@@ -1,9 +1,7 @@
-"""A run on disk and on screen: one row a request as CSV or parquet, and the report's figures as
-aligned text.
+"""Writes a run: one row a request as CSV or parquet, and the report's figures as aligned text.
 
-Column names carry their units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), imported
-only when asked for. Numbers are written with nine digits: a trace of a day keeps its microseconds.
-"""
+Column names carry their units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), which is
+imported only for it. Numbers have nine digits, which keeps the microseconds of a day's trace."""
 
 import csv
 import importlib
@@ -27,7 +25,7 @@ COLUMNS = (
 def row_of(
     item: RequestOutcome, slo: SloLimits | None = None
 ) -> tuple[str | int | float | bool | None, ...]:
-    """In the order of COLUMNS; None where a value is not defined."""
+    """Returns the values of COLUMNS; None if a value is not defined."""
     gaps = item.gaps
     return (
         item.request_id, item.tenant, item.arrival, item.first_token, item.finish,
@@ -41,7 +39,7 @@ def row_of(
 def write_outcomes(
     outcomes: Sequence[RequestOutcome], path: str | Path, slo: SloLimits | None = None
 ) -> None:
-    """One row a request, as the name says: .csv or .parquet. Raises as `check_table`."""
+    """Writes one row a request to a .csv or .parquet file. Raises as `check_table` does."""
     path = Path(path)
     check_table(path)
     if path.suffix == ".parquet":
@@ -53,15 +51,17 @@ def write_outcomes(
 
 
 def check_table(path: Path) -> None:
-    """Whether a table of that name can be written, for whoever asks before the work. Raises
-    ConfigError for another name, for a folder that does not exist, and for parquet without pyarrow.
+    """Checks before a run that the table can be written.
+
+    Raises:
+      ConfigError: The suffix is unknown, the folder does not exist, or pyarrow is missing.
     """
     if path.suffix not in (".csv", ".parquet"):
         raise ConfigError(
-            f"{path}: the table of requests is written as .csv or .parquet; give such a name"
+            f"{path}: the table of requests must be a .csv or .parquet file; change the name"
         )
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{path}: there is no such folder; make it first, or choose another")
+        raise ConfigError(f"{path}: the folder does not exist; create it, or choose another")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
             f"{path}: parquet needs pyarrow, which is not installed; pip install 'jdisagg[parquet]'"
@@ -70,23 +70,24 @@ def check_table(path: Path) -> None:
 
 
 def reuse_text(counters: Mapping[str, int]) -> str:
-    """How much of their prompts workers knew already, of all tokens that sequences began with."""
+    """Returns a line on prefix cache hits, as fractions of all prompt tokens that were looked
+    up."""
 
     def part(prefix: str) -> str:
         asked = counters.get(f"{prefix}prefix_asked_tokens", 0)
         known = counters.get(f"{prefix}prefix_hit_tokens", 0)
-        return f"{known / asked:.1%} of {asked} tokens" if asked else "nothing was asked"
+        return f"{known / asked:.1%} of {asked} tokens" if asked else "no lookups"
 
-    said = f"prefix reuse: not computed {part('')}"
+    said = f"prefix cache: not computed {part('')}"
     if "decode_prefix_asked_tokens" in counters:
-        said += f"; not moved {part('decode_')}"
+        said += f"; not transferred {part('decode_')}"
     if restored := counters.get("host_tokens_restored", 0):
-        said += f"; {restored} tokens came back from host memory"
+        said += f"; {restored} tokens restored from host memory"
     return said
 
 
 def fleet_text(fleet: Fleet) -> str:
-    """What is simulated, on one line: model, mode, and each pool's instances."""
+    """Returns one line on the simulated fleet: model, mode, and each pool's instances."""
     pools = {
         "prefill": fleet.prefill,
         "decode" if fleet.prefill else "prefill and decode": fleet.decode,
@@ -103,7 +104,7 @@ def fleet_text(fleet: Fleet) -> str:
 
 
 def text_of(report: Report) -> str:
-    """The report as lines of text, times in milliseconds."""
+    """Returns the report as lines of text, with times in milliseconds."""
     lines = [
         (
             f"{report.requests} requests"

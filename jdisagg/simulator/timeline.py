@@ -1,8 +1,7 @@
-"""When the tokens of a simulated mesh came. A synthetic token is the number of the step that made
-it, so that whoever has the tokens of a request can look up when each was made, on whichever worker,
-without any work for each token on the way.
+"""Times of simulated tokens. A synthetic token is the number of the step that made it, so that its
+time can be looked up later, for any worker, without work for each token during the run.
 
-A token id holds its worker's index and the step's number there; steps of one span have one entry.
+A token id holds its worker's index and the step's number there. Steps of one span share one entry.
 Pure."""
 
 from bisect import bisect_right
@@ -21,14 +20,14 @@ class Timeline:
         self.worker = worker
         self._base = index << NUMBER_BITS
         self._next = 0
-        self._numbers: list[int] = []  # of each span's first step
+        self._numbers: list[int] = []  # first step of each span
         self._starts: list[float] = []
         self._paces: list[Pace] = []
-        # when its first and its last step ended, and how many there are
+        # For each span: end of its first step, end of its last step, number of steps.
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """The tokens of a span that began at `start`."""
+        """Records a span that began at `start` and returns its tokens."""
         first = self._next
         self._next += steps
         self._numbers.append(first)
@@ -38,7 +37,7 @@ class Timeline:
         return tuple(range(self._base + first, self._base + first + steps))
 
     def spans(self, token: int, count: int) -> list[tuple[float, float, int]]:
-        """(when the first came, when the last came, how many) by span, of `count` tokens of this
+        """Returns (time of the first, time of the last, number) by span, for `count` tokens of this
         mesh from `token` on."""
         first = token & NUMBERS
         last = first + count - 1
@@ -55,17 +54,18 @@ class Timeline:
 
 
 def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, int]]:
-    """The gaps between a request's tokens as runs of (seconds, how many): within a span all gaps
-    count as its mean, and spans that follow each other without a pause and at the same pace (within
-    1 %) are one run. The first gap is a run of its own."""
+    """Returns the gaps between a request's tokens as runs of (seconds, number).
+
+    All gaps of a span count as its mean. Consecutive spans without a pause and with equal pace
+    (within 1 %) form one run. The first gap is a run of its own."""
     gaps: list[tuple[float, int]] = []
     before: float | None = None
-    seconds, times = 0.0, 0  # the run under way
+    seconds, times = 0.0, 0  # the current run
     for begin, end, count in _spans(timelines, tokens):
         if before is not None:
             gap = begin - before
             if times and gaps and -(near := 0.01 * seconds) <= gap - seconds <= near:
-                # No pause: the whole span goes at one pace.
+                # Without a pause the whole span has one pace.
                 mean = (end - before) / count
                 if -near <= mean - seconds <= near:
                     seconds = (seconds * times + mean * count) / (times + count)
@@ -93,8 +93,8 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
 
 
 def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, float, int]]:
-    """Of tokens that may come from several meshes one after the other. Numbers of one mesh need not
-    follow each other without a gap: a prefill's token is one of its own."""
+    """Returns the spans of tokens that may come from several meshes in turn. Numbers of one mesh
+    may have gaps: a prefill's token stands alone."""
     spans: list[tuple[float, float, int]] = []
     at, total = 0, len(tokens)
     while at < total:
@@ -105,8 +105,8 @@ def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[f
 
 
 def _consecutive(tokens: Sequence[int], at: int) -> int:
-    """How many tokens from `at` on are numbered one after the other (bisection: numbers rise on one
-    mesh)."""
+    """Returns how many tokens from `at` on have consecutive numbers, by bisection, because numbers
+    rise on one mesh."""
     first, low, high = tokens[at], 1, len(tokens) - at
     if tokens[-1] - first == high - 1:
         return high

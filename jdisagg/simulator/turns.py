@@ -1,37 +1,36 @@
-"""Decode through pipeline stages: which sequences step together, and who is the fullest of those
-batches.
+"""Decode through pipeline stages: which sequences step together, and which of these batches is the
+fullest.
 
-With m stages m batches are under way, each in another stage; a batch's turn to step again comes
-when it is back from the last stage. All turns make a cycle as long as the longest batch takes
-through all stages, for nobody overtakes. A newcomer joins the batch whose turn comes next. The
-others follow the longest through its last stage and through the host, one right behind the other:
-each is looked for as soon as the host is done with the one before it, and has come back a stage's
-time after it. So few newcomers meet a short batch, the fullest gains most, and batches stay uneven.
-A batch of nobody takes the next newcomer.
+With m stages m batches run, each in another stage, and a batch steps again when it returns from the
+last stage. Batches do not overtake, so a cycle of all turns takes as long as the slowest batch
+needs through all stages. A newcomer joins the batch whose turn is next. The other batches follow
+the slowest one through its last stage and the host, each one stage time after the previous one. Few
+newcomers therefore meet a short batch, the fullest batch gains most, and batches stay uneven. An
+empty batch takes the next newcomer.
 
-When within a cycle a newcomer came is taken from the golden ratio's multiples, which are spread
-evenly: no randomness. Knows slots and seconds, no requests. Pure."""
+A newcomer's moment within a cycle is taken from multiples of the golden ratio, which are spread
+evenly without randomness. Knows slots and seconds, no requests. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 GOLDEN = 0.6180339887498949
 
-# seconds of devices, through all stages, and of the host, in which no stage works on the batch
+# Seconds of all stages, and of the host, during which no stage works on the batch.
 Parts = tuple[float, float]
 
 
-# sequences of a step, their tokens, the tokens of the longest; the step's own among them
+# Sequences of a step, their tokens, tokens of the longest; the step's own tokens included.
 Load = tuple[int, int, int]
 
 
 def load_of(slots: Collection[int], positions: Sequence[int]) -> Load:
-    """Of a step of these slots."""
+    """Returns the load of a step of these slots."""
     held = [positions[slot] for slot in slots]
     return len(held), len(held) + sum(held), max(held, default=-1) + 1
 
 
 class Turns:
-    """The batches of one dp rank. `step_parts(*load)`: what a step of a batch takes."""
+    """The batches of one dp rank. `step_parts(*load)` returns the seconds of a batch's step."""
 
     def __init__(self, stages: int, step_parts: Callable[[int, int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
@@ -41,8 +40,8 @@ class Turns:
     def fullest(
         self, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
     ) -> Load:
-        """Of the batch that takes longest, when these slots step; the `admitted` among them are new
-        there."""
+        """Returns the load of the slowest batch when these slots step. `admitted`: the new ones
+        among them."""
         new = set(admitted)
         stay = set(slots) - new
         for batch in self._batches:
@@ -59,7 +58,7 @@ class Turns:
         ]
 
     def _next(self, positions: Sequence[int]) -> int:
-        """The batch whose turn comes next when somebody arrives now."""
+        """Returns the batch that a sequence arriving now joins."""
         for index, batch in enumerate(self._batches):
             if not batch:
                 return index

@@ -1,14 +1,14 @@
 """An event loop whose time jumps to the next timer: hours of waiting run in milliseconds, always in
 the same order.
 
-`run_virtually(main)` runs a coroutine function to its end on a fresh loop. A state in which nothing
-will ever happen raises `Stuck`, and so does time beyond `limit_seconds`, so that a lost wake-up
-fails instead of hanging.
+`run_virtually(main)` runs a coroutine function to its end on a fresh loop. It raises `Stuck` if no
+task can run and no timer is set, or if time passes `limit_seconds`, so that a lost wake-up fails
+instead of hanging.
 
-The loop is as lean as asyncio allows: a queue of what is ready, a heap of timers, and nothing else:
-no selector, no threads, no signals, no debugging. Callbacks that are ready run in the order in
-which they were scheduled; timers of the same instant likewise. Time stands still while callbacks
-run. All run in one context: what one sets of a context variable, the others see."""
+The loop is as lean as asyncio allows: a queue of ready callbacks and a heap of timers, without
+selector, threads, signals or debugging. Ready callbacks, and timers of the same instant, run in the
+order in which they were scheduled. Time stands still while callbacks run. All callbacks share one
+context, so a context variable that one sets is visible to all."""
 
 import asyncio
 import contextlib
@@ -24,28 +24,27 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Cancelled timers stay in the heap until their time; when so many of them are most of it, they are
-# thrown out.
+# Cancelled timers stay in the heap until their time. They are removed when more than this many make
+# up most of the heap.
 MOST_CANCELLED = 4096
 
 
 class Stuck(AssertionError):
-    """Nothing will ever happen, or not within the limit."""
+    """No task can run and no timer is set, or the time limit has passed."""
 
 
 class _Handle(list[typing.Any]):
-    """A callback that was scheduled: [when, number, callback, arguments, loop]; the loop only while
-    it is a timer that waits.
+    """A scheduled callback: [when, number, callback, arguments, loop]. `loop` is set only while a
+    timer waits.
 
-    Dozens are made for each simulated request, and Python makes nothing that can be changed faster
-    than a list; lists also order themselves by time and then by number, as the heap of timers wants
-    them."""
+    Each simulated request makes dozens. A list is the fastest mutable object in Python, and lists
+    compare by time and then number, as the heap of timers needs."""
 
     __slots__ = ()
 
     def cancel(self) -> None:
         if self[_CALLBACK] is not _nothing:
-            self[_CALLBACK], self[_ARGUMENTS] = _nothing, ()  # lets go of what it held
+            self[_CALLBACK], self[_ARGUMENTS] = _nothing, ()  # drops the references
             loop = self[_LOOP]
             if loop is not None:
                 loop.count_cancelled()
@@ -64,11 +63,11 @@ _CALLBACK, _ARGUMENTS, _LOOP = 2, 3, 4
 
 
 def _nothing() -> None:
-    """In place of a cancelled callback."""
+    """Replaces a cancelled callback."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """One thread, one loop. What needs threads, sockets or signals is not offered."""
+    """An event loop on virtual time, without threads, sockets or signals."""
 
     def __init__(self, limit_seconds: float = 10_000.0) -> None:
         self._limit_seconds = limit_seconds
@@ -118,7 +117,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle  # type: ignore[return-value]
 
     def count_cancelled(self) -> None:
-        """A timer was cancelled."""
+        """Counts a cancelled timer and compacts the heap when most of it is cancelled."""
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
             self._timers = [handle for handle in self._timers if handle[_CALLBACK] is not _nothing]
@@ -135,7 +134,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         name: str | None = None,
         context: Context | None = None,
     ) -> "asyncio.Task[T]":
-        # Without a name each would be given a number in letters.
+        # Without a name asyncio would format a number for each task.
         name = name or "virtual"
         return asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
 
@@ -155,7 +154,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _run_until_stopped(self) -> None:
-        """In rounds: all that is ready; where nothing is, time goes on to the next timer."""
+        """Runs rounds of ready callbacks, and advances time to the next timer when none is
+        ready."""
         while not self._stopping:
             timers = self._timers
             if timers:
@@ -189,7 +189,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     )
 
     def _go_on(self, timers: list[_Handle]) -> None:
-        """To the instant of the next timer that was not cancelled."""
+        """Advances time to the next timer that is not cancelled."""
         while timers and timers[0][_CALLBACK] is _nothing:
             heappop(timers)
             self._cancelled -= 1
@@ -208,7 +208,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             self.run_forever()
         finally:
-            # Else its end, when it is cancelled later, would stop whatever runs then.
+            # Otherwise a later cancellation of it would stop whatever runs then.
             task.remove_done_callback(self._end)
         return task.result()
 
@@ -229,11 +229,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
 
-    # Asked for each future that is made: `bool()` is False. There is no debugging mode.
+    # asyncio calls it for each future; `bool()` is False and fast.
     get_debug = staticmethod(bool)  # type: ignore[assignment]
 
     def set_debug(self, enabled: bool) -> None:
-        """There is no debugging mode."""
+        """Does nothing: there is no debug mode."""
 
     async def shutdown_asyncgens(self) -> None:
         """Closes the generators that are still open."""
@@ -242,7 +242,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 await generator.aclose()
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """There are no threads."""
+        """Does nothing: there are no threads."""
 
     def set_exception_handler(
         self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None
@@ -276,7 +276,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualClock:
-    """The clock of the loop that runs where it is made, or else where it is first asked."""
+    """The clock of the loop that runs when it is created, or when it is first read."""
 
     def __init__(self) -> None:
         if _runs_a_loop():
@@ -293,15 +293,13 @@ class VirtualClock:
 def run_virtually(
     main: Callable[[], Coroutine[object, object, T]], limit_seconds: float = 10_000.0
 ) -> T:
-    """Runs `main()` to its end on a loop of its own, which is closed afterwards with all that it
-    left.
+    """Runs `main()` to its end on a fresh loop, then cancels what is left and closes the loop.
 
-    Blocks. Where a loop runs already on this thread (a notebook's), on another thread: a thread
-    runs one loop at a time."""
+    Blocks. If this thread already runs a loop, as in a notebook, `main` runs on another thread."""
     if _runs_a_loop():
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(_run, main, limit_seconds).result()
-    # Tasks of this loop share one context; what they leave in it stays here.
+    # Tasks of this loop share one context, a copy, so that their changes do not leak.
     return contextvars.copy_context().run(_run, main, limit_seconds)
 
 
@@ -318,7 +316,7 @@ def _run(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float)
     try:
         return loop.run_until_complete(main())
     except (KeyboardInterrupt, SystemExit):
-        # nobody asks any more what became of the rest
+        # The results of the other tasks no longer matter.
         loop.set_exception_handler(lambda loop, context: None)
         raise
     finally:
@@ -327,13 +325,12 @@ def _run(main: Callable[[], Coroutine[object, object, T]], limit_seconds: float)
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    told: set[asyncio.Task[object]] = set()
+    cancelled: set[asyncio.Task[object]] = set()
     while tasks := asyncio.all_tasks(loop):
-        for task in tasks - told:  # each once: a second time would cut short how it ends
+        for task in tasks - cancelled:  # once: a second cancel would interrupt its clean-up
             task.cancel()
-        told |= tasks
-        # A task that met the user's interrupt hands it to who awaits it, and from there it comes
-        # out again: the others still have to end.
+        cancelled |= tasks
+        # A task that received KeyboardInterrupt re-raises it here; the others still have to end.
         with contextlib.suppress(KeyboardInterrupt):
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())

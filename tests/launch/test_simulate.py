@@ -134,10 +134,10 @@ def test_what_was_found_of_prompts_that_begin_alike_is_told(tmp_path: Path) -> N
     done = run(f"--trace={trace}", "--prefix_cache", "--host_cache_gib=1")
     assert done.returncode == 0, done.stderr
     # four of five prompts, but for the last block, one token of which is computed
-    assert "prefix reuse: not computed 70.0% of 5120 tokens; not moved 80.0%" in done.stdout
+    assert "prefix cache: not computed 70.0% of 5120 tokens; not transferred 80.0%" in done.stdout
     done = run("--turns=4", "--requests=40", "--prefix_cache", "--think_seconds=60")
     assert done.returncode == 0, done.stderr
-    assert "prefix reuse: not computed" in done.stdout and " 0.0%" not in done.stdout
+    assert "prefix cache: not computed" in done.stdout and " 0.0%" not in done.stdout
 
 
 def test_why_requests_did_not_finish_is_told() -> None:

@@ -1,13 +1,12 @@
-"""How much a candidate can carry at most, by arithmetic: what a planner asks before it simulates
-anything.
+"""Upper bounds on the rate of a candidate by arithmetic, which rank candidates before simulation.
 
-Each limit is a rate of requests of the whole candidate, named by what would bind first: prefill
-compute, the TTFT limit, the TPOT limit, KV memory, the link. The arithmetic: prefill ranks (and one
-pool's, for its prefill work) share an M/G/c queue whose waiting time has an exponential tail; a
-decode rank steps a batch of mean contexts; one pool's decode steps are slowed by the share of time
-that prefill takes, or where chunks run within steps by what they add (`plan_fused`). It leaves out
-bursts within a batch, packing and what schedulers do; the simulator knows those. So it ranks, and
-the simulator decides. Pure numbers; knows lengths (`Demand`), not arrivals."""
+Each limit is a rate of requests of the whole candidate, named by its cause: prefill compute, TTFT,
+TPOT, KV memory, the link. Prefill ranks, and those of one pool for their prefill work, share an
+M/G/c queue whose waiting time has an exponential tail. A decode rank steps a batch of mean
+contexts. Decode steps of one pool are slowed by the share of time that prefill takes, or, where
+chunks run within steps, by what they add (`fused`). Bursts within a batch, packing and scheduling
+are left out; the simulator models those and decides. Pure numbers; knows lengths (`Demand`), not
+arrivals."""
 
 import copy
 import math
@@ -26,14 +25,14 @@ from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
-SAMPLE = 128  # requests that stand for the workload where each is priced
-HEADROOM = 1.1  # of KV pages: growth granted ahead, prompts that wait for their KV
-FULL = 0.98  # of a server's time that can be used
+SAMPLE = 128  # requests of the sample that is priced one by one
+HEADROOM = 1.1  # factor on KV pages for growth granted ahead and prompts in transfer
+FULL = 0.98  # usable fraction of a server's time
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is asked of a plan: `attainment` of the requests within both limits."""
+    """The goal of a plan: the fraction `attainment` of requests meets both limits."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -57,8 +56,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """A workload's lengths: all of them for means, an even sample of `SAMPLE` for what is priced
-    one by one."""
+    """A workload's lengths: all of them for means, and an even sample of `SAMPLE` for pricing one
+    by one."""
 
     prompts: np.ndarray
     outputs: np.ndarray
@@ -85,12 +84,12 @@ class Demand:
 
     @property
     def steps_mean(self) -> float:
-        """Decode steps of a request: its first token comes from the prefill."""
+        """Mean decode steps of a request; its first token comes from the prefill."""
         return float((self.outputs - 1).mean())
 
     @property
     def context_mean(self) -> float:
-        """Of a sequence that decodes, over all steps."""
+        """Mean context of a decoding sequence over all steps."""
         steps = self.outputs - 1
         if not steps.sum():
             return self.prompt_mean
@@ -99,8 +98,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Requests a second of the whole candidate by each limit; `link_share`: of the link's reached
-    speed that a rate of 1 needs."""
+    """Requests a second of the whole candidate by each limit. `link_share`: fraction of the link's
+    reached speed that a rate of 1 needs."""
 
     limits: tuple[tuple[str, float], ...]
     link_share: float = 0.0
@@ -115,8 +114,8 @@ class Bounds:
 
 
 class Estimator:
-    """Prices candidates of one site and workload; what depends on a layout alone is computed
-    once. `fused`: a chunk of one pool runs within a decode step, not in turns with it."""
+    """Prices candidates of one site and workload, and caches what depends on a layout alone.
+    `fused`: a chunk of one pool runs within a decode step, not in turns with it."""
 
     def __init__(
         self,
@@ -137,13 +136,13 @@ class Estimator:
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
-        """The same under another goal; what was computed and does not depend on goals is shared."""
+        """Returns an estimator for another goal that shares the caches independent of goals."""
         other = copy.copy(self)
         other.goal, other._known = goal, {}
         return other
 
     def bounds(self, candidate: Candidate) -> Bounds:
-        """Raises KeyError for a layout that is not among the fitting ones."""
+        """Returns the bounds of a candidate. Raises KeyError for a layout that does not fit."""
         decode_ranks = candidate.decode_instances * candidate.decode.dp
         if candidate.prefill is None:
             key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
@@ -181,8 +180,8 @@ class Estimator:
         return self._known[key]
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
-        """Of each prompt of the sample: cut into chunks where it is longer, sharing a chunk with
-        its likes where it is much shorter."""
+        """Returns the prefill seconds of each prompt of the sample. Long prompts are cut into
+        chunks; short ones share a chunk with equal prompts."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
             self._times[layout, chunk] = np.array(
@@ -191,21 +190,21 @@ class Estimator:
         return self._times[layout, chunk]
 
     def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Limits of one of so many dp ranks that do both."""
+        """Returns the limits of one of `ranks` dp ranks that prefill and decode in turns."""
         model, demand, goal = self.models[layout], self.demand, self.goal
         times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
         each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
         chunks = np.ceil(demand.sample_prompts / chunk)
 
         def free(rate: float, step: float) -> float:
-            """Part of the time that is left to decode steps. All dp ranks of an instance wait for a
-            chunk on any: where few prompts come within a chunk and a step, its other ranks have
-            nothing to prefill meanwhile."""
+            """Returns the fraction of time left for decode steps. All dp ranks of an instance wait
+            for a chunk on any rank; with few prompts the other ranks have nothing to prefill then.
+            """
             together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
             return 1 - rate * layout.dp * each / together
 
         def batch(rate: float) -> float:
-            """Sequences that decode on a rank at `rate`; inf when it cannot keep up."""
+            """Returns the sequences that decode on a rank at `rate`; inf if it cannot keep up."""
 
             def following(count: float) -> float:
                 step = _step(model, count, context)
@@ -216,7 +215,7 @@ class Estimator:
 
         def tpot_met(rate: float) -> bool:
             if not steps:
-                return True  # no token comes after a first one
+                return True  # there are no tokens after the first
             count = batch(rate)
             step = _step(model, count, context) if count < math.inf else math.inf
             return count < math.inf and step <= goal.tpot_seconds * free(rate, step)
@@ -227,7 +226,7 @@ class Estimator:
         def ttft_met(rate: float) -> bool:
             count = batch(rate)
             between = _step(model, count, context) if 0.5 <= count < math.inf else 0.0
-            waits = times * (0.5 if layout.dp > 1 else 0.0)  # for the other ranks' chunk to end
+            waits = times * (0.5 if layout.dp > 1 else 0.0)  # for the chunk of another rank
             return (
                 count < math.inf
                 and _attained(times + waits + chunks * between, rate, ranks, goal)
@@ -244,7 +243,7 @@ class Estimator:
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Limits of one of so many dp ranks whose chunks run within decode steps."""
+        """Returns the limits of one of `ranks` dp ranks whose chunks run within decode steps."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
         if (layout, chunk) not in self._steps:
             if layout not in self._tables:
@@ -275,24 +274,24 @@ class Estimator:
 
         most = 1 / float(self.prefill_seconds(layout, chunk).mean())
         while steps.pace(most) is not None:
-            most *= 2  # what fills a step's idle arithmetic takes no time of its own
+            most *= 2  # chunks in a step's idle arithmetic take no extra time
         tests = (
             ("compute", lambda rate: kept(rate, lambda pace: pace.busy <= FULL)),
             ("TTFT", lambda rate: kept(rate, lambda pace: ttft_met(pace, rate))),
             ("TPOT", lambda rate: kept(rate, tpot_met)),
             ("KV memory", lambda rate: kept(rate, pages_met)),
         )
-        # A thousandth is closer than this arithmetic is to anything.
+        # A thousandth is more precise than this arithmetic.
         return tuple((name, _largest(met, most, 11)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Limits of one of so many dp ranks of prefill instances. All ranks of an instance wait for
-        the fullest chunk on any: it serves in batches, which are the more uneven the fewer prompts
-        share a chunk."""
+        """Returns the limits of one of `ranks` dp ranks of prefill instances. All ranks of an
+        instance wait for the fullest chunk on any, so it serves in batches, which are more uneven
+        the fewer prompts share a chunk."""
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
-        occupied = times * ((1 + uneven) / dp)  # of the instance's time, when it is busy
+        occupied = times * ((1 + uneven) / dp)  # of the busy instance's time
         most = FULL / float(occupied.mean()) / dp
 
         def ttft_met(rate: float) -> bool:
@@ -302,7 +301,7 @@ class Estimator:
                 if together > 1
                 else times
             )
-            # for a batch that has begun
+            # Wait for the running batch.
             running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0
             return (
                 _attained(occupied, dp * rate, ranks // dp, goal, with_others + running)
@@ -315,8 +314,8 @@ class Estimator:
         self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int
     ) -> tuple[tuple[str, float], ...]:
         model, demand, goal = self.models[layout], self.demand, self.goal
-        # The last chunk's KV is what no later chunk hides, and all of it where the link is slower
-        # than the prefill.
+        # No later chunk hides the transfer of the last chunk's KV, or of all KV if the link is
+        # slower than the prefill.
         prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
         one, two = (model.transfer(tokens, link, self.codec, parallel).seconds for tokens in (1, 2))
         moved = one + (two - one) * (prompts - 1)  # a line: latency and bytes
@@ -342,14 +341,13 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Seconds of a step of `count` sequences; a fraction of a sequence is a batch of one that is
-    there so often."""
+    """Returns the seconds of a step of `count` sequences; a fraction below 1 counts as one."""
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 
 
 def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
-    """Requests a second that a rank ends while `count` sequences decode on it."""
+    """Returns the requests a second that a rank completes with `count` decoding sequences."""
     if not demand.steps_mean:
         return math.inf
     return (
@@ -364,7 +362,7 @@ def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str
 
 
 def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
-    """Of one prompt, in chunks of so many tokens with nothing beside it."""
+    """Returns the prefill seconds of one prompt alone, in chunks of `chunk` tokens."""
     done, seconds = 0, 0.0
     while done < tokens:
         new = min(chunk, tokens - done)
@@ -381,15 +379,15 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
 
 
 def _longest(times: np.ndarray, count: float) -> float:
-    """The mean of the longest of `count` draws from `times`."""
+    """Returns the expected maximum of `count` draws from `times`."""
     ordered = np.sort(times)
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
     return float(ordered @ np.diff(below))
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    """How many prompts, at most one a rank, come together in a batch at `rate` a second: those that
-    come while one of them runs."""
+    """Returns the prompts of a batch, at most one a rank: those that arrive at `rate` a second
+    while the previous batch runs."""
     count = 1.0
     for _ in range(rounds):
         count = min(float(ranks), max(1.0, rate * _longest(times, count)))
@@ -399,24 +397,26 @@ def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> floa
 def _attained(
     times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None
 ) -> float:
-    """Part of requests whose waiting time and service meet the TTFT limit, `rate` requests a second
-    going to each of so many servers that share their queue: M/G/c with the chance and the mean of
-    waiting of Sakasegawa (1977), exact in mean for one server, and an exponential tail. `times` are
-    the server's for each; `spent` is what each spends in service where that is something else."""
+    """Returns the fraction of requests whose waiting and service meet the TTFT limit.
+
+    The servers share a queue, with `rate` requests a second for each: M/G/c with Sakasegawa's
+    (1977) probability and mean of waiting, exact in mean for one server, and an exponential tail.
+    `times` are the server's times, and `spent` the request's own, if different."""
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:
         return 0.0
     chance = busy ** ((2 * (servers + 1)) ** 0.5 - 1)
-    waiting = float((times**2).mean()) / mean / (2 * servers * (1 - busy))  # of those that wait
+    # Mean wait of requests that wait at all.
+    waiting = float((times**2).mean()) / mean / (2 * servers * (1 - busy))
     left = goal.ttft_seconds - (times if spent is None else spent)
     late = chance * np.exp(-np.maximum(left, 0) / waiting)
     return float(np.where(left >= 0, 1 - late, 0.0).mean())
 
 
 def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    """The batch size at which a rank takes in as many sequences as it ends; inf when it grows
-    without end."""
+    """Returns the batch size at which a rank admits as many sequences as it completes; inf if it
+    grows without bound."""
     count = 0.0
     for _ in range(rounds):
         following = next_count(count)
@@ -429,8 +429,7 @@ def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
 
 
 def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
-    """The largest value up to `most` for which `met` holds, if it holds up to some value and not
-    beyond; 0 when for none."""
+    """Returns the largest value up to `most` for which the monotonic `met` holds, or 0."""
     if met(most):
         return most
     low, high = 0.0, most

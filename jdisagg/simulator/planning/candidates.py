@@ -1,12 +1,12 @@
-"""What a planner may choose: modes, layouts and counts of instances that a number of accelerators
-allows, and how they are joined.
+"""The planner's choices: modes, layouts and counts of instances on a number of accelerators, and
+the links between them.
 
-`Site` is what the user has; `Candidate` one way to use it. `candidates` lists those that the model
-divides by and memory admits, or says why there is none (`NothingFits`). Layouts: a dense model's dp
-ranks are instances of their own, so dp = 1; experts lie over all of an instance's devices, or are
-cut by tp. tp stays within a scale-up domain; dp ranks that share experts may lie in several, which
-then exchange tokens over the slower link. Pure; knows the cost model, no workload beyond its
-longest request, and no time."""
+`Site` describes the accelerators, and `Candidate` one way to use them. `fitting_layouts` lists the
+layouts that divide the model and fit memory, or raises `NothingFits` with the reason. A dense
+model's dp ranks are separate instances, so dp = 1. Experts lie over all devices of an instance, or
+are cut by tp. tp stays within a scale-up domain. dp ranks that share experts may span domains, and
+then exchange tokens over the slower link. Pure; of the workload it knows only the longest
+request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,24 +21,28 @@ from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-# Whole prompts, or pieces of them where they are longer than this, in the modes that do not look
-# for a chunk size.
+# Chunk size of the modes that do not search for one: longer prompts are cut.
 WHOLE_CHUNK = 8192
-ACTIVATIONS = 0.1  # of memory, beside weights and KV
+ACTIVATIONS = 0.1  # fraction of memory left for activations
 PAGE_TOKENS = 64
 
 
 class NothingFits(ConfigError):
-    """No way to use these accelerators for this model and workload; the message says what is in the
-    way and what would help."""
+    """No candidate fits the accelerators, model and workload; the message names the reason and a
+    remedy."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """`accelerators` of one kind in all, `devices_per_node` of them in a host, `domain_devices` of
-    them joined by the scale-up link (NVLink, ICI); every device has one `scale_out` link to other
-    domains. None: as in the hardware's description, where a domain of up to 8 devices is a host's,
-    and a larger one is of hosts of 4."""
+    """The accelerators of a plan. Fields that are None are taken from the hardware's description.
+
+    Attributes:
+      accelerators: Number of accelerators in all.
+      devices_per_node: Accelerators of a host. By default a domain of up to 8 is one host, and a
+        larger one consists of hosts of 4.
+      domain_devices: Accelerators joined by the scale-up link (NVLink, ICI).
+      scale_out: Link of each device to other domains.
+    """
 
     accelerator: Accelerator
     accelerators: int
@@ -65,7 +69,7 @@ class Site:
 
     @cached_property
     def described(self) -> Accelerator:
-        """The accelerator as it is joined here."""
+        """The accelerator with the site's domain and links."""
         return replace(
             self.accelerator,
             domain_devices=self.domain,
@@ -75,8 +79,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`decode_instances` of `decode` layout; in the one-pool modes they do both halves and
-    `prefill` is None."""
+    """One way to use the accelerators. In the one-pool modes `prefill` is None, and the decode
+    instances also prefill."""
 
     mode: Mode
     decode: Layout
@@ -99,7 +103,7 @@ class Candidate:
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
-        """Devices of the smallest part that has the whole's ratio of prefill to decode
+        """Returns the devices of the smallest unit with the same ratio of prefill to decode
         instances."""
         return (
             self.devices // gcd(self.prefill_instances, self.decode_instances)
@@ -109,7 +113,7 @@ class Candidate:
 
 
 def short(layout: Layout) -> str:
-    """A layout without its ones: "tp4", "dp8 ep8", "1 device"."""
+    """Returns a layout as text without its ones: "tp4", "dp8 ep8", "1 device"."""
     parts = [
         f"{name}{value}" for name in ("dp", "tp", "ep") if (value := getattr(layout, name)) > 1
     ]
@@ -117,10 +121,10 @@ def short(layout: Layout) -> str:
 
 
 def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
-    """(link, how many side by side) that one prompt's KV takes from a prefill to a decode instance:
-    within a scale-up domain where each domain can hold whole units of prefill and decode together,
-    else off it. Each device has a link of its own, so the side with fewer devices bounds them (of a
-    decode instance: those of the one dp rank that receives; of a prefill one likewise)."""
+    """Returns (link, parallel links) for the hand-off of one prompt.
+
+    It stays within a scale-up domain if a domain holds whole units of prefill and decode instances.
+    Each device has its own link, so the dp rank with fewer devices bounds their number."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -130,8 +134,7 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """A layout of one instance whose weights fit, with room for `kv_tokens` of KV on each dp
-    rank."""
+    """A layout whose weights fit, with room for `kv_tokens` tokens of KV on each dp rank."""
 
     layout: Layout
     model: CostModel
@@ -141,8 +144,8 @@ class Fitting:
 def fitting_layouts(
     geometry: CostGeometry, site: Site, longest_tokens: int, dtype: str = "bfloat16"
 ) -> list[Fitting]:
-    """Layouts of one instance that hold the weights and, on a dp rank, one request of
-    `longest_tokens`. Raises NothingFits."""
+    """Returns the layouts of one instance that hold the weights and, on a dp rank, one request of
+    `longest_tokens`. Raises NothingFits if there is none."""
     most = site.accelerators if geometry.experts else min(site.accelerators, site.domain)
     weights_least, room_most, refused = float("inf"), 0, ""
     found: list[Fitting] = []
@@ -153,7 +156,7 @@ def fitting_layouts(
             refused = error.message
             continue
         tokens = model.kv_tokens_per_rank(ACTIVATIONS)
-        room = tokens // PAGE_TOKENS * PAGE_TOKENS  # of one request: it has whole pages
+        room = tokens // PAGE_TOKENS * PAGE_TOKENS  # one request occupies whole pages
         weights_least = min(weights_least, model.weight_bytes_per_device)
         room_most = max(room_most, room)
         if room >= longest_tokens and not _priced_alike(layout, found):
@@ -185,13 +188,13 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Whether another layout of the same costs and memory is there: experts whole over the devices
-    of a tensor-parallel group cost what each cut over them costs."""
+    """Returns whether `found` has a layout of equal cost and memory: whole experts spread over a
+    tensor-parallel group cost as much as experts cut over it."""
     return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 
 def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
-    """By powers of two up to `most` devices, tp up to a `domain`."""
+    """Yields layouts of powers of two, up to `most` devices and tp up to `domain`."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         if tp > domain:
@@ -207,7 +210,7 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
 
 
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
-    """As many instances of one layout as there is room for."""
+    """Yields one-pool candidates with as many instances of a layout as the site holds."""
     for item in fitting:
         count = site.accelerators // item.layout.devices
         if Mode.UNIFIED in modes:
@@ -218,8 +221,8 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
 
 
 def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:
-    """Every pair of layouts, and every count of prefill instances with as many decode instances as
-    the rest holds."""
+    """Yields every pair of layouts with every count of prefill instances, and as many decode
+    instances as the remaining accelerators hold."""
     for prefill in fitting:
         for decode in fitting:
             for count in range(1, site.accelerators // prefill.layout.devices + 1):

@@ -1,9 +1,8 @@
-"""From a candidate to what runs it: the simulator's fleet, and the configuration and counts that
-the live system would be started with.
+"""Converts a candidate to the simulator's fleet and to the configuration of the live system.
 
-The same sizes go to both, so that what was predicted is what is configured; of slots a search has
-more than any candidate needs, and the configuration as few as carry the prediction (`sized`). Knows
-candidates and the simulator; decides nothing."""
+Both get the same sizes, so that the configuration is what was predicted. A search uses more slots
+than any candidate needs, and the configuration as few as carry the prediction (`sized`). Decides
+nothing."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,18 +21,23 @@ from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
 MIN_CHUNK = 256
-# of a hand-off: all but the last part of a chunk's KV moves while the chunk computes
+# Layer groups of a hand-off: all but the last are transferred while the chunk computes.
 LAYER_GROUPS = 4
 MOST_SLOTS = 512
 
 
 @dataclass(frozen=True)
 class FleetMaker:
-    """`fused`: a prefill chunk and a decode step of one pool run as one step, as engines of
-    Sarathi's kind do; False: in turns, as ours does. `reuse`: KV stays for prompts that the
-    workload says begin alike. `hardware`: what a written configuration calls the accelerator.
-    `slots`: sequences that decode on a dp rank at once, at most. `weights`: what those of
-    `geometry` are quantized to, "": nothing."""
+    """Makes fleets and configurations of candidates.
+
+    Attributes:
+      fused: A prefill chunk and a decode step of one pool run as one step, as in Sarathi-Serve;
+        otherwise in turns, as in this engine.
+      reuse: Whether workers have a prefix cache.
+      hardware: Name of the accelerator in a written configuration.
+      slots: Most sequences that decode on a dp rank at once.
+      weights: Quantization of the weights of `geometry`; empty for none.
+    """
 
     geometry: CostGeometry
     site: Site
@@ -47,8 +51,8 @@ class FleetMaker:
     weights: str = ""
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """With the fewest slots, a power of two and half as many again at least as sequences decode
-        on a rank on average, with which what was found still `holds` when it is simulated."""
+        """Returns a maker with the fewest slots for which the finding still `holds` in simulation:
+        a power of two, and at least 1.5 times the mean of decoding sequences on a rank."""
         decoding = max(
             0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
         )
@@ -88,7 +92,7 @@ class FleetMaker:
     def run(
         self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
     ) -> TrialRun:
-        """A planner's `Runner`."""
+        """Implements the planner's `Runner`."""
         result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 
@@ -107,7 +111,8 @@ class FleetMaker:
     def engine(
         self, candidate: Candidate, model_directory: str, context_tokens: int
     ) -> EngineConfig:
-        """What launch.serve and launch.cluster start: one instance of each role."""
+        """Returns the configuration for `jdisagg serve` and `jdisagg cluster`: one instance of each
+        role."""
         decode = self._instance(candidate, candidate.decode, self.slots)
         prefill = (
             self._instance(candidate, candidate.prefill, max(8, self.slots // 8))

@@ -1,15 +1,14 @@
-"""What one pool carries whose steps hold a prefill chunk and the decoding sequences together, by
-arithmetic: the rival that a planner compares two pools with.
+"""Arithmetic of one pool whose steps carry a prefill chunk and the decoding sequences together, the
+strongest rival of two pools.
 
-A dp rank steps at `FusedPace.step` seconds on average: a decode step, and in the part of the steps
-in which a chunk runs on any rank of the instance, what that chunk adds. A chunk adds less than it
-takes alone, because weights are read once for both and small matrices leave arithmetic idle, so
-that small chunks may carry more than large ones. It holds what waits: at least a prompt or a chunk
-of it, and at most the prompts that come during a step. A sequence's mean time per token spreads
-about the mean with the number of chunks that it happens to meet, so that long chunks and short
-answers miss a limit that the mean keeps.
+A dp rank's mean step is a decode step, plus what a chunk adds in those steps in which any rank of
+the instance has one. A chunk adds less than it takes alone, because weights are read once for both
+and small matrices leave arithmetic idle. Small chunks may therefore carry more than large ones. A
+chunk holds at least a prompt or a piece of it, and at most the prompts that arrive during a step. A
+sequence's mean time per token varies with the number of chunks that it meets, so that long chunks
+and short answers can miss a limit that the mean meets.
 
-Pure numbers: knows lengths and a cost model, no arrivals and no goal's meaning."""
+Pure numbers; knows lengths and a cost model, no arrivals."""
 
 import math
 from dataclasses import dataclass
@@ -18,18 +17,25 @@ import numpy as np
 
 from jdisagg.costs.cost_model import CostModel
 
-TOKENS = np.geomspace(1, 1 << 15, 61)  # of a step, in the tables of steps
-COARSE = 16  # above as many times this, batches are counted in multiples of it
+TOKENS = np.geomspace(1, 1 << 15, 61)  # table points: tokens of a step
+COARSE = 16  # batches above COARSE^2 are rounded up to multiples of it
 ROUNDS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPace:
-    """Of a rank under a steady rate. `sequences` decode; a step takes `decode` seconds without a
-    chunk and `step` on average; `chunk`: seconds that one adds; `busy`: part of the steps that a
-    rank has a chunk in, `met`: part in which any rank of the instance has one. `held`, `spent`: of
-    each prompt of the sample, seconds that it takes of the rank's prefill and seconds from its
-    first chunk to its first token."""
+    """A rank under a steady rate.
+
+    Attributes:
+      sequences: Sequences that decode.
+      decode: Seconds of a step without a chunk.
+      step: Mean seconds of a step.
+      chunk: Seconds that a chunk adds.
+      busy: Fraction of the steps in which the rank has a chunk.
+      met: Fraction of the steps in which any rank of the instance has one.
+      held: Seconds of the rank's prefill that each prompt of the sample occupies.
+      spent: Seconds from the first chunk to the first token of each prompt of the sample.
+    """
 
     sequences: float
     decode: float
@@ -42,8 +48,8 @@ class FusedPace:
 
 
 class StepTable:
-    """Seconds of a layout's steps without attention to any context, between table points: of so
-    many tokens a chunk among them, of so many sequences without one."""
+    """Seconds of a layout's steps without attention to context, interpolated: by tokens with a
+    chunk, by sequences without one."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -57,15 +63,15 @@ class StepTable:
         return float(np.interp(sequences, TOKENS, self._decode))
 
     def decode(self, sequences: float, context: float) -> float:
-        """With so many tokens of context each."""
+        """Returns the seconds of a decode step with `context` tokens each."""
         whole = max(1, math.ceil(sequences))
         if whole > COARSE * COARSE:
-            whole = COARSE * math.ceil(whole / COARSE)  # what is remembered by batch stays small
+            whole = COARSE * math.ceil(whole / COARSE)  # bounds the cache
         return self.model.decode_of(whole, max(1.0, sequences) * context).seconds
 
 
 class FusedChunks:
-    """One layout with chunks of up to `chunk` tokens, and prompts of the lengths of a sample."""
+    """One layout with chunks of up to `chunk` tokens and a sample of prompt lengths."""
 
     def __init__(
         self, table: StepTable, chunk: int, prompts: np.ndarray, context: float, steps: float
@@ -78,7 +84,7 @@ class FusedChunks:
         self._known: dict[float, FusedPace | None] = {}
 
     def _attended(self, prompt: int) -> float:
-        """What attention to the prompt's own tokens adds to its chunks."""
+        """Returns the seconds that attention to the prompt's own tokens adds to its chunks."""
         done, seconds = 0, 0.0
         while done < prompt:
             new = min(self._chunk, prompt - done)
@@ -88,13 +94,14 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """At `rate` requests a second of the rank; None where it cannot keep up."""
+        """Returns the pace at `rate` requests a second on the rank, or None if it cannot keep
+        up."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
 
     def _settled(self, rate: float) -> FusedPace | None:
-        # From below: from what a lesser rate has settled at, or from one sequence.
+        # Iterates from below: from the pace of a lower rate, or from one sequence.
         lower = [known for known, pace in self._known.items() if known < rate and pace]
         near = self._known[max(lower)] if lower else None
         step = near.step if near else self._table.decode(1, self._context)
@@ -109,12 +116,12 @@ class FusedChunks:
         return found if found is not None and found.step <= 1.05 * step else None
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
-        """What follows where steps take `step` seconds."""
+        """Returns the pace that follows from steps of `step` seconds."""
         count = rate * self._steps * step
         if count > 1e6:
             return None
         decode = self._table.decode(count, self._context)
-        # Tokens of the chunk that a prompt is in, and how many such chunks it is.
+        # Tokens of the chunk that holds a prompt, and the chunks that the prompt takes.
         shared = np.minimum(self._chunk, np.maximum(self._prompts, rate * self._mean * step))
         parts = self._prompts / shared
         more = self._table.mixed(shared + count) - self._table.alone(max(1.0, count))
@@ -134,13 +141,13 @@ class FusedChunks:
             busy=busy,
             met=met,
             held=parts * decode + added,
-            # A chunk waits for the step under way and is issued behind the next one.
+            # A chunk waits for the running step and is issued behind the next one.
             spent=whole_parts * decode + added * np.maximum(1.0, 1 / parts) + step,
         )
 
     def within(self, pace: FusedPace, limit: float, outputs: np.ndarray) -> float:
-        """The part of requests whose mean time per token keeps `limit`: of so many steps each, of
-        which chunks lengthen the part `met`, by chance (a normal law)."""
+        """Returns the fraction of requests whose mean time per token meets `limit`. Chunks lengthen
+        a random fraction `met` of a request's steps (normal approximation)."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))
         kept = 0.0
         for count in outputs - 1:
@@ -154,7 +161,7 @@ class FusedChunks:
 
 
 def _mixed(model: CostModel, tokens: float) -> float:
-    """A step of so many tokens, attention aside."""
+    """Returns the seconds of a step of `tokens` tokens without attention."""
     return model.mixed_of(round(tokens), 0.0, 0.0, 1, 0, 0.0).seconds
 
 

@@ -1,13 +1,12 @@
-"""The interactive guide of the web page: one workload, served by the same accelerators in three
-ways, side by side.
+"""The interactive guide of the web page: one workload on the same accelerators in three modes.
 
-Unified instances prefill whole prompts between decode steps; chunked ones prefill in pieces, each
-fused with a step; disaggregated ones have a mesh for each, and a link between. The arrivals are the
-same: short prompts, and every fourth a long one, whose prefill is what the others feel. What is
-shown of each way are its percentiles, and, for the first requests, when each token came.
+Unified instances prefill whole prompts between decode steps. Chunked ones prefill in pieces, each
+fused with a step. Disaggregated ones have a mesh for each role, and a link between. All get the
+same arrivals: short prompts, and every fourth a long one, whose prefill delays the others. The
+answer has percentiles for each mode, and the times of all tokens of the first requests.
 
-Pure but for `main`, which is a process of its own, so that a question costs the server that asks no
-more than its memory: the question as JSON on stdin, the answer on stdout."""
+Pure except for `main`, which runs in a process of its own to keep the load off the server: it reads
+the question as JSON from stdin and writes the answer to stdout."""
 
 import math
 import os
@@ -33,7 +32,7 @@ from jdisagg.simulator.timeline import gap_runs
 from jdisagg.simulator.workloads import Fixed, Mixture, poisson
 
 MODEL, HARDWARE = "llama-3.1-8b", "h100"
-INSTANCES = 2  # of one accelerator each
+INSTANCES = 2  # each of one accelerator
 SHORT_TOKENS, OUTPUT_TOKENS = 200, 128
 LONG_PART = 0.25
 CHUNK_TOKENS = 512
@@ -53,8 +52,8 @@ GUIDE_LINKS = (
 
 
 class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`prompt_tokens`: of the long ones; `rate`: requests a second; `link`: between prefill and
-    decode."""
+    """The user's choices. `prompt_tokens`: length of the long prompts. `rate`: requests a second.
+    `link`: link between prefill and decode."""
 
     prompt_tokens: Annotated[int, msgspec.Meta(ge=256, le=16384)] = 4096
     rate: Annotated[float, msgspec.Meta(ge=0.5, le=16.0)] = 4.0
@@ -68,8 +67,8 @@ class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GuideRequest(msgspec.Struct, frozen=True):
-    """Seconds since the first arrival; `gaps`: runs of (seconds between tokens, how many), in order
-    of time from the first token on."""
+    """One request, in seconds since the first arrival. `gaps`: runs of (seconds between tokens,
+    number), in order from the first token on."""
 
     arrival: float
     first_token: float | None
@@ -79,7 +78,7 @@ class GuideRequest(msgspec.Struct, frozen=True):
 
 
 class GuideWay(msgspec.Struct, frozen=True):
-    """One way of serving. `ttft`, `tbt`: seconds at 50 %, at 99 %, and the longest."""
+    """Results of one mode. `ttft`, `tbt`: seconds at p50 and p99, and the longest."""
 
     mode: str
     ttft: tuple[float | None, float | None, float | None]
@@ -100,7 +99,7 @@ class GuideAnswer(msgspec.Struct, frozen=True):
 
 
 def parse_question(body: bytes) -> GuideQuestion:
-    """Raises InvalidRequestError."""
+    """Parses the question. Raises InvalidRequestError."""
     try:
         return msgspec.json.decode(body, type=GuideQuestion)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -110,7 +109,7 @@ def parse_question(body: bytes) -> GuideQuestion:
 
 
 def answer(question: GuideQuestion) -> GuideAnswer:
-    """Seconds of a processor's time."""
+    """Simulates all modes. Takes seconds of processor time."""
     count = max(12, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (
@@ -152,7 +151,7 @@ def answer(question: GuideQuestion) -> GuideAnswer:
 
 @dataclass(slots=True)
 class _Watched:
-    """The cluster's front, whose tokens are noted down by request."""
+    """Wraps the cluster's path and records the tokens of each request."""
 
     front: ServingPath
     tokens: dict[str, list[int]]
@@ -206,7 +205,7 @@ def _shown(outcome: RequestOutcome, runs: Sequence[tuple[float, int]]) -> GuideR
 
 
 def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """At most SHOWN_RUNS: neighbours that differ least become one, its gap their mean."""
+    """Merges the most similar neighbours, with their mean gap, until SHOWN_RUNS are left."""
     while len(runs) > SHOWN_RUNS:
         at = min(range(len(runs) - 1), key=lambda at: abs(runs[at][0] - runs[at + 1][0]))
         (one, times), (other, more) = runs[at : at + 2]
@@ -216,7 +215,7 @@ def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def main() -> None:
-    os.nice(19)  # whoever serves goes first
+    os.nice(19)  # the serving process has priority
     question = parse_question(sys.stdin.buffer.read())
     sys.stdout.buffer.write(msgspec.json.encode(answer(question)))
 

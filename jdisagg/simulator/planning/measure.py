@@ -1,7 +1,7 @@
-"""What one candidate carries: the highest rate at which the simulator keeps the goal.
+"""Measures a candidate: the highest rate at which it attains the goal in the simulator.
 
-`Measurer` holds all that candidates have in common and can be sent to another process; candidates
-are independent of each other. Knows the simulator only as a `Runner`. Deterministic by seed."""
+`Measurer` holds what all candidates share and can be pickled to another process. Candidates are
+independent. Knows the simulator only as a `Runner`. Deterministic by seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,20 @@ from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner, Trier
 from jdisagg.simulator.planning.verdict import Finding, Trial, binding_limit
 from jdisagg.simulator.workloads import Arrival
 
-MOST_RUNS = 14  # of one candidate
+MOST_RUNS = 14  # simulations of one candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A candidate to measure, what arithmetic lets it carry, and its room for KV on a dp rank.
-    `rival_rate`: it is measured only if it carries more than so much. `tolerance`: of its rate,
-    where the search ends; `trials`: those of an earlier search, which this one goes on with."""
+    """A candidate to measure.
+
+    Attributes:
+      bounds: Its bounds by arithmetic.
+      kv_tokens: Room for KV on a dp rank.
+      rival_rate: Rate to beat; the search stops if the candidate does not carry more.
+      tolerance: Relative tolerance of the rate at which the search ends.
+      trials: Trials of an earlier search, which this one continues.
+    """
 
     candidate: Candidate
     bounds: Bounds
@@ -43,14 +49,14 @@ class Measurer:
     seed: int = 0
 
     def trial(self, candidate: Candidate, rate: float, runner: Runner | None = None) -> Trial:
-        """One rate, in requests a second, judged as `plan_trials` says."""
+        """Tries one rate, in requests a second (`trials`)."""
         tries = Trier(
             self.goal, self.workload, self.demand, self.most_requests, self.arrivals, self.seed
         )
         return tries.trial(runner or self.runner, candidate, rate)
 
     def measured(self, task: Task) -> Finding | None:
-        """None: it does not carry more than the rival that its task names."""
+        """Searches the highest rate; returns None if it does not beat the task's rival."""
         trials = list(task.trials)
 
         def trial(rate: float) -> float:
@@ -60,7 +66,7 @@ class Measurer:
         above = task.rival_rate * (1 + TOLERANCE)
         if above and trial(above) < self.goal.attainment:
             return None
-        # A bound of 0 says that arithmetic sees no way: the simulator may still, at a low rate.
+        # With a bound of 0 the simulator may still attain the goal at a low rate.
         demand = self.demand
         lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
         guess = max(task.bounds.rate, lowest)
@@ -112,11 +118,18 @@ def highest_rate(
     tolerance: float = TOLERANCE,
     known: Sequence[tuple[float, float]] = (),
 ) -> float:
-    """The highest rate tried at which `attained(rate)` is at least `wanted`, within `tolerance` of
-    one at which it is not, starting from `guess`; 0 where not even a hundredth of the guess does.
-    `carried`: a rate known to attain it, whose neighbourhood is looked at instead. `known`: rates
-    that were tried before, one that attains it and one that does not among them. Assumes that
-    attainment falls with the rate; at most MOST_RUNS calls."""
+    """Returns the highest tried rate at which `attained(rate)` is at least `wanted`.
+
+    Assumes that attainment falls with the rate, and calls `attained` at most MOST_RUNS times.
+
+    Args:
+      attained: Returns the attainment at a rate.
+      guess: Rate to start from; the result is 0 if a hundredth of it fails.
+      wanted: Attainment to reach.
+      carried: Rate known to attain it; the search starts near it.
+      tolerance: Relative distance to a failing rate at which the search ends.
+      known: (rate, attainment) of earlier trials, with one that attains and one that fails.
+    """
     runs = 0
 
     def met(rate: float) -> bool:
@@ -124,14 +137,14 @@ def highest_rate(
         runs += 1
         return attained(rate) >= wanted
 
-    low, high, step = carried, 0.0, 1.1 if carried else 1.3  # what is beside the best is near it
+    low, high, step = carried, 0.0, 1.1 if carried else 1.3  # neighbours are close
     if known:
         high = min(rate for rate, part in known if part < wanted)
         low = max(rate for rate, part in known if part >= wanted and rate < high)
     rate = step * carried or 0.8 * guess
     while runs < MOST_RUNS and not (low and high):
         if met(rate):
-            low, rate, step = rate, rate * step, min(4.0, step**1.5)  # far off: in longer steps
+            low, rate, step = rate, rate * step, min(4.0, step**1.5)  # grows while far off
         elif carried:
             high = rate
         elif rate < 0.4 * guess:

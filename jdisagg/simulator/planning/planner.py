@@ -1,15 +1,15 @@
-"""Should one disaggregate, with how many of each, in which layout? All candidates by arithmetic,
-the best few of each mode by simulation.
+"""Whether to disaggregate, with how many instances of each role, in which layouts: all candidates
+by arithmetic, the best few of each mode by simulation.
 
-`Planner.plan` lists what fits (`plan_candidates`), ranks it by its bounds (`plan_bounds`), keeps
-the best `finalists` of each mode, and finds for each of these by bisection the highest rate at
-which the goal is attained in the simulator (`plan_measure`): roughly first, then closely for the
-best of each mode and those that may carry as much. Then candidates beside the best ones are tried
-at what those carry, as long as one of them carries more. A `Plan` holds all ranked by that rate for
-each accelerator that the site has (idle ones count), what binds each, and the verdict in words
-(`plan_verdict`).
+`Planner.plan` lists the layouts that fit (`candidates`), ranks candidates by their bounds
+(`bounds`), and keeps the best `finalists` of each mode. For each it finds by bisection the highest
+rate at which the simulator attains the goal (`measure`, `trials`): roughly first, then closely for
+the best of each mode and those that may carry as much. Then it tries neighbours of the best
+candidates until none carries more. A `Plan` ranks all by that rate for each accelerator of the
+site, idle ones included, with the binding limit of each and a verdict as text (`verdict`).
 
-`plan_trials` says how one rate is judged, `plan_alone` which goals no rate attains.
+Goals that no rate attains are refused by arithmetic first (`never`): no prompt is faster than alone
+in one chunk, and no decode step faster than that of one sequence.
 
 Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed."""
 
@@ -41,14 +41,21 @@ from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner
 from jdisagg.simulator.planning.verdict import Finding, Trial, first_answer, no_rate, verdict
 from jdisagg.simulator.workloads import Arrival
 
-ROUGHLY = 0.15  # of a rate, where the search for those ends that are far from the best
+# Relative tolerance of the first search: enough to drop candidates that cannot reach the best rate.
+ROUGHLY = 0.15
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`findings` ranked, best first. `considered`: candidates priced by arithmetic. `left_out`:
-    modes with no candidate, and why."""
+    """A plan.
+
+    Attributes:
+      findings: Simulated candidates, best first.
+      considered: Candidates priced by arithmetic.
+      verdict: The result as text.
+      left_out: Modes without a candidate, with the reason.
+    """
 
     findings: tuple[Finding, ...]
     considered: int
@@ -58,20 +65,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a planner looks at, and how closely.
+    """Settings of a planner's search.
 
     Args:
-        dtype: of weights and KV. codec: how KV travels between two pools.
-        modes: those to compare.
-        finalists: candidates of each mode that are simulated.
-        most_requests: of one simulated run.
-        fused: chunked prefill is priced with a chunk and a decode step in one program, the best
-            that one pool can do; not as this engine takes turns. The runner must do the same.
-        arrivals: the process by which requests come.
-        seed: of everything drawn at random.
+        dtype: Type of weights and KV.
+        codec: Codec of KV between two pools.
+        modes: Modes to compare.
+        finalists: Candidates of each mode that are simulated.
+        most_requests: Cap on the requests of one simulated run.
+        fused: Whether chunked prefill runs a chunk and a decode step in one program, the best that
+            one pool can do, instead of in turns as this engine does. The runner must do the same.
+        arrivals: Arrival process.
+        seed: Seed of everything random.
 
     Raises:
-        ConfigError: nothing could be found with these.
+        ConfigError: No search is possible with these values.
     """
 
     dtype: str = "bfloat16"
@@ -91,13 +99,12 @@ class Search:
             )
         if not self.modes:
             raise ConfigError(
-                "planner: no mode to look at; give one of disaggregated, chunked, unified"
+                "planner: modes must not be empty; give disaggregated, chunked or unified"
             )
 
 
 class Told:
-    """What a planner says as it works: how far it is, and answers, each better than the one
-    before."""
+    """Receives a planner's progress and preliminary results."""
 
     def progress(self, text: str, done: int, total: int) -> None: ...
 
@@ -110,14 +117,19 @@ Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None
 
 
 def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-    """(place among the tasks, what was found) of each as it ends."""
+    """Measures tasks one after the other; yields (index of the task, finding)."""
     for index, task in enumerate(tasks):
         yield index, measurer.measured(task)
 
 
 class Planner:
-    """`spread` measures candidates, on more than one core where it can; results do not depend on
-    it."""
+    """Searches the best use of a site for a model, goal and workload.
+
+    Args:
+      runner: Simulates a candidate.
+      told: Receives progress.
+      spread: Measures tasks, possibly on several cores; results do not depend on it.
+    """
 
     def __init__(
         self,
@@ -133,8 +145,8 @@ class Planner:
         self._search, self._told, self._spread = search, told, spread
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
-        """Raises NothingFits, with the reason, where there is no candidate or none that attains the
-        goal at any rate."""
+        """Returns the plan. Raises NothingFits, with the reason, if no candidate fits or attains
+        the goal at any rate. Blocks for all simulations."""
         fitting, estimator = self._estimated(workload)
         cached = any(item.block_hashes for item in workload)
         if reason := never(fitting, estimator.demand, self._goal, cached):
@@ -144,7 +156,7 @@ class Planner:
         self._told.answer(first_answer([item for mode in chosen for item in mode], self._site))
         measurer = self._measurer(workload, estimator.demand)
         found = _Found(self._site, self._told)
-        # Round by round through the modes: their best are known first.
+        # Interleaves the modes, so that the best of each is known early.
         ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
         rooms = estimator.rooms
         tasks = [
@@ -166,10 +178,10 @@ class Planner:
         return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
 
     def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
-        """The exhaustive search that `plan` saves: every candidate of every mode is simulated.
+        """Simulates every candidate of every mode, the exhaustive search that `plan` avoids.
 
         Returns those that carry `TOLERANCE` more than `rate` requests a second in all, best first,
-        and how many were tried."""
+        and the number of candidates."""
         fitting, estimator = self._estimated(workload)
         tasks = [
             Task(candidate, limits, estimator.rooms[candidate.decode], rate)
@@ -185,7 +197,7 @@ class Planner:
             self._told.progress(found.text, found.count, found.count + len(tasks) - done)
 
     def _estimated(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Estimator]:
-        """The layouts in which such requests fit, and what prices candidates of them."""
+        """Returns the layouts that fit the workload, and the estimator of candidates."""
         demand, site, search = Demand.of(workload), self._site, self._search
         fitting = fitting_layouts(self._geometry, site, demand.longest_tokens, search.dtype)
         return fitting, Estimator(site, demand, self._goal, fitting, search.codec, search.fused)
@@ -193,7 +205,7 @@ class Planner:
     def _priced(
         self, fitting: list[Fitting], estimator: Estimator
     ) -> list[tuple[Candidate, Bounds]]:
-        """All candidates, best first by arithmetic."""
+        """Returns all candidates, best first by arithmetic."""
         listed = [*one_pool(fitting, self._site, self._search.modes)]
         listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
         priced: list[tuple[Candidate, Bounds]] = []
@@ -206,8 +218,8 @@ class Planner:
     def _chosen(
         self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
     ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
-        """The best by arithmetic of each mode (of chunked: of each layout its best chunk size
-        only)."""
+        """Returns the best of each mode by arithmetic, and the modes without a candidate. Of each
+        chunked layout only the best chunk size counts."""
         chosen: list[list[tuple[Candidate, Bounds]]] = []
         left_out: list[str] = []
         chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
@@ -245,8 +257,7 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Whether the goal is attained with another runner too, at the rate of the run that the
-        finding shows."""
+        """Returns whether another runner also attains the goal at the finding's rate."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -255,12 +266,12 @@ class Planner:
         return again.lasting_attainment >= self._goal.attainment
 
     def trial(self, candidate: Candidate, workload: Sequence[Arrival], rate: float) -> Trial:
-        """One rate, in requests a second, judged as `plan_trials` says."""
+        """Tries one rate, in requests a second."""
         return self._measurer(workload, Demand.of(workload)).trial(candidate, rate)
 
 
 class _Found:
-    """What was measured so far: `tried` candidates, and of them the findings."""
+    """Candidates that were tried, and their findings."""
 
     def __init__(self, site: Site, told: Told) -> None:
         self._told = told
@@ -284,8 +295,8 @@ class _Found:
         )
 
     def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
-        """What is to be measured closely, after all have been roughly: of each mode those that may
-        carry as much as its best has been seen to, the best itself among them."""
+        """Returns tasks to measure closely: in each mode the best and those that may carry as
+        much."""
         tasks: list[Task] = []
         best: dict[Mode, float] = {}
         for item in self.ranked:
@@ -300,7 +311,7 @@ class _Found:
 
     @property
     def ranked(self) -> list[Finding]:
-        """Best first; of equals, one pool, then as arithmetic ranks them."""
+        """Findings, best first; among equals one pool first, then by arithmetic."""
         return sorted(
             self._findings.values(),
             key=lambda item: (
@@ -315,8 +326,8 @@ class _Found:
 def neighbours(
     found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
 ) -> list[tuple[tuple[Candidate, Bounds], float]]:
-    """Candidates not tried yet that lie beside the best chunked one (the next chunk sizes) and the
-    best of two pools (one prefill instance more or less), with the rate that they have to beat: the
+    """Returns untried neighbours of the best chunked candidate (adjacent chunk sizes) and of the
+    best pair of pools (one prefill instance more or less), each with the rate to beat. The
     arithmetic that ranked them is coarser than the simulator."""
     chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
     for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
@@ -332,7 +343,8 @@ def neighbours(
 
 
 def beside(one: Candidate, other: Candidate) -> bool:
-    """Of the same mode and layouts, a step of the chunk sizes apart, or a prefill instance."""
+    """Returns whether two candidates have the same mode and layouts and differ by one chunk size or
+    one prefill instance."""
     if (one.mode, one.decode, one.prefill) != (other.mode, other.decode, other.prefill):
         return False
     if one.mode is Mode.CHUNKED:
@@ -342,13 +354,13 @@ def beside(one: Candidate, other: Candidate) -> bool:
     return abs(one.prefill_instances - other.prefill_instances) == 1
 
 
-# ---- goals that no load is low enough for
+# ---- goals that no load attains
 
 
 def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
-    """Why the goal is not attained by a single request on any layout, with the seconds that it
-    takes at least; empty where it may be. `cached`: prompts may be known already."""
-    wanted = goal.attainment - 1 / SAMPLE  # the sample stands for the workload no closer
+    """Returns why a single request misses the goal on every layout, with its least seconds, or ""
+    if it may attain it. `cached`: prompts may be cached, which says nothing about TTFT."""
+    wanted = goal.attainment - 1 / SAMPLE  # resolution of the sample
     prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
     reasons = []
     if not cached and (found := _missed(fitting, prompts, _first, goal.ttft_seconds, wanted)):
@@ -359,7 +371,7 @@ def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) 
         )
     decoding = prompts[steps > 0]
     part = len(decoding) / len(prompts)
-    # Those that never decode keep a limit on decoding.
+    # Requests that never decode meet a limit on decoding.
     needed = 1 - (1 - wanted) / part if part else 0.0
     if part and (found := _missed(fitting, decoding, _step, goal.tpot_seconds, needed)):
         seconds, layout, tokens = found
@@ -383,11 +395,11 @@ def _missed(
     limit: float,
     wanted: float,
 ) -> tuple[float, str, int] | None:
-    """(seconds, layout, tokens) of the prompt that should keep the limit and does not on the
-    fastest layout; None where enough of them keep it on some layout."""
+    """Returns (seconds, layout, tokens) of the prompt that must meet the limit and misses it on the
+    fastest layout, or None if enough prompts meet it."""
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])
-    # Seconds grow with the length: enough prompts keep the limit if this one does.
+    # Seconds grow with the length: enough prompts meet the limit if this one does.
     best = min(fitting, key=lambda item: seconds_of(item.model, tokens))
     seconds = seconds_of(best.model, tokens)
     return (seconds, short(best.layout), tokens) if seconds > limit else None

@@ -1,28 +1,24 @@
-"""One rate tried: how many requests are sent, which of them count, and whether the cluster carried
-them or only began to drown.
+"""One rate tried: how many requests are sent, which of them count, and whether the cluster carries
+the rate or a queue only begins to grow.
 
-The workload's requests in their order, Poisson arrivals (the same random numbers at every rate, so
-that curves do not jump) or the trace's own, stretched; requests that arrive while the empty cluster
-fills, at most a third, are served but not judged.
+Requests come in the workload's order, as a Poisson process (the same random numbers at every rate,
+so that curves do not jump) or with the trace's own times, scaled. Requests that arrive while the
+empty cluster fills, at most a third, are served but not judged.
 
-Attainment alone calls an overload carried where a run ends before its queue has grown to the TTFT
-limit. So a rate is carried only where
+Attainment alone would accept an overload if a run ends before its queue has grown to the TTFT
+limit. A rate therefore counts as carried only if
 
-- arrivals go on for `STAYS` times as long as a request stays, so that decode batches have filled
-  within that third, and
-- they go on for `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the
-  arrivals passes the limit, or the wait for the first token does not grow: by `GROWTH` seconds a
-  second, which is the part of the arrivals that stays behind.
+- arrivals last `STAYS` times as long as a request stays, so that decode batches have filled within
+  that third, and
+- they last `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the arrivals
+  passes the limit, or the wait for the first token grows by less than `GROWTH` seconds a second,
+  which is the fraction of the arrivals that stays behind.
 
-A run whose goal is lost is not run to its end: when more of the judged requests have missed it than
-may, the rest cannot mend that.
+A run ends early when more of the judged requests have missed the goal than may. An inconclusive run
+is repeated with more requests, up to `EXTENDS` times `most_requests`. If that is still too few, or
+the workload has no more, the trial is `short`, and its rate does not count as carried.
 
-A run that can tell neither is made again with more requests, up to `EXTENDS` times `most_requests`.
-Where the workload has no more of them, or that is too few still, the trial is `short`, and its rate
-is not taken as carried.
-
-Knows the simulator only as a `Runner`; decides nothing about which rates to try. Deterministic by
-seed."""
+Knows the simulator only as a `Runner`; does not choose rates. Deterministic by seed."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,18 +33,18 @@ from jdisagg.simulator.planning.verdict import Trial
 from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment, summarise
 from jdisagg.simulator.workloads import Arrival, at_rate
 
-TOLERANCE = 0.04  # of a rate, where bisection ends
+TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
 GROWTH = TOLERANCE / 2
 STAYS = 3  # `settled` leaves out a third
 EXTENDS = 8
 LEAST_REQUESTS = 400
-LONGEST_SECONDS = 3600  # of virtual time
+LONGEST_SECONDS = 3600  # virtual
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """What the simulator gives back of one run. `stopped`: it was ended when its goal was lost; the
-    outcomes are of the requests that had ended, and their ids are places among the arrivals."""
+    """The simulator's result of one run. `stopped`: it ended early because its goal was lost; the
+    outcomes are of the requests that had ended, and their ids are indices of the arrivals."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()
@@ -56,14 +52,14 @@ class TrialRun:
 
 
 Lost = Callable[[RequestOutcome], bool]
-# of a candidate, its arrivals, and what says after each outcome whether the goal is lost
+# Runs a candidate on arrivals; `Lost` returns after each outcome whether the goal is lost.
 Runner = Callable[[Candidate, Sequence[Arrival], Lost], TrialRun]
 Process = Literal["poisson", "trace"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trier:
-    """Tries rates of one workload against one goal. `most_requests`: of a run that can tell."""
+    """Tries rates of one workload against one goal. `most_requests`: cap for a conclusive run."""
 
     goal: Goal
     workload: Sequence[Arrival]
@@ -73,10 +69,10 @@ class Trier:
     seed: int = 0
 
     def trial(self, runner: Runner, candidate: Candidate, rate: float) -> Trial:
-        """At `rate` requests a second, in one run or, where that cannot tell, in longer ones."""
+        """Tries `rate` requests a second, with longer runs if the first is inconclusive."""
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
-        # Long enough to settle, and no days of idling at a low rate.
+        # Long enough to settle, but bounded in time at low rates.
         count = int(
             min(
                 np.clip(4 * rate * filling, LEAST_REQUESTS, self.most_requests),
@@ -96,7 +92,7 @@ class Trier:
                 return trial
             last = len(arrivals) < count or count >= most
             seconds = arrivals[-1].at_seconds - arrivals[0].at_seconds
-            stay = min(filling, _mean_stay(judged))  # a goal that is attained bounds it
+            stay = min(filling, _mean_stay(judged))  # bounded by an attained goal
             growth, doubt = (
                 wait_growth(judged) if seconds < goal.ttft_seconds / TOLERANCE else (0.0, 0.0)
             )
@@ -106,13 +102,13 @@ class Trier:
             if filled and growth <= GROWTH:
                 return trial
             if last:
-                told = filled and doubt <= TOLERANCE
-                return replace(trial, overload=told, short=not told)
+                conclusive = filled and doubt <= TOLERANCE
+                return replace(trial, overload=conclusive, short=not conclusive)
             count = min(most, max(2 * count, 0 if filled else int(1.1 * STAYS * stay * rate)))
 
 
 class Loss:
-    """Whether a run's goal is lost for certain: more of its `judged` missed it than may."""
+    """Returns True once more of a run's judged requests have missed the goal than may."""
 
     def __init__(self, goal: Goal, arrivals: Sequence[Arrival], filling_seconds: float) -> None:
         first, last = arrivals[0].at_seconds, arrivals[-1].at_seconds
@@ -120,7 +116,7 @@ class Loss:
         counted = [index for index, item in enumerate(arrivals) if item.at_seconds >= begin]
         self.judged: list[RequestOutcome] = []
         self._slo, self._from = goal.slo, counted[0]
-        # One more than may miss: the first of those that count may be rounded to either side.
+        # One more than may miss: the first judged request may be rounded to either side.
         self._may_miss = (1 - goal.attainment) * len(counted) + 1
         self._missed = 0
 
@@ -153,16 +149,15 @@ def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: 
 def requests_at(
     workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
 ) -> list[Arrival]:
-    """`count` requests of the workload from its beginning, over again where it is shorter and names
-    no blocks (a repeated block would be a hit that the workload does not have); at `rate` a second.
-    """
+    """Returns the first `count` requests of the workload at `rate` a second. A shorter workload is
+    repeated unless it names blocks, whose repetition would add cache hits."""
     if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
         return at_rate(workload[:count], rate)
     gaps = np.random.default_rng(seed).exponential(1.0, count)
     gaps[0] = 0.0
-    # Their mean is what was asked, exactly: a few hundred draws may be off by a tenth.
+    # Scaled to the exact mean: a few hundred draws may be off by a tenth.
     times = np.cumsum(gaps) * (count - 1) / max(gaps.sum(), 1e-9) / rate
     return [
         replace(workload[index % len(workload)], at_seconds=float(at))
@@ -171,8 +166,8 @@ def requests_at(
 
 
 def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[RequestOutcome]:
-    """Those that arrived when the cluster had filled: after `filling_seconds`, or a third of the
-    time of arrivals where that is less."""
+    """Returns the outcomes of requests that arrived after the cluster had filled: after
+    `filling_seconds`, or a third of the time of arrivals if that is less."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, (last - first) / 3)
@@ -180,10 +175,11 @@ def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[
 
 
 def wait_growth(outcomes: Sequence[RequestOutcome]) -> tuple[float, float]:
-    """(by how many seconds the wait for a first token grows in a second of arrivals, how far off
-    chance may put that), by the mean waits of the earlier and the later half. Of a queue that never
-    empties the waits are a random walk: its slope over n requests has a standard error of about
-    sqrt(2 / n) where lengths vary little; twice that is doubt."""
+    """Returns (growth of the wait for a first token in seconds a second of arrivals, its
+    uncertainty), from the mean waits of the earlier and the later half.
+
+    The waits of a queue that never empties are a random walk. Its slope over n requests has a
+    standard error of about sqrt(2 / n) for similar lengths; the uncertainty is twice that."""
     waits = sorted((item.arrival, item.ttft) for item in outcomes if item.ttft is not None)
     half = len(waits) // 2
     if not half:

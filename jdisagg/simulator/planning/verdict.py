@@ -1,8 +1,6 @@
-"""What a planner's findings say in words: what binds a candidate, which mode wins and by how much,
-and what speaks for it.
+"""A planner's findings as text: what binds a candidate, which mode wins, by how much, and why.
 
-Knows figures that were found (`Finding`), runs nothing. A reason is named only where a figure shows
-it."""
+Reads figures (`Finding`) and runs nothing. A reason is named only if a figure shows it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from jdisagg.simulator.planning.bounds import Bounds, Estimator, Goal
 from jdisagg.simulator.planning.candidates import Candidate, Site
 from jdisagg.simulator.report import Report
 
-CLOSE = 0.05  # two modes within this are as good as each other
+CLOSE = 0.05  # relative difference within which two modes count as equal
 FUSED = (
     "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program;"
     " this engine takes turns and carries less."
@@ -29,10 +27,15 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rate tried: parts of the judged requests that attained the goal, and that missed by each
-    limit. `overload`: they attained it only because arrivals ended before the queue that grew was
-    long enough; `short`: they ended too soon to tell. `reason`: why requests did not finish, that
-    of most of them."""
+    """One rate tried.
+
+    Attributes:
+      attainment: Fraction of the judged requests that attained the goal.
+      late_first, late_tokens: Fractions that missed TTFT and TPOT.
+      unfinished: Fraction that did not finish; `reason` is the most frequent reason.
+      overload: Attained only because arrivals ended before the growing queue was long enough.
+      short: Arrivals ended too soon for a conclusion.
+    """
 
     rate: float
     attainment: float
@@ -46,17 +49,21 @@ class Trial:
 
     @property
     def lasting_attainment(self) -> float:
-        """What is known to be attained for as long as requests come: nothing, where more come than
-        are served."""
+        """Attainment that lasts as long as requests arrive; 0 in an overload."""
         return 0.0 if self.overload or self.short else self.attainment
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A candidate after simulation. `rate`: requests a second of all of it at the wanted
-    attainment; `report` of the highest rate tried that attains it (of the lowest rate tried where
-    none does). `kv_share`: of the decode side's room that requests held on average. `short`: beyond
-    the rate arrivals ended too soon to tell whether more is carried."""
+    """A simulated candidate.
+
+    Attributes:
+      rate: Requests a second of the whole candidate at the wanted attainment.
+      report: Report at the highest tried rate that attains it, or at the lowest tried rate.
+      link_share: Fraction of the link in use at that rate.
+      kv_share: Fraction of the decode side's KV room that requests held on average.
+      short: Arrivals ended too soon to tell whether a higher rate is carried.
+    """
 
     candidate: Candidate
     bounds: Bounds
@@ -72,8 +79,8 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """What fails first just beyond the rate: the limit missed most often in the simulator, and the
-    arithmetic's word for it."""
+    """Returns what fails first just beyond the rate: the limit that the simulator missed most, with
+    its cause by arithmetic."""
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -89,7 +96,7 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
         return "too few requests to tell"
     if trial.unfinished > max(trial.late_first, trial.late_tokens):
         return "requests refused or unfinished"
-    # What grows in an overload is the wait for the first token, however few have missed it yet.
+    # In an overload the wait for the first token grows, even if few requests have missed it yet.
     side, kind = (
         (tokens, "TPOT")
         if trial.late_tokens >= trial.late_first and not trial.overload
@@ -100,19 +107,18 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 
 
 def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """What arithmetic says of the best of each mode, before anything is simulated; `chosen` mode by
-    mode, best first."""
+    """Returns the best of each mode by arithmetic as text. `chosen`: mode by mode, best first."""
     best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
     lines = [
         f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
         f" an accelerator, bound by {bounds.binding[0]}"
         for item, bounds in sorted(best.values(), key=lambda pair: -pair[1].rate)
     ]
-    return "\n".join(["By arithmetic, now to be simulated:", *lines])
+    return "\n".join(["By arithmetic, before simulation:", *lines])
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    """Which mode wins, by how much, and what speaks for it; `findings` ranked."""
+    """Returns which mode wins, by how much and why; `findings` are ranked."""
     said = _compared(findings, estimator, left_out)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
         said += f" {FUSED if estimator.fused else TURNS}"
@@ -122,8 +128,8 @@ def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequenc
         if item.short and item.rate
     ]:
         said += (
-            f" At least that: of more, the requests end too soon to tell ({'; '.join(short)});"
-            f" {MORE}."
+            f" These rates are lower bounds, because the requests end too soon at higher ones"
+            f" ({'; '.join(short)}); {MORE}."
         )
     return said
 
@@ -137,7 +143,7 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
         return (
             f"{only} Nothing to compare with ({'; '.join(left_out)})."
             if left_out
-            else f"{only} Nothing else was looked at."
+            else f"{only} No other mode was compared."
         )
     if not two.rate:
         never = f"Two pools do not attain the goal at any rate (first to bind: {two.binding})."
@@ -165,7 +171,7 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
-    """Why no candidate attains the goal, in words."""
+    """Returns why no candidate attains the goal."""
     best = max(findings, key=lambda item: max(trial.attainment for trial in item.trials))
     trial = max(best.trials, key=lambda item: item.attainment)
     name = f"{best.candidate.mode.value} {best.candidate.name}"
@@ -199,10 +205,10 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """What the figures say of the reasons; empty where none stands out."""
+    """Returns the reasons that the figures show, or ""."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
-        reasons.append("the link is slow for what is handed off")
+        reasons.append("the link is slow for the KV that is transferred")
     each = float(estimator.prefill_seconds(one.candidate.decode, one.candidate.chunk_tokens).mean())
     share = one.rate * each / (one.candidate.decode_instances * one.candidate.decode.dp)
     if share < 0.3:
