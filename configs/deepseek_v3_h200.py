@@ -5,12 +5,12 @@ decode DP=16 + EP=16 on two.
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py adds them up), not from a run. The worker of two hosts is started
-on each, with --num_processes, --process_id and --coordinator (docs/operations.md); the prefill
-worker likewise with --role=prefill. 671 GB of matrices are 85 GB a device of prefill; of decode
-each holds a sixteenth of the experts and all of the attention, 61 GB. A token is a latent of 512
-and 64 values a layer, 70,272 bytes, which no tp cuts: data parallelism is what spreads it. Blocks
-of 128 x 128 of the checkpoint are restored and cut anew to e4m3 with one scale an output."""
+(tests/engine/test_memory_plan.py checks it), not from a run. The worker of two hosts is started on
+each, with --num_processes, --process_id and --coordinator (docs/operations.md); the prefill worker
+likewise with --role=prefill. 671 GB of matrices are 85 GB a prefill device. A decode device holds a
+sixteenth of the experts and all of the attention, 61 GB. A token is a latent of 512 and 64 values a
+layer, 70,272 bytes, which tp does not shard, so that data parallelism spreads it. The checkpoint's
+blocks of 128 x 128 are dequantized and requantized to e4m3, one scale an output."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -5,10 +5,10 @@ eight.
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py adds them up), not from a run. Prefill takes half a host
+(tests/engine/test_memory_plan.py checks it), not from a run. Prefill takes half a host
 (--role=prefill --gpus=0-3), decode a whole one. 353 GB of matrices are 89 GB a device on
 four and 51 on eight, with each rank's attention beside its experts. KV takes 376,832 bytes a token
-(2 x 92 layers x 8 kv heads x 128 x 2), so tp = 2 halves what a rank's device holds of it."""
+(2 x 92 layers x 8 kv heads x 128 x 2), so tp = 2 halves it on each device of a rank."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -4,10 +4,10 @@ EP=2.
     jdisagg serve --config=configs/gpt_oss_120b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py adds them up), not from a run. 117 GB of matrices, restored from
+(tests/engine/test_memory_plan.py checks it), not from a run. 117 GB of matrices, dequantized from
 mxfp4, are half as much a device. KV takes 73,728 bytes a token (2 x 36 layers x 8 kv heads x 64 x
-2), of which decode workers keep half, that of the layers that see all: those with a window of 128
-hold three pages a sequence."""
+2), of which decode workers hold half, that of the full-attention layers. Layers with a window of
+128 hold three pages a sequence."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -5,11 +5,11 @@ H200, decode DP=16 + EP=16 on two more.
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py adds them up), not from a run. Workers of two hosts are started on
+(tests/engine/test_memory_plan.py checks it), not from a run. Workers of two hosts are started on
 each, with --num_processes, --process_id and --coordinator (docs/operations.md). 1,026 GB of
-matrices: experts over sixteen devices are 62 GB each on either side, attention is cut by tp in
-prefill and whole in decode. The checkpoint's int4 in groups of 32 is restored and cut to e4m3 with
-one scale an output; --weights=int4 would halve that, and be far coarser than the checkpoint."""
+matrices: experts over sixteen devices are 62 GB each on either side, attention is sharded by
+tp in prefill and whole in decode. The checkpoint's int4 in groups of 32 is requantized to e4m3 with
+one scale an output. --weights=int4 would halve that, but far more coarsely than the checkpoint."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

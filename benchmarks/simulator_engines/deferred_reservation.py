@@ -1,14 +1,13 @@
-"""Pages asked for after the prefill: how servers hand over that prefill first and look for room on
-the decode side then (DistServe).
+"""Decode pages reserved after the prefill, as in servers that prefill first and then look for room
+on the decode side (DistServe).
 
-Middleware of the ports of any workers, to compare the live order with. Here a reservation is a
-promise; when the prompt has been computed, and its KV lies with the prefill worker, pages are
-reserved and the pull begins. Who waits for pages sends the heartbeats of a receiver meanwhile: its
-KV waits as long as it must. A full decode side then shows as a longer gap after the first token,
-not as a later first token; the prefill side holds back when too much of its KV waits
-(worker/prefill_worker.py).
+It is middleware of worker ports, to compare with the live order. A reservation is a promise. When
+the prompt has been computed and its KV is on the prefill worker, pages are reserved and the pull
+begins. While it waits for pages, it sends a receiver's heartbeats, so that the KV stays. A full
+decode side then lengthens the gap after the first token, not the first token's delay. The prefill
+worker stops admitting when too much of its KV waits (worker/prefill_worker.py).
 
-Knows calls, not pages. Invariant: of what a promise became, a cancel finds all."""
+Knows calls, not pages. Invariant: a cancel finds everything that a promise became."""
 
 import asyncio
 import contextlib
@@ -32,14 +31,14 @@ from jdisagg.messages.ports import (
 
 
 class ComputedPrompts:
-    """Which hand-offs' prompts have been computed. Middleware of prefill ports: of a prompt that
-    never will be the router learns, and names another source or gives up.
+    """Tracks which hand-offs' prompts have been computed, as middleware of prefill ports. If a
+    prompt fails, the router names another source or gives up.
 
     Args:
-      computes: Whether a worker computes prompts; the KV of one that hands a running sequence on
-        is there already.
-      peer: The port of a source.
-      heartbeat_seconds: Between heartbeats to a source whose KV waits.
+      computes: Returns whether a worker prefills. A worker that migrates a sequence already has its
+        KV.
+      peer: Returns the port of a source.
+      heartbeat_seconds: Interval of heartbeats to a source whose KV waits.
     """
 
     def __init__(
@@ -67,7 +66,8 @@ class ComputedPrompts:
         return reply
 
     async def keep(self, source_now: Callable[[], HandoffSource | None]) -> None:
-        """Until cancelled: the source's KV stays. One that is gone is noticed when it is pulled."""
+        """Sends heartbeats to the source until cancelled. The pull detects a source that is
+        gone."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
             source = source_now()
@@ -77,11 +77,11 @@ class ComputedPrompts:
 
 
 class DeferredReservation:
-    """Middleware of one decode port: promises at once, reserves when the prompt has been computed.
+    """Middleware of one decode port that promises at once and reserves after the prefill.
 
     Args:
-      computed: The prompts of the whole cluster.
-      worker: The decode worker's name.
+      computed: Prompts of the whole cluster.
+      worker: Name of the decode worker.
       new_id: Draws ids of promises.
     """
 
@@ -90,7 +90,7 @@ class DeferredReservation:
         self._worker = worker
         self._new_id = new_id
         self._promised: dict[int, Callable[[], Awaitable[Reservation]]] = {}
-        # of those that generate and have no pages yet
+        # Sources of requests that wait for pages.
         self._sources: dict[int, HandoffSource | None] = {}
         self._reserved: dict[int, int] = {}
 
@@ -129,7 +129,7 @@ class DeferredReservation:
             await close_stream(spans)
 
     async def _prompt_computed(self, key: int) -> None:
-        """By the source of the moment: another may take over meanwhile."""
+        """Waits for the current source, which may be replaced in the meantime."""
         while (source := self._sources[key]) is not None and self._computed.computes(source.worker):
             await self._computed.event(source.handoff_id).wait()
             self._computed.forget(source.handoff_id)
@@ -146,7 +146,7 @@ class DeferredReservation:
         if old is None:
             raise self._not_held(key)
         self._sources[key] = call.source
-        self._computed.event(old.handoff_id).set()  # who waits for it looks again
+        self._computed.event(old.handoff_id).set()  # wakes the waiter, which reads the new source
         return 0  # nothing has been pulled yet
 
     async def cancel(

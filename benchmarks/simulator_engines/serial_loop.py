@@ -1,46 +1,46 @@
-"""An engine whose one loop does everything in turn, for several pipeline stages: DistServe's, moved
+"""DistServe's engine with pipeline stages, whose single loop does everything in turn, simulated
 turn by turn.
 
-Batches have fixed turns. In its turn a batch's tokens are read, then those who came meanwhile are
-let in, then it is issued; then the loop waits for the next batch in turn. Who is let in has KV to
-be fetched, and the workers do that behind the steps that they already have: the loop waits until
-all batches under way are through, and nothing is issued meanwhile. So newcomers cost a pipeline
-more than their bytes, and which batch they join depends on where the loop stood when they came.
+Batches have fixed turns. In its turn a batch's tokens are read, newcomers are admitted, and the
+batch is issued; then the loop waits for the next batch. The KV of newcomers is fetched behind the
+steps that are already issued: the loop waits for all running batches, and issues nothing meanwhile.
+Newcomers therefore cost a pipeline more than their bytes, and the batch that they join depends on
+the position of the loop at their arrival.
 
-A cycle is one turn of every batch; it begins when batch 0 has been read. Who came in the midst of a
-cycle, but before another batch was looked after, joins that batch in its next turn: a cycle later
-than the real loop, which is once in a request's life. A batch of nobody takes the next newcomer.
+A cycle is one turn of every batch and begins when batch 0 has been read. A sequence that arrives
+within a cycle, before another batch was handled, joins that batch in its next turn. That is one
+cycle later than in the real loop, once in a request's life. An empty batch takes the next newcomer.
 Knows slots and seconds, no requests. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from jdisagg.simulator.turns import Parts, load_of
 
-EMPTY_TURN_SECONDS = 0.003  # that the loop sleeps in the turn of a batch of nobody
+EMPTY_TURN_SECONDS = 0.003  # sleep of the loop in the turn of an empty batch
 
 
 class SerialLoop:
-    """The batches of one dp rank. `step_parts(*load)`: what a step of a batch takes; half of the
-    host's part is before it is issued."""
+    """The batches of one dp rank. `step_parts(*load)` returns the seconds of a batch's step; half
+    of the host's part precedes its issue."""
 
     def __init__(self, stages: int, step_parts: Callable[[int, int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
         self._step_parts = step_parts
         self._came: list[tuple[int, float, float]] = []
-        self._looked = [0.0] * stages  # when each batch was last looked after
-        self._free = [0.0] * stages  # from when on each stage is
-        self._back = [0.0] * stages  # when each batch is through all of them
+        self._looked = [0.0] * stages  # when each batch was last handled
+        self._free = [0.0] * stages  # when each stage becomes free
+        self._back = [0.0] * stages  # when each batch has passed all stages
         self._now = 0.0
 
     def came(self, at: float, tokens: int, fetch_seconds: float) -> None:
-        """Somebody who holds so many tokens waits from `at` on to be let in."""
+        """Records a sequence of `tokens` tokens that waits for admission from `at` on."""
         self._came.append((tokens, at, fetch_seconds))
 
     def cycle(
         self, at: float, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
     ) -> float:
-        """Seconds of a cycle from `at` on, in which these slots step. The `admitted` among them are
-        new there, and are let in."""
+        """Returns the seconds of a cycle from `at` on in which these slots step. `admitted`: the
+        new ones among them."""
         new, stages = set(admitted), len(self._batches)
         stay = set(slots) - new
         for batch in self._batches:
@@ -70,8 +70,8 @@ class SerialLoop:
         return now - begun
 
     def _let_in(self, tokens: int, at: float) -> tuple[float, float]:
-        """(since when, seconds to fetch) of the first who came with so many tokens; who came before
-        and was not let in never will be."""
+        """Returns (arrival, seconds to fetch) of the first recorded sequence with `tokens` tokens,
+        and drops those before it, which were never admitted."""
         for index, (held, since, seconds) in enumerate(self._came):
             if held == tokens:
                 del self._came[: index + 1]
@@ -86,8 +86,8 @@ class SerialLoop:
         return now
 
     def _turn_of(self, since: float) -> int:
-        """The batch that is looked after first when somebody has come: one of nobody, or the first
-        that was not looked after since then."""
+        """Returns the batch that admits a sequence: an empty one, or the first that was not handled
+        since its arrival."""
         for index, batch in enumerate(self._batches):
             if not batch:
                 return index
