@@ -90,13 +90,16 @@ def simulate(
     """Runs until every request has ended. Blocks.
 
     Args:
-      fleet: The fleet to simulate. arrivals: The workload. seed: Seed of ids; workloads have their
-      own. hooks: Coroutines that run beside the clients. mortal: Whether hooks may kill workers.
-      events: Receives every decision of the router, as `observe/decision_log.py` does. progress:
-      Called with (ended, all) after each request. settle_seconds: Virtual seconds to run on after
-      the last request. enough: Called with each outcome, whose id is its index among the arrivals;
-      True ends the run. concurrency: Users of a closed loop. Each sends the next arrival, in order,
-      as soon as its last
+      fleet: The fleet to simulate.
+      arrivals: The workload.
+      seed: Seed of ids; workloads have their own.
+      hooks: Coroutines that run beside the clients.
+      mortal: Whether hooks may kill workers.
+      events: Receives every decision of the router, as `observe/decision_log.py` does.
+      progress: Called with (ended, all) after each request.
+      settle_seconds: Virtual seconds to run on after the last request.
+      enough: Called with each outcome, whose id is its index among the arrivals; True ends the run.
+      concurrency: Users of a closed loop. Each sends the next arrival, in order, when its previous
         request has ended; arrival times are ignored.
       cluster: The cluster class; studies pass a subclass.
 

@@ -201,7 +201,7 @@ console.run(simulate.main, simulate.flags)
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("", "no pictures"),
+        ("", "no plots"),
         ("--plots", "error: --plots needs matplotlib"),
         ("--format=parquet", "parquet needs pyarrow"),
     ],

@@ -206,7 +206,7 @@ def test_parquet_holds_the_same_or_names_what_to_install(tmp_path: Path) -> None
 
 
 def test_a_table_of_another_kind_or_without_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="folder does not exist"):
         write_outcomes([outcome(0)], tmp_path / "no" / "out.csv")
     with pytest.raises(ConfigError, match=".csv or .parquet"):
         write_outcomes([outcome(0)], tmp_path / "out.xlsx")

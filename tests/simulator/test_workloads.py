@@ -174,11 +174,11 @@ NO_TIME = '"prompt_tokens": 1, "output_tokens": 1}'
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("{", "no JSON"),
+        ("{", "invalid JSON"),
         ("[1]", "must be an object"),
         ('{"timestamp": true}', "no column"),
-        ("[" * 200_000, "row 1: no JSON"),
-        (f'{{"at_seconds": {"9" * 5000}, {NO_TIME}', "row 1: no JSON"),
+        ("[" * 200_000, "row 1: invalid JSON"),
+        (f'{{"at_seconds": {"9" * 5000}, {NO_TIME}', "row 1: invalid JSON"),
         (f'{{"at_seconds": {"9" * 400}, {NO_TIME}', "row 1, at_seconds: must be a number"),
         (
             f'{{"at_seconds": 0, "deadline": {"9" * 400}, {NO_TIME}',

@@ -459,7 +459,7 @@ def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_lea
     ("bad", "said"),
     [
         ({"finalists": 0}, "finalists=0"),
-        ({"modes": ()}, "no mode"),
+        ({"modes": ()}, "modes must not be empty"),
         ({"most_requests": 1}, "most_requests"),
     ],
 )
