@@ -17,7 +17,7 @@ from jdisagg.config import EngineConfig
 from jdisagg.layout.axes import Layout
 from jdisagg.node.commands.replay import replay
 from jdisagg.node.deployment import prepare_runtime
-from jdisagg.service.recording import read_recording
+from jdisagg.node.recording import read_recording
 from launch.console import run
 from launch.flags import define
 from launch.grammars import grammar_compiler

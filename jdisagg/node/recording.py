@@ -1,23 +1,187 @@
-"""Between a mesh's executor and the header of its recording: `record` writes one beside a running
-mesh, `rebuild` makes the mesh again."""
+"""Recordings of a mesh's commands and results, in order, that `jdisagg replay` runs again: the file
+format, and the way from a running mesh to a file and back.
 
+A file is a magic word followed by records. A record is a byte for its kind, two little-endian
+numbers (the command's number and the length) and that many bytes. Kinds are the header (JSON with
+what is needed to rebuild the mesh), commands and results (bytes of `packed`), and errors (text).
+Each record is flushed at once, so that the recording of a process that died ends with its last
+command. A truncated last record is ignored. Recordings contain prompts and are private."""
+
+import asyncio
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 
 from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import Record
 from jdisagg.engine.replica import LoadModel, Replica
+from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.packed import Unpacker, pack
+from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.model_api import Device
 from jdisagg.scheduler.executor import Executor, MeshLimits
-from jdisagg.service.recording import RecordingExecutor, RecordingHeader
 from jdisagg.transfer.channel import Channel
+
+unpack_command = Unpacker[StepCommand](StepCommand)
+unpack_result = Unpacker[StepResult](StepResult)
+
+MAGIC = b"jdisagg commands 3\n"
+_RECORD = struct.Struct("<cQQ")
+_HEADER, _COMMAND, _RESULT, _ERROR = b"H", b"C", b"R", b"E"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordingHeader:
+    """Describes the mesh. `limits` has the fields of `MeshLimits` except the KV spec, which follows
+    from the model."""
+
+    name: str
+    model: str
+    dtype: str
+    layout: str
+    prefill: bool
+    decode: bool
+    emit: bool
+    extracts: bool
+    codec: str
+    processes: int
+    limits: dict[str, int | list[int] | None]
+    versions: str = ""
+    weights: str = ""
+    kv_dtype: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class RecordedCommand:
+    """One command and its result or error. Both are unset if the recording ends before the command
+    did."""
+
+    number: int
+    command: StepCommand
+    result: StepResult | None = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    path: Path
+    header: RecordingHeader
+    entries: list[RecordedCommand]
+
+
+class RecordingExecutor:
+    """Wraps an `Executor` and records all commands and results, as long as the file can be
+    written."""
+
+    def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
+        self.limits, self.card = inner.limits, inner.card
+        self._inner = inner
+        self._number = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = os.fdopen(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"recording: cannot write {path}: {error.strerror}; choose another place"
+            ) from error
+        self._file.write(MAGIC)
+        self._write(_HEADER, 0, json.dumps(dataclasses.asdict(header)).encode())
+        if self._file.closed:
+            raise ConfigError(
+                f"recording: cannot write {path}: its header does not fit; choose another place"
+            )
+
+    def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
+        self._number += 1
+        number = self._number
+        self._write(_COMMAND, number, pack(command))
+        future = asyncio.ensure_future(self._inner.run(command))
+        future.add_done_callback(lambda done: self._ended(number, done))
+        return future
+
+    def close(self) -> None:
+        self._inner.close()
+        self._file.close()
+
+    def _ended(self, number: int, done: "asyncio.Future[StepResult]") -> None:
+        if done.cancelled():
+            return
+        if error := done.exception():
+            self._write(_ERROR, number, str(error).encode())
+        else:
+            self._write(_RESULT, number, pack(done.result()))
+
+    def _write(self, kind: bytes, number: int, data: bytes) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(_RECORD.pack(kind, number, len(data)) + data)
+            self._file.flush()
+        except OSError as error:
+            _log.error("recording %s stopped: %s; the mesh continues", self._file.name, error)
+            with contextlib.suppress(OSError):  # close() tries to write the rest once more
+                self._file.close()
+
+
+def read_recording(path: Path) -> Recording:
+    """Reads a recording. Raises ConfigError if the file is not a recording of this version."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"recording: cannot read {path}: {error.strerror}; give a file that --record wrote"
+        ) from error
+    if not data.startswith(MAGIC):
+        raise ConfigError(
+            f"recording: {path} does not begin with {MAGIC!r}; give a file that this version's"
+            " --record wrote"
+        )
+    header: RecordingHeader | None = None
+    entries: dict[int, RecordedCommand] = {}
+    try:
+        for kind, number, body in _records(data[len(MAGIC) :]):
+            if kind == _HEADER:
+                header = RecordingHeader(**json.loads(body))
+            elif kind == _COMMAND:
+                entries[number] = RecordedCommand(number, unpack_command(body))
+            elif kind == _RESULT:
+                entries[number].result = unpack_result(body)
+            else:
+                entries[number].error = body.decode("utf-8", "replace")
+    except (JdisaggError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"recording: {path} is damaged, or of another version: {error}; record again"
+        ) from error
+    if header is None:
+        raise ConfigError(f"recording: {path} has no header; record again")
+    return Recording(path, header, list(entries.values()))
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+    at = 0
+    while at + _RECORD.size <= len(data):
+        kind, number, length = _RECORD.unpack_from(data, at)
+        at += _RECORD.size
+        if at + length > len(data):
+            return
+        yield kind, number, data[at : at + length]
+        at += length
 
 
 def record(
@@ -28,9 +192,13 @@ def record(
     layout: Layout,
     model: ModelConfig,
 ) -> RecordingExecutor:
-    """`executor` (the mesh itself, or the leader's broadcast over it), recorded to
-    `folder`/`name`.commands; a file of that name is kept, and this one numbered, since what a
-    restarted worker did before is what one wants to see."""
+    """Records an executor to `folder`/`name`.commands. An existing file is kept and the new one is
+    numbered, because the run before a restart is often the interesting one.
+
+    Args:
+        executor: The mesh itself, or the leader's broadcast over it.
+        mesh: This process's mesh, which the header describes.
+    """
     limits = {
         key: value for key, value in dataclasses.asdict(mesh.limits).items() if key != "kv_spec"
     }
@@ -62,8 +230,7 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
-    """What an embedded cluster is given to record its meshes to `folder`; None where `folder` is
-    empty."""
+    """A wrapper that records an embedded cluster's meshes, or None for an empty folder."""
 
     def between(name: str, instance: Replica) -> Executor:
         return record(
@@ -76,7 +243,7 @@ def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
 def rebuild(
     header: RecordingHeader, devices: Sequence[Device], channel: Channel, load: LoadModel
 ) -> MeshExecutor:
-    """The mesh that was recorded, fresh, on `devices` of this process."""
+    """Builds the recorded mesh anew on devices of this process."""
     layout = Layout.parse(header.layout)
     loaded = load(layout, devices)
     fields = {

@@ -7,7 +7,7 @@ import pytest
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError
 from jdisagg.messages.packed import pack
-from jdisagg.service.recording import unpack_command, unpack_result
+from jdisagg.node.recording import unpack_command, unpack_result
 from tests.dispatch.test_request_path_storms import mixed_requests, stream_all
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, Faults, toy_limits

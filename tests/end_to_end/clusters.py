@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: embedded clusters over a real model, runs of requests, and an
+"""Helpers of the end-to-end tests: embedded clusters over a real model, runs of requests, and an
 independent oracle.
 
 The oracle is a dense forward pass over the whole sequence for each token: no pages, no chunks, no
@@ -17,15 +17,17 @@ import numpy as np
 
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.limits import GRANULE_TOKENS
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
-from jdisagg.ops.quantized_weights import checked_weights
-from jdisagg.request import FinishReason, Request, SamplingParams, StreamEvent
+from jdisagg.request import Request, SamplingParams, StreamEvent
 from launch.grammars import grammar_compiler
+from launch.model import loader
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
+from tests.fakes.cluster import Collected
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -33,7 +35,7 @@ LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
 
 
 def golden_copy(name: str, folder: Path) -> Path:
-    """A family's tiny checkpoint, with a tokenizer: any, for ids go in and come out."""
+    """A family's tiny checkpoint with some tokenizer; tests send and receive ids."""
     directory = Path(shutil.copytree(GOLDEN / name, folder / name))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(LLAMA / file, directory / file)
@@ -41,13 +43,13 @@ def golden_copy(name: str, folder: Path) -> Path:
 
 
 def golden_greedy(directory: Path) -> tuple[list[int], list[int]]:
-    """A prompt, and what transformers says next."""
+    """A prompt and the greedy tokens that transformers gives next."""
     found = np.load(directory / "expected.npz")
     return found["prompt"].tolist(), found["greedy"].tolist()
 
 
-# Where nothing is warmed up the first use of a program compiles it, on a busy machine for longer
-# than a transfer may take by default.
+# Without warm-up the first use of a program compiles it, which on a busy machine takes longer than
+# the default limit of a transfer.
 PATIENT = LimitsConfig(
     pull_seconds=60.0, handoff_lease_seconds=60.0, reservation_lease_seconds=60.0
 )
@@ -95,7 +97,7 @@ def config(
 
 @dataclass
 class Recording:
-    """The commands each mesh was given, in order."""
+    """The commands of each mesh, in order."""
 
     prefill: list[StepCommand] = field(default_factory=list)
     decode: list[StepCommand] = field(default_factory=list)
@@ -108,10 +110,10 @@ class Running:
     recording: Recording
     grammars: GrammarCompiler | None = None
 
-    async def complete(self, request: Request) -> "Completed":
+    async def complete(self, request: Request) -> Collected:
         return collect([event async for event in self.cluster.stream(request)])
 
-    async def complete_all(self, requests: Sequence[Request]) -> list["Completed"]:
+    async def complete_all(self, requests: Sequence[Request]) -> list[Collected]:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
     async def complete_preempted(
@@ -119,10 +121,10 @@ class Running:
         requests: Sequence[Request],
         rounds: int = 6,
         enough: Callable[[], bool] = lambda: True,
-    ) -> tuple[list["Completed"], int]:
-        """All at once, and again until sequences were preempted, and `enough`: while programs are
-        compiled, or on a busy machine, too few may run together. The last round, and the
-        preemptions of all."""
+    ) -> tuple[list[Collected], int]:
+        """Runs all at once until sequences were preempted and `enough` holds: while programs
+        compile, or on a busy machine, too few may run together. Returns the last round and the
+        preemptions of all rounds."""
         for _ in range(rounds):
             done = await self.complete_all(requests)
             preemptions = sum(status.preemptions for status in await self.cluster.status())
@@ -138,59 +140,49 @@ class Running:
         return Request(name, ids, params, (*stops, *params.stop_token_ids))
 
 
-@dataclass
-class Completed:
-    """What one request's stream said, per child."""
-
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    finish: dict[int, FinishReason] = field(default_factory=dict)
-    logprobs: dict[int, list[object]] = field(default_factory=dict)
-    last: StreamEvent | None = None
-
-
-def collect(events: Sequence[StreamEvent]) -> Completed:
-    """Puts a stream together and checks rule 8: each token once, in order, one end a child, totals
-    on the last event alone."""
-    done = Completed(last=events[-1])
+def collect(events: Sequence[StreamEvent]) -> Collected:
+    """Puts a stream together. Rule 8: each token once and in order, one end a child, totals on the
+    last event alone."""
+    collected = Collected()
     for event in events:
-        tokens = done.tokens.setdefault(event.child, [])
-        if event.token_ids:
-            assert event.first_index == len(tokens), "a token was lost or doubled"
-            assert event.child not in done.finish, "tokens after the end"
-        tokens.extend(event.token_ids)
-        done.text[event.child] = done.text.get(event.child, "") + event.text
-        done.logprobs.setdefault(event.child, []).extend(event.logprobs)
-        if event.finish_reason:
-            assert event.child not in done.finish, "two ends"
-            done.finish[event.child] = event.finish_reason
-    assert done.last and done.last.usage and done.last.timings
-    assert all(event.usage is None for event in events[:-1])
-    return done
+        collected.add(event)
+    assert collected.usage and collected.timings
+    return collected
+
+
+def moved_bytes(cluster: EmbeddedCluster, prompt_tokens: int) -> int:
+    """Bytes of a prompt's hand-off by the KV spec: whole granules of KV, one granule of what
+    windows still see where windows are apart, and one state, for each replica on a decode rank."""
+    if cluster.prefill is None:
+        return 0
+    spec, granules = cluster.kv_spec, -(-prompt_tokens // GRANULE_TOKENS)
+    parts = granules * GRANULE_TOKENS * spec.bytes_per_token
+    if cluster.decode.executor.limits.windows_apart:
+        kept = granules * spec.unwindowed.bytes_per_token + spec.windowed.bytes_per_token
+        parts = kept * GRANULE_TOKENS
+    return (parts + spec.state.bytes_per_token) * cluster.decode.loaded.mesh.shape["rep"]
 
 
 @asynccontextmanager
 async def running(
     engine: EngineConfig, *, first_device: int = 0, kind: type[EmbeddedCluster] = EmbeddedCluster
 ) -> AsyncIterator[Running]:
-    """A started cluster; on leaving, once quiet, every page must be free again and nothing be on
-    offer (rule 6)."""
+    """A started cluster. On leaving, every page must be free again and no offer be left (rule
+    6)."""
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
-    def load(layout: Layout, devices: Sequence[jax.Device]) -> object:
-        model = engine.model
-        return load_model(
-            model.directory,
-            layout,
-            devices,
-            dtype=model.dtype,
-            weights=checked_weights(model.weights),
-            kv_dtype=model.kv_dtype,
-        )
+    model, recording = engine.model, Recording()
+    load = loader(model.directory, model.dtype, model.weights, model.kv_dtype)
+    cluster = kind(engine, load, tokenizer, jax.devices()[first_device:])
+    for replica, commands in zip(
+        cluster.replicas[::-1], (recording.decode, recording.prefill), strict=False
+    ):
 
-    cluster = kind(engine, load, tokenizer, jax.devices()[first_device:])  # type: ignore[arg-type]
-    recording = Recording()
-    _record(cluster, recording)
+        def run(command: StepCommand, inner=replica.executor.run, commands=commands) -> object:
+            commands.append(command)
+            return inner(command)
+
+        replica.executor.run = run  # type: ignore[method-assign]
     grammars = grammar_compiler(engine.model.directory)
     cluster.constrain(grammars)
     await cluster.start()
@@ -214,21 +206,6 @@ async def assert_all_free(cluster: EmbeddedCluster) -> None:
     raise AssertionError(
         f"pages or offers were not freed: {await cluster.status()}, {cluster.channel.offered()}"
     )
-
-
-def _record(cluster: EmbeddedCluster, recording: Recording) -> None:
-    for instance, commands in (
-        (cluster.prefill, recording.prefill),
-        (cluster.decode, recording.decode),
-    ):
-        if instance is None:
-            continue
-
-        def run(command: StepCommand, inner=instance.executor.run, commands=commands) -> object:
-            commands.append(command)
-            return inner(command)
-
-        instance.executor.run = run  # type: ignore[method-assign]
 
 
 def dense_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:

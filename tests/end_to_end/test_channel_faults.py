@@ -17,7 +17,8 @@ from jdisagg.engine import embedded
 from jdisagg.transfer.channel import PullTarget, block_sharding
 from jdisagg.transfer.in_process import InProcessChannel
 from tests import time_scale
-from tests.end_to_end.clusters import Completed, Running, config, running
+from tests.end_to_end.clusters import Running, config, running
+from tests.fakes.cluster import Collected
 
 # A busy machine takes longer than one for a sound pull, again and again.
 PULL_SECONDS = time_scale.seconds(2.0)
@@ -35,7 +36,7 @@ def requests(run: Running) -> list:
     return made
 
 
-def tokens(done: list[Completed]) -> list[dict[int, list[int]]]:
+def tokens(done: list[Collected]) -> list[dict[int, list[int]]]:
     return [one.tokens for one in done]
 
 

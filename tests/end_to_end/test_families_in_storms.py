@@ -14,7 +14,6 @@ from jdisagg.config import LimitsConfig, Mode
 from jdisagg.request import Request
 from tests import time_scale
 from tests.end_to_end.clusters import (
-    Completed,
     Running,
     assert_all_free,
     config,
@@ -23,6 +22,7 @@ from tests.end_to_end.clusters import (
     running,
 )
 from tests.end_to_end.two_decoders import TwoDecoders
+from tests.fakes.cluster import Collected
 
 LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # of prompts; a chunk has 32
 # For hand-offs while programs are compiled; what the dead one held of others' is free after it.
@@ -53,7 +53,7 @@ def mixed_requests(run: Running, whole: list[int]) -> list[Request]:
     return requests
 
 
-def streams(done: list[Completed]) -> list[object]:
+def streams(done: list[Collected]) -> list[object]:
     return [(one.tokens, one.finish) for one in done]
 
 

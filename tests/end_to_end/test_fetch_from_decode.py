@@ -65,10 +65,10 @@ async def two_turns(run: Running, between: Callable[[], None]) -> tuple[list[obj
     for turn in ("first", "second"):
         for at, ids in enumerate(prompts):
             done = await run.complete(asked(run, turn, at, ids))
-            assert done.last is not None and done.last.usage is not None
+            assert done.usage is not None
             streams.append(done.tokens)
             prompts[at] = (*ids, *done.tokens[0], *talk.words(3))
-            cached.append(done.last.usage.cached_tokens)
+            cached.append(done.usage.cached_tokens)
         between()
     return streams, cached[len(prompts) :]
 

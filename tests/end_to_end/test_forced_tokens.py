@@ -11,9 +11,10 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.executor import grammar_rows
 from jdisagg.request import Grammar, GrammarKind, Request
-from tests.end_to_end.clusters import LLAMA, MOE, Completed, Running, config, golden_copy, running
+from tests.end_to_end.clusters import LLAMA, MOE, Running, config, golden_copy, running
 from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
 from tests.end_to_end.two_decoders import TwoDecoders
+from tests.fakes.cluster import Collected
 
 pytestmark = pytest.mark.ci
 
@@ -59,11 +60,11 @@ def requests(run: Running) -> list[Request]:
     ]
 
 
-def streams(done: list[Completed]) -> list[object]:
+def streams(done: list[Collected]) -> list[object]:
     return [(one.tokens, one.text, one.finish, _values(one)) for one in done]
 
 
-def _values(one: Completed) -> dict[int, int]:
+def _values(one: Collected) -> dict[int, int]:
     return {child: len(values) for child, values in one.logprobs.items()}
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.request import FinishReason, Grammar, GrammarKind, Request
-from tests.end_to_end.clusters import Completed, Running, config, running
+from tests.end_to_end.clusters import Running, config, running
 from tests.end_to_end.schemas import random_schema
+from tests.fakes.cluster import Collected
 
 pytestmark = pytest.mark.ci
 
@@ -39,14 +40,14 @@ def requests(run: Running) -> list[Request]:
     return found
 
 
-def streams(done: list[Completed]) -> list[object]:
+def streams(done: list[Collected]) -> list[object]:
     return [(one.tokens, one.text, one.finish) for one in done]
 
 
-_reference: list[list[Completed]] = []
+_reference: list[list[Collected]] = []
 
 
-async def reference() -> list[Completed]:
+async def reference() -> list[Collected]:
     """Unified, on one device."""
     if not _reference:
         async with running(config(Mode.UNIFIED, decode="tp=1")) as run:

@@ -1,5 +1,5 @@
-"""A model with latent attention (DeepSeek's form) under every mode and over layouts: the tokens of
-transformers, and no more bytes on the way than its latents have."""
+"""A model with latent attention (DeepSeek's form): its cached latents serve later requests, and a
+sequence moves midway. `test_layouts.py` holds its tokens and bytes under every mode and layout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,6 @@ from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
 from tests.end_to_end.test_prefix_reuse import push_out
-from tests.lanes import first_quick
 
 NAME = "deepseek_v3"
 CACHED, LAYERS = 20 + 6, 3  # values of a token, in each layer
@@ -24,72 +23,6 @@ CACHED, LAYERS = 20 + 6, 3  # values of a token, in each layer
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return golden_copy(NAME, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "chunk"),
-    first_quick(
-        [
-            ("tp=1", "tp=4", 64),
-            ("tp=2,ep=2", "dp=2,tp=2,ep=4", 16),
-            ("tp=4,ep=4", "dp=4,ep=4", 16),
-            ("dp=2,tp=2", "tp=1", 16),
-        ]
-    ),
-)
-async def test_latents_handed_over_give_the_tokens_of_transformers(
-    model: Path, prefill: str, decode: str, chunk: int
-) -> None:
-    """With chunks of 16 the prompt's second one attends to latents in pages."""
-    prompt, greedy = golden_greedy(model)
-    sizes = config(
-        prefill=prefill, decode=decode, directory=model, context=128, slots=1, chunk=chunk
-    )
-    async with running(sizes) as run:
-        request = run.request(prompt, max_tokens=64, ignore_eos=True, logprobs=1)
-        done = await run.complete(request)
-        assert done.tokens[0] == greedy
-        moved = sum(run.cluster.channel.bytes_per_pair().values())
-        devices = Layout.parse(decode).tp  # each of a rank holds all of them
-        assert moved == 32 * LAYERS * CACHED * 4 * devices
-    logits = np.load(model / "expected.npz")["logits"][-1].astype(np.float64)
-    first = logits[greedy[0]] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    assert done.logprobs[0][0].logprob == pytest.approx(first, abs=1e-3)  # type: ignore[attr-defined]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("mode", [Mode.UNIFIED, Mode.CHUNKED])
-async def test_one_mesh_gives_the_tokens_of_transformers(model: Path, mode: Mode) -> None:
-    prompt, greedy = golden_greedy(model)
-    sizes = config(mode, decode="dp=2,tp=2", directory=model, context=128, slots=2, chunk=16)
-    async with running(sizes) as run:
-        done = await run.complete(run.request(prompt, max_tokens=64, ignore_eos=True))
-    assert done.tokens[0] == greedy
-
-
-@pytest.mark.ci
-async def test_many_at_once_with_too_few_pages_give_the_tokens_of_each_alone(model: Path) -> None:
-    prompt, greedy = golden_greedy(model)
-    whole = [*prompt, *greedy]
-    sizes = config(
-        prefill="tp=2",
-        decode="tp=2",
-        directory=model,
-        context=128,
-        slots=8,
-        chunk=16,
-        decode_page=8,
-        pages=26,
-        growth=1,
-    )
-    async with running(sizes) as run:
-        starts = [24, 31, 40, 25, 33, 52, 27, 24]  # a continuation of a prompt is a prompt
-        requests = [
-            run.request(whole[:start], f"r{index}", max_tokens=len(whole) - start, ignore_eos=True)
-            for index, start in enumerate(starts)
-        ]
-        done, _ = await run.complete_preempted(requests)
-    assert [one.tokens[0] for one in done] == [whole[start:] for start in starts]
 
 
 @pytest.mark.ci
@@ -119,8 +52,8 @@ async def test_latents_that_stay_serve_later_requests(
             )
             done = await run.complete(request)
             assert done.tokens[0] == whole[start:]
-            assert done.last is not None and done.last.usage is not None
-            cached.append(done.last.usage.cached_tokens)
+            assert done.usage is not None
+            cached.append(done.usage.cached_tokens)
             if host_gib:
                 await push_out(run, tokens=120)
         if host_gib:

@@ -17,7 +17,8 @@ from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.request import Request
 from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
-from tests.end_to_end.clusters import Completed, Running, config, running
+from tests.end_to_end.clusters import Running, config, running
+from tests.fakes.cluster import Collected
 
 WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
 
@@ -57,7 +58,7 @@ class Conversations:
             options |= {"stop": ("the", ". "), "logprobs": 2}
         return self._run.request(ids[-380:], f"r{self._count}", **options)
 
-    def heard(self, requests: Sequence[Request], done: Sequence[Completed]) -> None:
+    def heard(self, requests: Sequence[Request], done: Sequence[Collected]) -> None:
         for request, one in zip(requests, done, strict=True):
             for tokens in one.tokens.values():
                 history = request.prompt_token_ids + tuple(tokens)
@@ -97,8 +98,8 @@ async def converse(
                 await push_out(run)
             streams += [(one.tokens, one.text, one.finish) for one in done]
             for one in done:
-                assert one.last is not None and one.last.usage is not None
-                cached += one.last.usage.cached_tokens
+                assert one.usage is not None
+                cached += one.usage.cached_tokens
     return streams, run, cached
 
 
@@ -168,8 +169,8 @@ async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() 
         decode_forgets(run)
         again = await run.complete(run.request(ids, "again", max_tokens=5, ignore_eos=True))
         assert again.tokens == first.tokens
-        assert again.last is not None and again.last.usage is not None
-        assert again.last.usage.cached_tokens == 144
+        assert again.usage is not None
+        assert again.usage.cached_tokens == 144
         extracts = [one for one in run.recording.prefill if isinstance(one, ExtractBlock)]
         assert sum(one.valid_tokens * one.groups for one in extracts) == 2 * 144
 
@@ -190,9 +191,9 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mo
                     history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3
                 )
                 done = await run.complete(request)
-                assert done.last is not None and done.last.usage is not None
+                assert done.usage is not None
                 said.append((done.tokens, done.logprobs))
-                cached += done.last.usage.cached_tokens
+                cached += done.usage.cached_tokens
                 history += (*done.tokens[0], *talk.words(30))
         assert (cached > 0) == reuse
         heard.append(said)
@@ -242,7 +243,7 @@ async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_re
                     replace(request, request_id=f"{name} {request.request_id}")
                 )
                 streams.append((one.tokens, one.text, one.finish))
-                assert one.last is not None and (usage := one.last.usage) is not None
+                assert (usage := one.usage) is not None
                 known += usage.cached_tokens
                 assert usage.cached_by_tier is not None
                 assert usage.cached_by_tier.total == usage.cached_tokens

@@ -14,8 +14,9 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.request import FinishReason, Grammar, GrammarKind, Request
-from tests.end_to_end.clusters import Completed, Running, config, running
+from tests.end_to_end.clusters import Running, config, running
 from tests.end_to_end.wide_schemas import wide_schema
+from tests.fakes.cluster import Collected
 
 PROMPT = "once upon a time there was a little dog"
 FEW, MANY, FIRST_OF_MANY = 20, 500, 1000
@@ -72,14 +73,14 @@ def asked(run: Running, seeds: Sequence[int], max_tokens: int) -> list[Request]:
     ]
 
 
-async def answered(run: Running, requests: Sequence[Request]) -> list[Completed]:
-    done: list[Completed] = []
+async def answered(run: Running, requests: Sequence[Request]) -> list[Collected]:
+    done: list[Collected] = []
     for first in range(0, len(requests), AT_ONCE):
         done += await run.complete_all(requests[first : first + AT_ONCE])
     return done
 
 
-def whole(requests: Sequence[Request], done: Sequence[Completed]) -> int:
+def whole(requests: Sequence[Request], done: Sequence[Collected]) -> int:
     """How many were not cut by their length. All of those are valid."""
     faults, ended = [], 0
     for request, one in zip(requests, done, strict=True):
@@ -96,7 +97,7 @@ def whole(requests: Sequence[Request], done: Sequence[Completed]) -> int:
     return ended
 
 
-def forced_runs(run: Running, requests: Sequence[Request], done: Sequence[Completed]) -> list[int]:
+def forced_runs(run: Running, requests: Sequence[Request], done: Sequence[Collected]) -> list[int]:
     """How many tokens each time followed one another of which the grammar allowed that one alone:
     what could be taken without choosing. llguidance, asked for such tokens, says the same."""
     assert run.grammars is not None
@@ -121,7 +122,7 @@ def forced_runs(run: Running, requests: Sequence[Request], done: Sequence[Comple
     return runs
 
 
-def forced_words(runs: Sequence[int], done: Sequence[Completed]) -> str:
+def forced_words(runs: Sequence[int], done: Sequence[Collected]) -> str:
     tokens = sum(len(one.tokens[0]) for one in done)
     share, long = sum(runs) / tokens, sum(length for length in runs if length >= 4) / tokens
     return (
@@ -154,7 +155,7 @@ async def test_what_is_sampled_under_five_hundred_schemas_is_valid() -> None:
         await preempted_equal(seeds[first : first + TOGETHER], done[first : first + TOGETHER])
 
 
-async def preempted_equal(seeds: Sequence[int], undisturbed: Sequence[Completed]) -> None:
+async def preempted_equal(seeds: Sequence[int], undisturbed: Sequence[Collected]) -> None:
     """Two meshes, and pages for a part of the sequences."""
     engine = config(
         prefill="tp=2", decode="tp=1", decode_page=8, pages=40, growth=1, steps=2, slots=8

@@ -11,7 +11,8 @@ import pytest
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, PrefillChunk
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Completed, Running, config, running
+from tests.end_to_end.clusters import Running, config, running
+from tests.fakes.cluster import Collected
 
 SENTENCE = (
     "once upon a time there was a little dog who lived in the forest and it liked to play with a"
@@ -65,7 +66,7 @@ def mixed_requests(run: Running) -> list[Request]:
     return requests
 
 
-def streams(done: list[Completed]) -> list[object]:
+def streams(done: list[Collected]) -> list[object]:
     return [(one.tokens, one.text, one.finish) for one in done]
 
 
@@ -137,7 +138,7 @@ async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
 
 async def outgrow_their_pages(
     run: Running, enough: Callable[[], bool] = lambda: True
-) -> tuple[list[Completed], int]:
+) -> tuple[list[Collected], int]:
     """All `mixed_requests` at once, and how often pages were taken. Short prompts first: many
     sequences then grow at once, and together outgrow their pages."""
     requests = mixed_requests(run)
@@ -165,7 +166,7 @@ async def test_what_comes_back_from_host_memory_changes_no_stream(mode, prefill,
         done, preemptions = await outgrow_their_pages(run, lambda: counters["spills_restored"] > 0)
         assert counters["spills_missed"] == 0
         assert 0 < counters["sequences_spilled"] <= preemptions
-        noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
+        noticed = sum(one.timings.preemptions for one in done if one.timings)
         assert 0 < noticed <= preemptions
         assert len(run.cluster.decode.executor.host) == 0
     assert streams(done) == await reference()
@@ -179,7 +180,7 @@ async def test_preemption_changes_no_stream(mode, steps):
     engine = config(mode, "tp=1", "tp=1", decode_page=8, pages=58, growth=1, steps=steps, slots=16)
     async with running(engine) as run:
         done, preemptions = await outgrow_their_pages(run)
-    noticed = sum(one.last.timings.preemptions for one in done if one.last and one.last.timings)
+    noticed = sum(one.timings.preemptions for one in done if one.timings)
     assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()
 

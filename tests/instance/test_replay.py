@@ -18,10 +18,15 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import DecodeResult, Done, InsertBlock
 from jdisagg.model_api import Device
 from jdisagg.node.commands.replay import replay
-from jdisagg.node.recording import record
+from jdisagg.node.recording import (
+    Recording,
+    RecordingExecutor,
+    RecordingHeader,
+    read_recording,
+    record,
+)
 from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
 from jdisagg.scheduler.executor import Executor
-from jdisagg.service.recording import Recording, RecordingExecutor, RecordingHeader, read_recording
 from launch.grammars import grammar_compiler
 from launch.model import loader
 from models.checkpoint import load_model

@@ -1,19 +1,20 @@
-"""What the research face asks of prefill programs: sequences of which some tokens are to be
-computed, packed into chunks, and what comes back.
+"""Prefill runs of the research API: sequences with tokens to compute, packed into chunks, and their
+results.
 
-A prompt that fits into a chunk shares it with others; a longer one, or one that goes on behind KV
-that lies in its pages, has its chunks to itself. Pure but for the blocks that it hands on."""
+A prompt that fits into a chunk shares it with others. A longer prompt, or one that continues KV in
+its pages, has chunks of its own."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
-from jdisagg.engine.research.keeping_channel import KeepingChannel
 from jdisagg.engine.research.kv_blocks import KVBlock
 from jdisagg.engine.research.kv_cache import NextToken
 from jdisagg.errors import BrokenModelError
 from jdisagg.ids import random_id
+from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     OfferSpec,
@@ -26,16 +27,64 @@ from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget
+
+_NO_STAMP = BlockStamp()
+
+
+class KeepingChannel:
+    """A `Channel` that keeps what its instance offers until `take`, instead of waiting for a peer.
+    Everything else goes to the real channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._kept: dict[int, jax.Array] = {}
+
+    def take(self, offer_id: int) -> jax.Array:
+        return self._kept.pop(offer_id)
+
+    def forget(self) -> None:
+        """Drops the offers of a failed prefill."""
+        self._kept.clear()
+
+    def connect(self, peer: str, card: MeshCard) -> None:
+        self._channel.connect(peer, card)
+
+    def disconnect(self, peer: str) -> None:
+        self._channel.disconnect(peer)
+
+    def offer(
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+    ) -> None:
+        self._kept[offer_id] = block
+
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        return self._channel.pull(offer_id, target, deadline_seconds)
+
+    def release(self, offer_id: int) -> None:
+        self._kept.pop(offer_id, None)
+
+    def revoke(self, offer_id: int, reason: str) -> None:
+        self._kept.pop(offer_id, None)
+
+    def offered(self) -> Offered:
+        return Offered(len(self._kept), sum(block.nbytes for block in self._kept.values()))
+
+    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
+        return self._channel.bytes_per_pair()
 
 
 @dataclass(slots=True)
 class Run:
-    """A sequence of which the tokens from `start` on are computed; those before lie in the owner's
-    pages. `samples`: how the next token is chosen; () for none. `emits`: its KV comes back.
-    `top`: log-probabilities of the tokens behind `start` are wanted, each with so many of the most
-    likely ones; None: they are not.
+    """A sequence whose tokens from `start` on are computed. Earlier tokens lie in its pages.
+    The fields from `sampled` on are results.
 
-    The rest is what came back."""
+    Attributes:
+        samples: How to choose the next token; empty for none.
+        emits: Whether its KV is returned.
+        top: Most likely tokens whose log-probabilities are returned at each position behind
+            `start`, or None for no log-probabilities.
+    """
 
     tokens: tuple[int, ...]
     start: int

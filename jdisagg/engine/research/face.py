@@ -1,30 +1,28 @@
-"""The research face: prefill here, hold the KV cache in the hand, look at it, push it to another
-layout, decode there.
+"""The research API: prefill, hold the KV cache as a value, inspect it, push it to another layout
+and decode there.
 
     kv = engine.prefill("Once upon a time", layout=PrefillLayout(tp=4))
     session = engine.create_session("a", layout=DecoderLayout(dp=2))
     session.push(kv)                       # over the channel, by the reshard plan
     engine.generate_tokens(session, max_new_tokens=32)
-    session.append(" And then?")           # the next turn: only what is new is computed
-    kv = engine.pull("a")                  # on the decode mesh, all of that included
-    engine.score(" The end.", after=kv)    # how likely the model holds it
+    session.append(" And then?")           # the next turn: only new tokens are computed
+    kv = engine.pull("a")                  # the whole sequence, on the decode mesh
+    engine.score(" The end.", after=kv)    # log-probabilities of a continuation
     engine.save(kv, "story.kv")            # and `engine.load` under another layout
 
-What can be done to a cache itself (cut, join, change a layer) is in `engine/research/kv_cache.py`.
+`engine/research/kv_cache.py` cuts, joins and changes caches.
 
 Everything runs on the caller's thread and returns when it is done. Prompts can be computed
-together; many sequences that decode at once are the embedded cluster's affair. Executors, programs,
-pages and the channel are those that serve. How weights get onto a mesh is the caller's
-(`LoadModel`).
+together; decoding many sequences at once is for the embedded cluster. Executors, programs, pages
+and the channel are those of serving. The caller's `LoadModel` puts weights onto a mesh.
 
-Where meshes lie: prefill layouts take the engine's devices from the front, session layouts from the
-back, so that the two are disjoint while the devices suffice and OVERLAP where they do not;
-`devices=` chooses others. Overlapping meshes are allowed: a device then holds weights and pages of
-both, and bytes that it holds already do not move. Each (layout, devices) is built once, with its
-own weights and pages, and kept until `engine.close()`.
+Prefill layouts take the engine's devices from the front and session layouts from the back, so that
+they overlap only where devices are too few; `devices=` chooses others. A device of two meshes holds
+weights and pages of both, and bytes that it already holds are not transferred. Each (layout,
+devices) is built once, with its own weights and pages, and kept until `engine.close()`.
 
-Invariant: the tokens of a cache or a session are those whose KV it holds; `next_token` is chosen,
-and its KV is not there yet."""
+Invariant: the tokens of a cache or a session are those whose KV it holds. `next_token` is chosen,
+and its KV is not written yet."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -36,13 +34,12 @@ from jdisagg.engine.replica import LoadModel
 from jdisagg.engine.research.instance import ResearchInstance
 from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.engine.research.kv_file import read_kv, write_kv
-from jdisagg.engine.research.layouts import DecoderLayout, PrefillLayout
 from jdisagg.engine.research.meshes import MeshSizes, ResearchMeshes
 from jdisagg.engine.research.prompt_tokens import Prompt, TextCodec, prompt_tokens
 from jdisagg.engine.research.scores import Scores
 from jdisagg.engine.research.session import GREEDY, Session, choice_of
 from jdisagg.engine.research.session_results import Append, Generation, Move
-from jdisagg.errors import ConfigError, InvalidRequestError
+from jdisagg.errors import ConfigError, InvalidRequestError, LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
@@ -67,15 +64,37 @@ DEFAULT_SIZES = MeshSizes()
 DEFAULT_NEW_TOKENS = 64
 
 
+def PrefillLayout(tp: int = 1, ep: int = 1, dp: int = 1) -> Layout:
+    """A layout for prefill, which gains from large matrices. `PrefillLayout(tp=4, ep=4)` splits
+    heads over four devices and spreads experts over the same four."""
+    return Layout(dp=dp, tp=tp, ep=ep)
+
+
+def DecoderLayout(dp: int = 1, ep: int = 1, tp: int | None = None) -> Layout:
+    """A layout for decode, which gains from many sequences. `DecoderLayout(dp=4, ep=16)` has four
+    groups of four devices and spreads experts over all sixteen. `tp` defaults to ep / dp, and to 1
+    for ep = 1."""
+    if tp is None:
+        Layout(dp=dp)  # raises for dp that is no positive integer
+        if not isinstance(ep, int) or ep < 1 or (ep > 1 and ep % dp):
+            raise LayoutError(
+                f"decoder layout: tp = ep / dp = {ep!r} / {dp} is not a positive integer; choose ep"
+                " as a multiple of dp, or give tp"
+            )
+        tp = max(1, ep // dp)
+    return Layout(dp=dp, tp=tp, ep=ep)
+
+
 class Engine:
-    """One model under as many layouts as are asked for; a context manager.
+    """One model under any number of layouts; a context manager.
 
     Args:
-        load: puts the model's weights onto a mesh.
-        tokenizer: needed for text alone; without it prompts are token ids.
-        devices: those to use; all of JAX's by default.
-        sizes: of each mesh: pages, chunks, context.
-        fingerprint: of the model (`jdisagg.engine.fingerprint`); files of caches need it.
+        load: Loads the model's weights onto a mesh.
+        tokenizer: Tokenizer for text prompts. Without it prompts are token ids.
+        devices: Devices to use; by default all of JAX's.
+        sizes: Pages, chunks and context of each mesh.
+        fingerprint: The model's fingerprint (`jdisagg.engine.fingerprint`), which files of caches
+            need.
     """
 
     def __init__(

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdisagg.engine.replica import Loaded
-from jdisagg.engine.research.chunk_runs import Run, chunks, whole_token
-from jdisagg.engine.research.keeping_channel import KeepingChannel
+from jdisagg.engine.research.chunk_runs import KeepingChannel, Run, chunks, whole_token
 from jdisagg.engine.research.kv_blocks import KVBlock, KVPlace
 from jdisagg.engine.research.kv_cache import KVCache, NextToken
 from jdisagg.engine.research.scores import Scores

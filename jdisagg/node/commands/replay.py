@@ -31,8 +31,7 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.node.recording import rebuild
-from jdisagg.service.recording import RecordedCommand, Recording, RecordingHeader
+from jdisagg.node.recording import RecordedCommand, Recording, RecordingHeader, rebuild
 from jdisagg.transfer.in_process import InProcessChannel
 
 UNDER_WAY = 8

@@ -1,2 +1,2 @@
-"""What tests/end_to_end/test_process_matrix.py is made of: cases, worker processes, and who looks
-at KV in pages."""
+"""Parts of tests/end_to_end/test_process_matrix.py: cases, worker processes, and a watch on KV in
+pages."""

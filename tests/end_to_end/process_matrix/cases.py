@@ -1,8 +1,7 @@
-"""The cases of the matrix and what one run of a case says. Knows no process and no JAX; both sides
-and the reference read it alike."""
+"""The cases of the matrix and what one run of a case gives, for both processes and the reference.
+Imports no JAX."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +10,7 @@ from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, Mod
 from jdisagg.layout.axes import Layout
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
+from tests.end_to_end.pairwise import pairwise
 
 PREFILLS = ("tp=1", "tp=2", "tp=4")
 DECODES = ("tp=1", "tp=2", "dp=2,tp=2", "dp=4")
@@ -19,13 +19,14 @@ DTYPES = ("float32", "bfloat16")
 CODECS = ("none", "int8")
 
 CONTEXT_TOKENS, CHUNK_TOKENS, NEW_TOKENS = 128, 32, 14
-# Both halves have devices of their own, also in the one process of the reference, and always the
-# same: programs are compiled for devices.
+# Each half has the same devices in its process and in the reference, because programs are compiled
+# for devices.
 PREFILL_DEVICES, DECODE_DEVICES = slice(0, 4), slice(4, 8)
 ANSWER_SECONDS = time_scale.seconds(120.0)
-# of a whole chunk of float32 each layer group leaves by itself, of all else both together
+# Each layer group of a whole float32 chunk is a block of its own; of all else both groups are one.
 BLOCK_BYTES = 32 << 10
-# Several chunks, of which the last is neither full nor a multiple of a page; and part of one.
+# The first prompt has several chunks, the last of which is neither full nor a multiple of a page.
+# The second is part of one chunk.
 PROMPTS = (
     (
         "Once upon a time there was a little girl named Lily who lived in a small house near the"
@@ -51,7 +52,7 @@ class Case:
         return f"{layouts}-{self.dtype}-{self.codec}".replace("=", "").replace(",", "")
 
     def engine(self) -> EngineConfig:
-        """The whole of it in one process; its halves are the two workers'."""
+        """The configuration in one process; its halves are those of the two workers."""
         return EngineConfig(
             model=ModelConfig(str(LLAMA), self.dtype, CONTEXT_TOKENS),
             mode=Mode.DISAGGREGATED,
@@ -64,7 +65,7 @@ class Case:
 
 
 def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
-    """A slot for each prompt and few sizes of chunks and batches: programs are small, and few."""
+    """A slot for each prompt, and few sizes of chunks and batches, so that programs are few."""
     parsed = Layout.parse(layout)
     return InstanceConfig(
         layout=parsed,
@@ -81,8 +82,14 @@ def _instance(layout: str, page: int, codec: str) -> InstanceConfig:
 
 @dataclass
 class Seen:
-    """KV as it lay in one mesh's pages, by the length of its prompt: [components of all layers,
-    heads, positions, head size]; and how many chunks were prefilled, or blocks inserted."""
+    """What a mesh held and did.
+
+    Attributes:
+        kv: KV in its pages by prompt length: [components of all layers, heads, positions, head
+            size].
+        chunks: Prefilled chunks.
+        inserts: Inserted blocks.
+    """
 
     kv: dict[int, np.ndarray] = field(default_factory=dict)
     chunks: int = 0
@@ -91,29 +98,12 @@ class Seen:
 
 @dataclass
 class Streams:
-    """Greedy tokens of each prompt: run by itself, and all at once."""
+    """Greedy tokens of each prompt, run alone and all at once."""
 
     alone: list[list[int]]
     together: list[list[int]]
 
 
-def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Cases in which every two values of different fields meet that meet in `cases`, chosen
-    greedily, always the same."""
-    pairs = {
-        case: {pair for pair in itertools.combinations(sorted(vars(case).items()), 2)}
-        for case in cases
-    }
-    wanted = set().union(*pairs.values())
-    chosen: list[Case] = []
-    while wanted:
-        best = max(cases, key=lambda case: len(pairs[case] & wanted))
-        chosen.append(best)
-        wanted -= pairs[best]
-    return chosen
-
-
-ALL = tuple(
-    itertools.starmap(Case, itertools.product(PREFILLS, DECODES, PAGES, PAGES, DTYPES, CODECS))
-)
-PAIRWISE = tuple(pairwise(ALL))
+CHOICES = (PREFILLS, DECODES, PAGES, PAGES, DTYPES, CODECS)
+ALL = tuple(itertools.starmap(Case, itertools.product(*CHOICES)))
+PAIRWISE = tuple(itertools.starmap(Case, pairwise(*CHOICES)))

@@ -1,12 +1,9 @@
-"""A process of the matrix: builds one worker after another on command, and serves it until the
-next.
+"""A process of the matrix: builds one worker after another on command and serves it.
 
-`main` is the whole life of a process: it obeys its parent, one command at a time, and ends with the
-connection. What carries KV (link, transfer channel and its servers) lives as long as the process;
-executor, worker and its gRPC port as long as a case.
-
-A half lies on the devices on which it lies in the reference, whose programs are then the same, and
-are compiled once for both."""
+`main` runs in the child: it executes the parent's calls one at a time and ends with the connection.
+The link, the transfer channel and its servers live as long as the process; executor, worker and its
+gRPC port live as long as a case. A half lies on the same devices as in the reference, so that its
+programs are compiled once for both."""
 
 import asyncio
 import os
@@ -17,25 +14,22 @@ from multiprocessing.connection import Connection
 
 import jax
 
+from jdisagg.assembly import Worker, build_worker
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig, WorkerConfig
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.replica import KvPlane, build_worker_replica
 from jdisagg.ids import random_id
-from jdisagg.messages.ports import HandoffSource, PeerPort
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
+from jdisagg.node.worker import PeerPorts, worker_services
 from jdisagg.service.internal.kv_link import GrpcKvLink
-from jdisagg.service.internal.remote_ports import RemoteWorker
-from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
-from jdisagg.service.server import GrpcServer
+from jdisagg.service.server import GrpcServer, cluster_credentials
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.prefill_worker import PrefillWorker
-from models.checkpoint import load_model
+from launch.model import loader
 from tests.end_to_end.process_matrix.cases import DECODE_DEVICES, PREFILL_DEVICES, Case, Seen
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
 from tests.transfer.cuda_stand_in import StandIn
@@ -44,25 +38,9 @@ HOST, TRANSPORTS = "127.0.0.1", 2
 
 
 @dataclass(frozen=True)
-class Build:
-    """A worker of one half of the case; answered by `Built`."""
-
-    role: WorkerRole
-    case: Case
-
-
-@dataclass(frozen=True)
-class Built:
-    address: str
-
-
-@dataclass(frozen=True)
-class Look:
-    """Answered by `Looked`: what the worker's mesh held, and its counters."""
-
-
-@dataclass(frozen=True)
 class Looked:
+    """State of the worker's mesh, its counters and the process's channel."""
+
     seen: Seen
     counters: dict[str, int]
     offers: int
@@ -70,23 +48,8 @@ class Looked:
     channels: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class TearDown:
-    """The worker's end; answered by `Gone`."""
-
-
-@dataclass(frozen=True)
-class Gone:
-    pass
-
-
-@dataclass(frozen=True)
-class Failed:
-    traceback: str
-
-
 class Host:
-    """What lives as long as the process, and the worker of the moment. On the event loop."""
+    """The process's channel and the worker of the present case. Runs on the event loop."""
 
     def __init__(self, lends: bool) -> None:
         self._clock = MonotonicClock()
@@ -98,104 +61,70 @@ class Host:
             self._clock, end, self._link, host=HOST, transports=TRANSPORTS, memories=memories
         )
         self._link.deliver_to(self._channel)
-        self._door = GrpcServer(
-            (self._link.service(),), ServiceConfig(HOST, int(end.control.rpartition(":")[2]))
-        )
-        self._served: _Served | None = None
+        port = int(end.control.rpartition(":")[2])
+        self._link_server = GrpcServer((self._link.service(),), ServiceConfig(HOST, port))
+        self._served: tuple[Worker, KvWatch, GrpcServer, PeerPorts] | None = None
 
     async def start(self) -> None:
-        await self._door.start()
+        await self._link_server.start()
 
-    async def obey(self, command: Build | Look | TearDown) -> Built | Looked | Gone:
-        match command:
-            case Build():
-                assert self._served is None
-                self._served = await _Served.build(command, self._channel, self._plane, self._clock)
-                return Built(self._served.address)
-            case Look():
-                assert self._served is not None
-                worker, moved = self._served.worker, sum(self._channel.bytes_per_pair().values())
-                seen, counters = await self._served.watch.seen(), dict(worker.counters.snapshot())
-                offers, channels = self._channel.offered().offers, self._channel.channels()
-                return Looked(seen, counters, offers, moved, channels)
-            case TearDown():
-                served, self._served = self._served, None
-                if served is not None:
-                    await served.close()
-                return Gone()
-
-
-@dataclass
-class _Served:
-    worker: PrefillWorker | DecodeWorker
-    watch: KvWatch
-    server: GrpcServer
-    peers: "_Peers"
-    address: str
-
-    @classmethod
-    async def build(
-        cls, command: Build, channel: NegotiatedChannel, plane: KvPlane, clock: MonotonicClock
-    ) -> "_Served":
-        engine, role = command.case.engine(), command.role
-        half = engine.prefill if role is WorkerRole.PREFILL else engine.decode
-        config = WorkerConfig(model=engine.model, instance=half, warm_up=False)
-        load = lambda layout, devices: load_model(  # noqa: E731
-            engine.model.directory, layout, devices, dtype=engine.model.dtype
-        )
-        devices = jax.devices()[PREFILL_DEVICES if role is WorkerRole.PREFILL else DECODE_DEVICES]
+    async def build(self, role: WorkerRole, case: Case) -> str:
+        """Serves the worker of one half of the case; returns its address."""
+        assert self._served is None
+        engine, prefills = case.engine(), role is WorkerRole.PREFILL
+        half = engine.prefill if prefills else engine.decode
         instance = await asyncio.to_thread(
-            build_worker_replica, role.value, role, config, load, devices, channel, plane
+            build_worker_replica,
+            role.value,
+            role,
+            WorkerConfig(model=engine.model, instance=half, warm_up=False),
+            loader(engine.model.directory, engine.model.dtype),
+            jax.devices()[PREFILL_DEVICES if prefills else DECODE_DEVICES],
+            self._channel,
+            self._plane,
         )
-        watch, limits, peers = KvWatch(instance.executor), engine.limits, _Peers()
         service = ServiceConfig(HOST, free_ports(HOST, 1)[0], drain_seconds=0.0)
         address = f"{HOST}:{service.port}"
-        context = WorkerContext(role.value, clock, random_id, address=address)
-        if role is WorkerRole.PREFILL:
-            worker = PrefillWorker(context, watch, half, limits)
-            services = prefill_service(worker), peer_service(worker)
-        else:
-            worker = DecodeWorker(context, watch, half, limits, peers.find)
-            services = decode_service(worker), peer_service(worker)
-        server = GrpcServer(services, service, worker.boot_id)
+        context = WorkerContext(role.value, self._clock, random_id, address=address)
+        peers = PeerPorts(cluster_credentials(service), self._clock, engine.limits.timeouts.call)
+        watch = KvWatch(instance.executor)
+        worker = build_worker(role, context, watch, half, engine.limits, peers.find)
+        server = GrpcServer(worker_services(worker), service, worker.boot_id)
         await worker.start()
         await server.start()
-        return cls(worker, watch, server, peers, address)
+        self._served = worker, watch, server, peers
+        return address
 
-    async def close(self) -> None:
-        self.server.force()
-        await self.server.drain()
-        await self.worker.stop()
-        await asyncio.to_thread(self.watch.close)
-        await self.peers.close()
+    async def look(self) -> Looked:
+        assert self._served is not None
+        worker, watch, _, _ = self._served
+        moved = sum(self._channel.bytes_per_pair().values())
+        seen, counters = await watch.seen(), dict(worker.counters.snapshot())
+        offers = self._channel.offered().offers
+        return Looked(seen, counters, offers, moved, self._channel.channels())
 
-
-class _Peers:
-    """Ports of the workers that KV comes from, by address."""
-
-    def __init__(self) -> None:
-        self._workers: dict[str, RemoteWorker] = {}
-
-    def find(self, source: HandoffSource) -> PeerPort:
-        if source.address not in self._workers:
-            self._workers[source.address] = RemoteWorker(source.address)
-        return self._workers[source.address].peer
-
-    async def close(self) -> None:
-        for worker in self._workers.values():
-            await worker.aclose()
+    async def tear_down(self) -> None:
+        if self._served is None:
+            return
+        worker, watch, server, peers = self._served
+        self._served = None
+        server.force()
+        await server.drain()
+        await worker.stop()
+        await asyncio.to_thread(watch.close)
+        await peers.close()
 
 
 async def _live(connection: Connection, lends: bool) -> None:
-    commands: asyncio.Queue[Build | Look | TearDown] = asyncio.Queue()
+    calls: asyncio.Queue[tuple[str, tuple[object, ...]]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
-        """On a thread of its own: the parent's death must end this process whatever the loop is
-        at."""
+        """On its own thread, so that the parent's death ends this process even if the loop
+        hangs."""
         try:
             while True:
-                loop.call_soon_threadsafe(commands.put_nowait, connection.recv())
+                loop.call_soon_threadsafe(calls.put_nowait, connection.recv())
         except (EOFError, OSError):
             os._exit(0)
 
@@ -203,16 +132,22 @@ async def _live(connection: Connection, lends: bool) -> None:
     await host.start()
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        command = await commands.get()
+        name, arguments = await calls.get()
         try:
-            answer: object = await host.obey(command)
+            answer = True, await getattr(host, name)(*arguments)
         except Exception:
-            answer = Failed(traceback.format_exc())
+            answer = False, traceback.format_exc()
         await asyncio.to_thread(connection.send, answer)
 
 
 def main(pipe: int, cache: str, lends: bool) -> None:
-    """`pipe`: the number of an open file, this process's end. `lends`: its devices' memory, by a
-    stand-in of the CUDA driver, instead of the transfer engine."""
+    """Runs the child.
+
+    Args:
+        pipe: File number of this process's end of the pipe.
+        cache: Folder of compiled programs.
+        lends: Whether KV goes through CUDA IPC on a stand-in of the driver, instead of the transfer
+            engine.
+    """
     use_compilation_cache(cache)
     asyncio.run(_live(Connection(pipe), lends))

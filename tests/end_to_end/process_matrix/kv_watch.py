@@ -1,9 +1,8 @@
-"""Who looks at KV in a mesh's pages: an executor's decorator, which copies out what a sequence
-holds at the moment that matters.
+"""A decorator of an executor that copies out the KV of a sequence: on a prefill mesh after the last
+chunk of its prompt, on a decode mesh before the step that admits it.
 
-On a prefill mesh that is right after a prompt's last chunk; on a decode mesh right before the step
-that admits the sequence. What is read are the page arrays themselves, by NumPy and the pages that
-the command names, not what was offered, nor any program under test."""
+It reads the page arrays themselves, by NumPy and the pages that the command names, and none of the
+programs under test."""
 
 import asyncio
 
@@ -23,8 +22,8 @@ from tests.end_to_end.process_matrix.cases import Seen
 
 
 class KvWatch:
-    """Implements `scheduler.executor.Executor`. Prompts of one case differ in length, by which
-    their KV is known."""
+    """Implements `scheduler.executor.Executor`. KV is keyed by prompt length, in which the prompts
+    of a case differ."""
 
     def __init__(self, inner: MeshExecutor) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -50,7 +49,7 @@ class KvWatch:
         self._inner.close()
 
     async def seen(self) -> Seen:
-        """What was seen since this was last asked."""
+        """What was seen since the last call."""
         looks, self._looks = self._looks, []
         await asyncio.gather(*looks)
         seen, self._seen = self._seen, Seen()
@@ -65,8 +64,7 @@ class KvWatch:
         )
 
     def _read(self, rank: int, pages: tuple[int, ...], tokens: int) -> np.ndarray:
-        """Off a copy made on the device: a view of an array that is donated later may not be
-        kept."""
+        """Reads a device copy, because a view of an array that is donated later is invalid."""
         pool = self._inner._pool
         position = np.arange(tokens)
         page = rank * pool.rank_rows + np.asarray(pages)[position // pool.page_size]

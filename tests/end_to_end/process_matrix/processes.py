@@ -1,5 +1,5 @@
-"""The parent's side of the matrix: two processes for all cases, the request path over their
-workers, and the same case in one process."""
+"""The parent's side of the matrix: two processes for all cases, the request path to their workers,
+and the same case in one process."""
 
 import asyncio
 import subprocess
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from jdisagg.engine.replica import Replica
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request, SamplingParams
 from jdisagg.service.internal.remote_ports import RemoteWorker
-from models.checkpoint import load_model
+from launch.model import loader
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA, assert_all_free, collect
 from tests.end_to_end.process_matrix.cases import (
@@ -35,7 +36,7 @@ from tests.end_to_end.process_matrix.cases import (
     Case,
     Streams,
 )
-from tests.end_to_end.process_matrix.host import Build, Built, Failed, Gone, Look, Looked, TearDown
+from tests.end_to_end.process_matrix.host import Looked
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,31 +47,31 @@ PROMPT_IDS = tuple(tuple(TOKENIZER.encode(prompt)) for prompt in PROMPTS)
 
 @dataclass
 class HostProcess:
-    """A child; `ask` gives a command and waits for what became of it."""
+    """A child process of `host.main`."""
 
     child: "subprocess.Popen[bytes]"
     connection: Connection
 
-    async def ask(self, command: Build | Look | TearDown) -> Built | Looked | Gone:
-        answer = await asyncio.to_thread(self._ask, command)
-        assert not isinstance(answer, Failed), answer.traceback
-        return answer
+    async def call(self, name: str, *arguments: object) -> Any:
+        """Calls a method of the child's `Host` and returns its result."""
+        done, result = await asyncio.to_thread(self._call, name, arguments)
+        assert done, result
+        return result
 
     def end(self) -> None:
         self.child.kill()
         self.child.wait()
         self.connection.close()
 
-    def _ask(self, command: Build | Look | TearDown) -> Built | Looked | Gone | Failed:
-        self.connection.send(command)
+    def _call(self, name: str, arguments: tuple[object, ...]) -> tuple[bool, Any]:
+        self.connection.send((name, arguments))
         assert self.connection.poll(ANSWER_SECONDS), f"process {self.child.pid} does not answer"
         return self.connection.recv()
 
 
 @dataclass
 class Run:
-    """What a case gave: its streams, and what sender and receiver saw of each prompt run by
-    itself."""
+    """Streams of a case, and what sender and receiver held of each prompt run alone."""
 
     streams: Streams
     sent: Looked
@@ -84,45 +85,33 @@ class Matrix:
         self._sender, self._receiver = sender, receiver
 
     async def run(self, case: Case) -> Run:
-        """The case with its halves in two processes; every page must be free again afterwards, and
-        nothing on offer."""
+        """Runs the case with its halves in two processes. Every page must be free again afterwards,
+        and no offer be left."""
         try:
             built = await asyncio.gather(
-                self._sender.ask(Build(WorkerRole.PREFILL, case)),
-                self._receiver.ask(Build(WorkerRole.DECODE, case)),
+                self._sender.call("build", WorkerRole.PREFILL, case),
+                self._receiver.call("build", WorkerRole.DECODE, case),
             )
-            return await self._drive(
-                case, *(one.address for one in built if isinstance(one, Built))
-            )
+            return await self._drive(case, *built)
         finally:
-            await self._receiver.ask(TearDown())
-            await self._sender.ask(TearDown())
+            await self._receiver.call("tear_down")
+            await self._sender.call("tear_down")
 
     async def _drive(self, case: Case, sender: str, receiver: str) -> Run:
         prefill, decode = RemoteWorker(sender), RemoteWorker(receiver)
-        addresses = {WorkerRole.PREFILL.value: sender, WorkerRole.DECODE.value: receiver}
+        addresses = {"prefill": sender, "decode": receiver}
         path = RequestPath(
             ClusterPorts(
-                {WorkerRole.PREFILL.value: prefill.prefill},
-                {WorkerRole.DECODE.value: decode.decode},
-                addresses.__getitem__,
+                {"prefill": prefill.prefill}, {"decode": decode.decode}, addresses.__getitem__
             ),
-            lambda request: TokenStream(
-                TOKENIZER,
-                request.prompt_token_ids,
-                request.sampling.stop,
-                request.sampling.min_tokens,
-            ),
+            lambda request: TokenStream.of(TOKENIZER, request),
             case.engine().limits,
             MonotonicClock(),
         )
         try:
             alone = [await complete(path, request) for request in requests()]
-            sent, received = await self._sender.ask(Look()), await self._receiver.ask(Look())
-            assert isinstance(sent, Looked) and isinstance(received, Looked)
-            together = list(
-                await asyncio.gather(*(complete(path, request) for request in requests()))
-            )
+            sent, received = await self._sender.call("look"), await self._receiver.call("look")
+            together = list(await asyncio.gather(*(complete(path, one) for one in requests())))
             await self._quiet(path)
             return Run(Streams(alone, together), sent, received)
         finally:
@@ -132,8 +121,7 @@ class Matrix:
     async def _quiet(self, path: RequestPath) -> None:
         async with asyncio.timeout(QUIET_SECONDS):
             while True:
-                looked = await self._sender.ask(Look())
-                assert isinstance(looked, Looked)
+                looked = await self._sender.call("look")
                 statuses = await path.status()
                 if looked.offers == 0 and all(
                     one.free_pages == one.total_pages and not one.handoffs for one in statuses
@@ -144,8 +132,8 @@ class Matrix:
 
 @contextmanager
 def two_processes(lends: bool = False) -> Iterator[Matrix]:
-    """They have this process's XLA flags and folder of compiled programs, end with it, and are gone
-    when this is left. `lends`: as of `host.main`."""
+    """Starts two processes with this process's XLA flags and folder of compiled programs. They end
+    with this context, or with this process. `lends`: as of `host.main`."""
     hosts = []
     try:
         hosts += [_start(lends), _start(lends)]  # which is which does not matter yet
@@ -156,7 +144,7 @@ def two_processes(lends: bool = False) -> Iterator[Matrix]:
 
 
 def _start(lends: bool) -> HostProcess:
-    """The pipe between them closes when either is gone, which the other notices."""
+    """The pipe closes when either process ends, which ends the other."""
     ours, its = Pipe()
     cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     program = (
@@ -171,8 +159,8 @@ def _start(lends: bool) -> HostProcess:
 
 
 async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
-    """The reference: the same layouts, page sizes, type and codec in this process; and the KV that
-    its receiver saw."""
+    """The reference: the same layouts, page sizes, dtype and codec in this process, and the KV in
+    its decode mesh's pages."""
     watches: list[KvWatch] = []
 
     def watch(name: str, instance: Replica) -> KvWatch:
@@ -180,7 +168,7 @@ async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
         return watches[-1]
 
     engine = case.engine()
-    load = lambda layout, devices: load_model(LLAMA, layout, devices, dtype=case.dtype)  # noqa: E731
+    load = loader(engine.model.directory, case.dtype)
     prefill, decode = jax.devices()[PREFILL_DEVICES], jax.devices()[DECODE_DEVICES]
     cluster = EmbeddedCluster(
         engine, load, TOKENIZER, [*prefill[: engine.prefill.layout.devices], *decode], record=watch

@@ -1,0 +1,254 @@
+"""Rule 1 over layouts: every mode, layout pair, page size, chunk size and kind of model gives the
+tokens of an oracle, and moves exactly the bytes that its KV spec states.
+
+The oracle is a dense forward pass for the shipped models, and transformers' own tokens for the
+golden families. `test_process_matrix.py` holds the same between two processes. Of the matrix a
+pairwise choice runs by default, in which every two settings meet; `pytest -m slow` runs all."""
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.errors import ConfigError
+from models.tokenizer import Tokenizer
+from tests.end_to_end.clusters import (
+    MOE,
+    Running,
+    config,
+    dense_greedy,
+    golden_copy,
+    golden_greedy,
+    moved_bytes,
+    running,
+)
+from tests.end_to_end.pairwise import pairwise
+from tests.lanes import first_quick
+
+PROMPT = (
+    "Once upon a time there was a little girl named Lily who lived in a small house near the"
+    " forest. One day she"
+)
+TOKENS = 40
+
+PREFILLS = ("tp=1", "tp=2", "tp=4", "dp=2,tp=2", "dp=4")
+DECODES = ("tp=1", "dp=2", "dp=4", "dp=2,tp=2")
+PAGES = (8, 16)
+CHUNKS = (16, 64)
+TWO_MESHES = ((Mode.DISAGGREGATED,), PREFILLS, DECODES, PAGES, PAGES, CHUNKS)
+ONE_MESH = (
+    (Mode.CHUNKED, Mode.UNIFIED),
+    ("tp=1",),  # unused
+    tuple(sorted({*PREFILLS, *DECODES})),
+    (16,),  # unused
+    PAGES,
+    CHUNKS,
+)
+ci, slow = pytest.mark.ci, pytest.mark.slow
+
+
+@cache
+def expected(directory: Path) -> list[int]:
+    return dense_greedy(directory, Tokenizer.from_directory(directory).encode(PROMPT), TOKENS)
+
+
+async def check_bytes(run: Running, prompt: list[int], greedy: list[int], **sampling: object):
+    """Completes one prompt alone; checks its tokens and the bytes that its KV took."""
+    before = sum(run.cluster.channel.bytes_per_pair().values())
+    name = f"r{len(prompt)}"
+    request = run.request(prompt, name, max_tokens=len(greedy), ignore_eos=True, **sampling)
+    done = await run.complete(request)
+    assert done.tokens[0] == greedy
+    moved = sum(run.cluster.channel.bytes_per_pair().values()) - before
+    assert moved == moved_bytes(run.cluster, len(prompt))
+    assert done.timings and done.timings.kv_bytes_moved == moved
+    return done
+
+
+async def check(engine: EngineConfig) -> None:
+    async with running(engine) as run:
+        directory = Path(engine.model.directory)
+        await check_bytes(run, run.tokenizer.encode(PROMPT), expected(directory))
+
+
+def engine_of(
+    mode: Mode, prefill: str, decode: str, prefill_page: int, decode_page: int, chunk: int
+) -> EngineConfig:
+    pages = {"prefill_page": prefill_page, "decode_page": decode_page}
+    return config(mode, prefill, decode, chunk=chunk, **pages)
+
+
+@pytest.mark.parametrize(("case",), first_quick(zip(pairwise(*TWO_MESHES))), ids=str)
+async def test_two_meshes_give_the_tokens_of_a_dense_pass(case):
+    await check(engine_of(*case))
+
+
+@pytest.mark.parametrize(("case",), first_quick(zip(pairwise(*ONE_MESH))), ids=str)
+async def test_one_mesh_gives_the_tokens_of_a_dense_pass(case):
+    await check(engine_of(*case))
+
+
+@slow
+@pytest.mark.parametrize(
+    "case", [*itertools.product(*TWO_MESHES), *itertools.product(*ONE_MESH)], ids=str
+)
+async def test_all_combinations_give_the_tokens_of_a_dense_pass(case):
+    await check(engine_of(*case))
+
+
+@ci
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4"),
+        ("dp=1,tp=4,ep=1", "dp=4,tp=1,ep=1"),
+        ("dp=2,tp=2,ep=4", "dp=2,tp=2,ep=2"),
+    ],
+)
+async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, decode):
+    await check(config(Mode.DISAGGREGATED, prefill, decode, directory=MOE))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode", "chunk"),
+    [
+        pytest.param("glm4_moe_groups", "tp=2,ep=2", "dp=2,tp=2,ep=4", 64, marks=ci),
+        pytest.param("minimax_m2", "dp=2", "tp=4,ep=4", 64, marks=ci),
+        pytest.param("gpt_oss", "tp=2,ep=2", "dp=2,tp=2", 64, marks=ci),
+        pytest.param("gpt_oss_mxfp4", "dp=2", "dp=2,tp=2,ep=4", 64, marks=ci),
+        pytest.param("olmo3", "tp=2", "dp=2", 64, marks=ci),
+        pytest.param("ministral3", "tp=1", "tp=4", 64, marks=ci),
+        pytest.param("mistral4", "tp=4,ep=4", "dp=2,tp=2,ep=4", 64, marks=ci),
+        pytest.param("phi3", "tp=4", "dp=2", 64, marks=ci),
+        pytest.param("gemma2", "tp=2", "dp=2,tp=2", 64, marks=ci),
+        pytest.param("gemma3", "tp=2", "dp=2,tp=2", 64, marks=ci),
+        pytest.param("gemma3_text", "dp=2", "tp=4", 64, marks=ci),
+        # More devices than KV heads by which all of its layers could be cut.
+        pytest.param("gemma4", "tp=4", "dp=2,tp=2", 64, marks=ci),
+        pytest.param("gemma4_moe", "tp=4", "dp=2,tp=2,ep=4", 64, marks=slow),
+        # Latent attention. With chunks of 16 the second one attends to latents in pages.
+        ("deepseek_v3", "tp=1", "tp=4", 64),
+        pytest.param("deepseek_v3", "tp=2,ep=2", "dp=2,tp=2,ep=4", 16, marks=ci),
+        pytest.param("deepseek_v3", "tp=4,ep=4", "dp=4,ep=4", 16, marks=ci),
+        pytest.param("deepseek_v3", "dp=2,tp=2", "tp=1", 16, marks=ci),
+        # State beside KV. With chunks of 16 the second one starts from a state.
+        ("qwen3_5", "tp=2", "dp=2,tp=1", 16),
+        pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", 16, marks=ci),
+        pytest.param("granite4_hybrid", "tp=1", "tp=4", 16, marks=slow),
+        pytest.param("nemotron_h_moe", "tp=1", "tp=2", 16, marks=ci),
+        pytest.param("nemotron_h", "dp=2", "tp=4", 16, marks=slow),
+        pytest.param("qwen3_next", "tp=1", "tp=4", 16, marks=slow),
+        pytest.param("qwen3_next", "tp=4,ep=4", "dp=2,tp=2,ep=4", 16, marks=slow),
+    ],
+)
+async def test_a_family_gives_the_tokens_of_transformers(
+    name: str, prefill: str, decode: str, chunk: int, tmp_path: Path
+) -> None:
+    directory = golden_copy(name, tmp_path)
+    prompt, greedy = golden_greedy(directory)
+    sizes = config(
+        prefill=prefill, decode=decode, directory=directory, context=128, slots=1, chunk=chunk
+    )
+    async with running(sizes) as run:
+        done = await check_bytes(run, prompt, greedy, logprobs=1)
+    logits = np.load(directory / "expected.npz")["logits"][len(prompt) - 1].astype(np.float64)
+    first = logits[greedy[0]] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert done.logprobs[0][0].logprob == pytest.approx(first, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "layout"),
+    [
+        pytest.param("deepseek_v3", Mode.UNIFIED, "dp=2,tp=2", marks=ci),
+        pytest.param("deepseek_v3", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
+        pytest.param("qwen3_next", Mode.CHUNKED, "dp=1,tp=2", marks=ci),
+        pytest.param("granite4_moe", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=2", marks=slow),
+        pytest.param("nemotron_h", Mode.UNIFIED, "dp=2", marks=slow),
+        pytest.param("nemotron_h_moe", Mode.CHUNKED, "tp=2,ep=2", marks=slow),
+        pytest.param("qwen3_5", Mode.UNIFIED, "dp=2,tp=2", marks=slow),
+        pytest.param("qwen3_5_moe", Mode.UNIFIED, "tp=4", marks=slow),
+    ],
+)
+async def test_a_family_on_one_mesh_gives_the_tokens_of_transformers(
+    name: str, mode: Mode, layout: str, tmp_path: Path
+) -> None:
+    """Three prompts of different lengths at once: chunks are packed, and a prompt goes on in a
+    second one."""
+    directory = golden_copy(name, tmp_path)
+    sizes = config(mode, decode=layout, directory=directory, context=128, slots=2, chunk=32)
+    async with running(sizes) as run:
+        await check_continuations(run, directory, (24, 51, 40))
+
+
+async def check_continuations(
+    run: Running, directory: Path, starts: tuple[int, ...], counts: tuple[int, ...] = ()
+) -> None:
+    """Prompts that are beginnings of one golden text, all at once, go on as that text. With
+    `counts`, children of each prompt, rounds are repeated until sequences were preempted."""
+    prompt, greedy = golden_greedy(directory)
+    whole, children = [*prompt, *greedy], counts or (1,) * len(starts)
+    requests = [
+        run.request(
+            whole[:start],
+            f"r{index}",
+            max_tokens=len(whole) - start,
+            ignore_eos=True,
+            n=children[index],
+        )
+        for index, start in enumerate(starts)
+    ]
+    if counts:
+        done, _ = await run.complete_preempted(requests)
+    else:
+        done = await run.complete_all(requests)
+    for one, start, count in zip(done, starts, children, strict=True):
+        assert one.tokens == {child: whole[start:] for child in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "slots", "pages"),
+    [
+        pytest.param("deepseek_v3", "tp=2", 8, 26, marks=ci),
+        pytest.param("qwen3_5", "dp=2", 6, 22, marks=ci),
+        pytest.param("granite4_moe", "dp=2", 6, 22, marks=slow),
+        pytest.param("nemotron_h_moe", "dp=2", 6, 22, marks=slow),
+    ],
+)
+async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_alone(
+    name: str, prefill: str, slots: int, pages: int, tmp_path: Path
+) -> None:
+    directory = golden_copy(name, tmp_path)
+    sizes = config(
+        prefill=prefill,
+        decode="tp=2",
+        directory=directory,
+        context=128,
+        slots=slots,
+        chunk=32,
+        decode_page=8,
+        pages=pages,
+        growth=1,
+    )
+    async with running(sizes) as run:
+        await check_continuations(run, directory, (24, 31, 40, 25, 33, 52), (1, 2, 1, 1, 1, 1))
+
+
+async def test_a_prefix_cache_is_refused_for_a_model_with_state(tmp_path: Path) -> None:
+    sizes = config(directory=golden_copy("qwen3_5", tmp_path), context=128, slots=1, chunk=16)
+    sizes = replace(sizes, prefix=PrefixConfig(True, 16))
+    with pytest.raises(ConfigError, match="prefix_cache is not for a model that keeps state"):
+        async with running(sizes):
+            raise AssertionError("unreachable")
+
+
+def test_the_pairwise_choice_covers_every_pair():
+    for choices in (TWO_MESHES, ONE_MESH):
+        full, chosen = list(itertools.product(*choices)), pairwise(*choices)
+        for i, j in itertools.combinations(range(len(choices)), 2):
+            assert {(case[i], case[j]) for case in full} == {(case[i], case[j]) for case in chosen}
+        assert len(chosen) < len(full) / 2
