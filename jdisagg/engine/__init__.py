@@ -1,2 +1,2 @@
-"""Assembly: an embedded cluster in one process, and the research face on it. May import every room
-of jdisagg but the service."""
+"""Assembly of an embedded cluster in one process, and the research API. May import every package of
+jdisagg but the service."""

@@ -1,6 +1,6 @@
-"""JAX's persistent compilation cache, on by default in a user's cache folder and safe for many
-processes at once: an entry appears whole or not at all, and of those that need the same program at
-the same time one compiles it while the others wait for its entry."""
+"""JAX's persistent compilation cache, on by default in the user's cache folder and safe for many
+processes at once. Entries are written atomically. Of processes that need the same program at the
+same time, one compiles it while the others wait for its entry."""
 
 import fcntl
 import os
@@ -11,21 +11,23 @@ from pathlib import Path
 
 import jax
 
-# No public interface of JAX takes another cache. 0.10 to 0.12 have these names; the tests notice
-# a JAX that does not use what stands here.
+# JAX has no public interface for another cache. Versions 0.10 to 0.12 have these names, and tests
+# fail for a JAX that does not use them.
 from jax._src import compilation_cache as jax_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
 from jdisagg.folders import made_folder
 
-LONGEST_WAIT_SECONDS = 600.0  # for another's program; longer than any takes to compile
+LONGEST_WAIT_SECONDS = (
+    600.0  # longest wait for a program that another process compiles; longer than any compilation
+)
 _POLL_SECONDS = 0.02
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Keeps compiled programs in `directory` ('' switches it off). Programs are found again by
-    content, versions and devices. Raises ConfigError for a folder that cannot be made."""
+    """Keeps compiled programs in `directory` ('' switches the cache off). Programs are found by
+    content, versions and devices. Raises ConfigError if the folder cannot be created."""
     if not directory:
         jax.config.update("jax_compilation_cache_dir", None)
         return
@@ -47,21 +49,22 @@ def _program_cache(path: str) -> tuple[CacheInterface, str]:
 
 
 class ProgramCache(CacheInterface):
-    """One file a program. JAX asks for an entry, compiles where there is none, and puts it, all in
-    one thread. Between the two the thread holds a lock on the key, and who else asks for it waits.
-    The lock is the kernel's: with its holder's process it is gone. A thread holds one at most, and
-    none while it waits, so that nobody waits in a circle."""
+    """One file per program. JAX reads an entry, compiles if there is none, and writes it, all in
+    one thread. In between the thread holds a lock on the key, and others that need the entry wait.
+    It is a kernel lock, which ends with its process. A thread holds at most one lock, and none
+    while it waits, so that there is no deadlock."""
 
     def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
         self._path = path
         self._longest_wait = longest_wait
-        self._compiling = threading.local()  # .lock: the file that is locked for the thread's key
+        self._compiling = threading.local()  # .lock: the locked file of the thread's key
 
     def get(self, key: str) -> bytes | None:
-        self._unlock()  # what this thread compiled before has failed, or could not be kept
+        self._unlock()  # the thread's earlier compilation failed or could not be written
         entry = self._read(key)
         if entry is not None or jax.process_count() > 1:
-            # An instance of several processes compiles in step: none may wait for another instance.
+            # An instance of several processes compiles in lockstep, so none may wait for another
+            # instance.
             return entry
         self._lock(key)
         entry = self._read(key)
@@ -70,7 +73,7 @@ class ProgramCache(CacheInterface):
         return entry
 
     def put(self, key: str, value: bytes) -> None:
-        """Replaces an entry that is there: it was not read, so it is damaged."""
+        """Replaces an existing entry: it was not read, so it is damaged."""
         new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
         try:
             new.write_bytes(value)
@@ -81,7 +84,7 @@ class ProgramCache(CacheInterface):
             self._lock_file(key).unlink(missing_ok=True)
 
     def on_event(self, event: str, duration_secs: float, **_: object) -> None:
-        """JAX tells the thread that it has compiled, whether or not it put an entry."""
+        """JAX reports to the thread that it has compiled, whether or not it wrote an entry."""
         if event == _COMPILED:
             self._unlock()
 
@@ -98,7 +101,7 @@ class ProgramCache(CacheInterface):
             return None
 
     def _lock(self, key: str) -> None:
-        """Where it cannot be had, for whatever reason, the program is compiled without it."""
+        """Locks the key. If that is impossible, the program is compiled without a lock."""
         with suppress(OSError):
             lock = os.open(self._lock_file(key), os.O_RDWR | os.O_CREAT, 0o600)
             self._compiling.lock = lock

@@ -1,11 +1,10 @@
-"""A model directory's fingerprint: equal where the same files are served in the same types, without
-reading terabytes.
+"""A model directory's fingerprint: equal where the same files are served in the same dtypes,
+without reading terabytes.
 
-Of each file under the directory: its path, its size, and all of it up to 64 MiB; of a larger one
-its first bytes (the header of a safetensors file) and samples from all over. Copies on two hosts
-agree; another fine-tune of the same shapes differs. Scales of KV count where KV is kept by them,
-and not where it is in the model's type. The Hugging Face and the Orbax form of one
-model differ too: serve one form in a cluster."""
+It covers each file's path, size and content up to 64 MiB; of a larger file, its first bytes (the
+header of a safetensors file) and samples from all over. Copies on two hosts agree; another
+fine-tune of the same shapes differs. KV scales count only for a KV dtype that uses them. The
+Hugging Face and the Orbax form of one model differ, so a cluster must serve one form."""
 
 import hashlib
 from pathlib import Path
@@ -22,8 +21,12 @@ _IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
 def model_fingerprint(
     directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = ""
 ) -> str:
-    """32 hexadecimal digits. `weights`: what matrices are quantized to, "" where they are not;
-    `kv_dtype`: what KV is kept in, "" where it is `dtype`."""
+    """Returns 32 hexadecimal digits.
+
+    Args:
+        weights: Quantized form of the matrices, or "".
+        kv_dtype: Dtype of the KV cache, or "" for `dtype`.
+    """
     root = Path(directory)
     kinds = (
         dtype + (f" weights={weights}" if weights else "") + (f" kv={kv_dtype}" * bool(kv_dtype))
@@ -48,5 +51,5 @@ def model_fingerprint(
 
 
 def _ignored(path: Path) -> bool:
-    """What is no part of the model: notes, hidden files and folders, caches of Python."""
+    """Whether a file is no part of the model: notes, hidden files and folders, Python caches."""
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)

@@ -1,14 +1,14 @@
-"""Settings of the whole process that make it quicker; each is called once, at the start.
+"""Process-wide settings for speed, each called once at the start.
 
-`keep_freed_memory`: XLA on CPU allocates its temporaries anew in each step; with glibc's defaults
+`keep_freed_memory`: XLA on CPU allocates its temporaries anew in each step. With glibc's defaults
 large ones are mapped and unmapped every time, and the page faults cost 10-20 % of a long bfloat16
-prefill. This is what the environment variables MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and
-MALLOC_TOP_PAD_ do, without a restart and without touching the environment.
+prefill. It does what MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ do, without
+a restart.
 
-`hand_over_quickly`: a worker's event loop, its mesh's two threads and its channel's two hand small
-jobs to each other, and each hand-over may wait for the interpreter's lock: by default up to 5 ms
-for a thread that does not block, as long as 16 MB of KV take. At half a millisecond a hand-off
-between processes is quicker, and nothing measured is slower (benchmarks/LOG.md)."""
+`hand_over_quickly`: a worker's event loop and the threads of its mesh and channel exchange small
+jobs, and each exchange may wait for the interpreter's lock, by default up to 5 ms, as long as 16 MB
+of KV take. With half a millisecond a hand-off between processes is faster, and nothing measured is
+slower (benchmarks/LOG.md)."""
 
 import ctypes
 import sys
@@ -32,5 +32,5 @@ def keep_freed_memory() -> bool:
 
 
 def hand_over_quickly() -> None:
-    """How long one thread keeps the interpreter from the others."""
+    """Shortens the interval after which a thread must release the interpreter's lock."""
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -1,5 +1,5 @@
-"""From an instance's configuration and a model's KV spec to the limits that its scheduler and
-executor share. Pure."""
+"""Derives the limits that a scheduler and its executor share from an instance's configuration and a
+model's KV spec. Pure."""
 
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
@@ -9,13 +9,13 @@ from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
-CONTINUING_ROWS = 4  # on a CPU each row with a past is folded into all queries of a chunk
+CONTINUING_ROWS = 4  # On a CPU each row with cached tokens attends with all queries of a chunk.
 GPU_BATCH = 8
 SAMPLES_PER_CHUNK = 16
-# of a prompt of GROUP_TOKENS: twice as many groups hide little more, and each costs its host work
+# For a prompt of GROUP_TOKENS: more groups overlap little more, and each costs host work.
 GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
-# a block costs both workers a millisecond or so of a CPU, as much as that many bytes
+# A block costs both workers about a millisecond of a CPU, as much as this many bytes.
 BLOCK_COST_BYTES = 1 << 20
 
 
@@ -31,18 +31,20 @@ def mesh_limits(
     rings: bool = False,
     append_tokens: int = 0,
 ) -> MeshLimits:
-    """The buckets of a GPU: batches from 8 rows on (one row is multiplied in another way, through
-    memory, and rounded otherwise), and four chunk lengths a doubling, 8 % of padding in the mean
-    instead of 25. A CPU would compile four times as much for them.
+    """Computes the limits of one mesh.
 
-    `layer_groups` is the prefill side's, as is the instance's `block_bytes`: both sides of a
-    hand-off cut alike. `windows_apart` and `rings`: as in `MeshLimits`, see
-    `hands_windows_apart`. `append_tokens`: the longest chunk of a mesh that decodes what others
-    prefill; 0: it computes none.
+    A GPU gets batches from 8 rows on, because one row is multiplied by another kernel and rounded
+    otherwise, and four chunk lengths per doubling, which reduces mean padding from 25 % to 8 %. A
+    CPU would compile four times as long for them. Unified mode prefills each prompt whole but packs
+    short ones only up to `chunk_tokens`: on a CPU longer chunks leave the caches and are slower per
+    token.
 
-    Unified mode prefills a prompt whole, whatever its length, but packs short ones only up to
-    `chunk_tokens`: on a CPU a chunk of several thousand tokens leaves the caches and is slower a
-    token than several of 512."""
+    Args:
+        layer_groups: The prefill side's number, as `block_bytes` of the configuration is: both
+            sides of a hand-off must cut alike.
+        windows_apart, rings: As in `MeshLimits`; see `hands_windows_apart`.
+        append_tokens: Longest chunk that a decode mesh prefills itself, or 0.
+    """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
     largest = largest_chunk(instance, mode, context_tokens)
@@ -96,25 +98,28 @@ def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...
 
 
 def state_slots(instance: InstanceConfig) -> int:
-    """Sequences whose state a dp rank holds, of a model that keeps some: those in its slots, and
-    those ahead of them."""
+    """Sequences whose state a dp rank holds, of a model with state: those in its slots, and those
+    queued."""
     slots = instance.slots_per_rank
     return slots + sequences_ahead(slots, instance.ahead_sequences)
 
 
 def hands_windows_apart(can_part: bool, mode: Mode, prefix: PrefixConfig) -> bool:
-    """Whether layers with a window are handed over apart from those without, as far as they are
-    still seen, and decode meshes keep them in rings. `can_part`: of the model's `KVSpec`.
+    """Whether layers with a window are transferred apart from the others, as far as the window
+    still reaches, and kept in sliding-window ring buffers on decode meshes.
 
-    Not where KV stays for later requests: what begins alike would need what the window saw there,
-    which nobody has any more. And not on a mesh that prefills and decodes: a chunk is longer than a
-    ring."""
+    Not with a prefix cache, because a shared prefix would need KV that the window no longer
+    reaches. Not on a mesh that prefills and decodes, because a chunk is longer than a ring buffer.
+
+    Args:
+        can_part: Whether the model's `KVSpec` allows it.
+    """
     return can_part and mode is Mode.DISAGGREGATED and not prefix.reuse
 
 
 def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
-    """Raises ConfigError where KV is to stay for later requests and the model keeps state: that is
-    of a sequence's end, and what begins alike would need it as of there."""
+    """Raises ConfigError for a prefix cache of a model with state: only the newest state is kept,
+    and a shared prefix would need an earlier one."""
     if prefix.reuse and spec.has_state:
         raise ConfigError(
             "prefix_cache is not for a model that keeps state beside KV (a recurrent one): a later"
@@ -131,18 +136,17 @@ def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> 
 
 
 def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
-    """How many programs a chunk is chained of. The last group's block of n cannot be hidden behind
-    computing, and is one n-th of all; a block costs host work however small it is. So: as many as
-    leave a middling prompt's blocks large enough, unless another number was asked for. What the two
-    sides of a hand-off may differ in (their chunks, their meshes) does not count, for they must
-    agree."""
+    """The number of programs in which a chunk is computed, one after the other. The transfer of the
+    last group cannot overlap with computation and is 1/n of all; each block also costs host work.
+    So the number is the largest that leaves a typical prompt's blocks large enough, unless
+    configured. It must not depend on anything in which two sides of a hand-off may differ."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
     return min(asked or by_bytes, len(spec.positioned))
 
 
 def finer(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """These sizes and, between each and the next, three more at equal distances, all multiples of
-    the granule."""
+    """These sizes and three more at equal distances between each and the next, all multiples of the
+    block granularity."""
     between = {
         -(-(low * (4 - part) + high * part) // (4 * GRANULE_TOKENS)) * GRANULE_TOKENS
         for low, high in zip(sizes[:-1], sizes[1:], strict=True)

@@ -1,11 +1,9 @@
-"""What an instance takes of each device's memory, worked out before anything is allocated: weights,
-activations, staged KV, sequences' states where the model keeps some, rings of pages where layers
-have a window, and the pages that fit beside them.
+"""Plans an instance's memory on each device before anything is allocated: weights, activations,
+staged KV, states, ring buffers of layers with a window, and the pages that fit beside them.
 
-`fit_instance` makes a configuration concrete: pages for `slots_per_rank` sequences of full context,
-or as many as there is room for; a context that the user did not ask for is cut to what one sequence
-can have. What does not fit is refused with the sum. Pure, but for `device_memory` and
-`check_host_cache`."""
+`fit_instance` completes a configuration: pages for `slots_per_rank` sequences of full context, or
+as many as fit. A default context is reduced to what one sequence can have. What does not fit is
+refused with the sum. Pure, except `device_memory` and `check_host_cache`."""
 
 import os
 from collections.abc import Sequence
@@ -35,12 +33,12 @@ from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
 from jdisagg.worker.peer_fetch import MOST_FETCHES
 
-# Of a host's memory, where the configuration does not say: the rest is for what XLA loses to
-# fragments, for Python, and for whatever else runs there.
+# Default fraction of a host's memory. The rest is for XLA's fragmentation, Python and other
+# programs.
 HOST_FRACTION = 0.5
-# With what is kept there for later.
+# The same with KV in host memory.
 MOST_OF_HOST = 0.9
-# KV that has been computed and not yet fetched, or fetched and not yet inserted, in chunks.
+# Staged KV in chunks: computed and not yet fetched, or fetched and not yet inserted.
 STAGED_CHUNKS = 4
 LEAST_CONTEXT = 256
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -48,7 +46,8 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`bytes` of one device that an instance may take; `what` says of what they are a part."""
+    """`bytes` of one device that an instance may take; `what` names the memory that they are part
+    of."""
 
     bytes: int
     what: str
@@ -56,7 +55,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one device of an instance, and what its pages hold."""
+    """Bytes of one device of an instance, and the capacity of its pages."""
 
     instance: str
     weights: int
@@ -90,7 +89,7 @@ class MemoryPlan:
 def fit_engine(
     config: EngineConfig, geometry: CostGeometry, memory: DeviceMemory
 ) -> tuple[EngineConfig, tuple[MemoryPlan, ...]]:
-    """An embedded cluster whose meshes' devices have `memory` each. Raises ConfigError."""
+    """Fits an embedded cluster whose devices have `memory` each. Raises ConfigError."""
     two = config.mode is Mode.DISAGGREGATED
     roles = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE}
     if not two:
@@ -113,7 +112,7 @@ def fit_engine(
 def fit_worker(
     config: WorkerConfig, role: WorkerRole, geometry: CostGeometry, memory: DeviceMemory
 ) -> tuple[WorkerConfig, MemoryPlan]:
-    """A worker of one role. Raises ConfigError."""
+    """Fits a worker of one role. Raises ConfigError."""
     mode = config.mode if role is WorkerRole.MIXED else Mode.DISAGGREGATED
     instance, plan = fit_instance(
         config.instance, role, mode, config.model, geometry, memory, config.prefix
@@ -131,11 +130,11 @@ def fit_instance(
     memory: DeviceMemory,
     prefix: PrefixConfig | None = None,
 ) -> tuple[InstanceConfig, MemoryPlan]:
-    """The instance with `pages_per_rank` stated, and what it takes.
+    """Returns the instance with `pages_per_rank` set, and its plan.
 
     Raises:
-        ConfigError: weights, activations, staging and the pages asked for (or those of one
-            sequence, where none were) exceed the memory; the message has the sum.
+        ConfigError: Weights, activations, staging and the configured pages (or those of one
+            sequence) exceed the memory; the message has the sum.
     """
     context = model.context_tokens or geometry.context_tokens
     weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
@@ -144,14 +143,14 @@ def fit_instance(
     states = state_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
     fetched = prefix.peer_tokens(instance.page_size) if prefix is not None else 0
-    if prefix is not None and role is WorkerRole.PREFILL:  # on their way to host memory
+    if prefix is not None and role is WorkerRole.PREFILL:  # copies on their way to host memory
         staged += MOST_WRITING * prefix.host_tokens(instance.page_size) * token_bytes
-        if fetched:  # given to others, and from them
+        if fetched:  # sent to peers and received from them
             given = MOST_CHUNKS * chunk
             staged += (given + MOST_FETCHES * BLOCKS_IN_FLIGHT * fetched) * token_bytes
     elif fetched and instance.codec == "none":
         staged += MOST_CHUNKS_OF_DECODE * chunk * token_bytes
-    spilled = 0  # on its way to host memory and back
+    spilled = 0  # copies on their way to host memory and back
     if prefix is not None and prefix.host_bytes and role is not WorkerRole.PREFILL:
         spilled = 0 if state_bytes else 2 * SPILLS_AT_ONCE * chunk * token_bytes
     plan = MemoryPlan(
@@ -160,7 +159,7 @@ def fit_instance(
         _activations(
             geometry, instance, role, append if role is WorkerRole.DECODE else chunk, model.dtype
         ),
-        # of a state as of a chunk: one that is packed, and those on their way
+        # States are staged as chunks are: one that is packed, and those in transfer.
         spilled + (0 if role is WorkerRole.MIXED else staged),
         0,
         0,
@@ -195,8 +194,8 @@ def fit_instance(
 
 
 class DeviceBytes(NamedTuple):
-    """Of one device: weights, KV of one token of a sequence, a sequence's state, and of the token's
-    what layers with a window keep, where others have none."""
+    """Bytes on one device: weights, KV of one token, a state, and the part of a token's KV in
+    layers with a window where others have none."""
 
     weights: int
     token: int
@@ -205,7 +204,7 @@ class DeviceBytes(NamedTuple):
 
 
 def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
-    # What the accelerator is does not matter to what lies on it.
+    # The kind of accelerator does not affect the bytes.
     costs = CostModel(geometry, accelerator("h100"), instance.layout, dtype=dtype)
     return DeviceBytes(
         int(costs.weight_bytes_per_device),
@@ -218,9 +217,9 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
 def device_memory(
     devices: Sequence[Device], fraction: float | None, sharers: int = 1
 ) -> DeviceMemory:
-    """What each of `devices` has for an instance: of an accelerator what XLA may take (which
-    `prepare_runtime` bounds by `fraction`), of a host its memory by `fraction`, in equal parts for
-    all virtual devices of `sharers` processes."""
+    """Memory that each of `devices` has for an instance. For an accelerator it is what XLA may take
+    (which `prepare_runtime` bounds by `fraction`). For a host it is `fraction` of its memory, in
+    equal parts for all virtual devices of `sharers` processes."""
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats:
         least = min(int(found.get("bytes_limit", 0)) for found in stats)
@@ -235,11 +234,11 @@ def device_memory(
 def check_host_cache(
     prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1
 ) -> None:
-    """Whether each of `sharers` workers of this host may keep `prefix.host_gib` of KV in its
-    memory, of which virtual devices take their `fraction`.
+    """Checks that each of `sharers` workers of this host may keep `prefix.host_gib` of KV in its
+    memory, beside the `fraction` of virtual devices.
 
     Raises:
-        ConfigError: there is less; the message has the sum.
+        ConfigError: There is less memory; the message has the sum.
     """
     on_cpu = device.platform == "cpu"
     part = (HOST_FRACTION if fraction is None else fraction) if on_cpu else 0.0
@@ -255,12 +254,12 @@ def check_host_cache(
 
 
 def host_sharers(config: EngineConfig) -> int:
-    """How many workers of an embedded cluster keep KV in host memory."""
+    """Workers of an embedded cluster that keep KV in host memory."""
     return 1 + (config.mode is Mode.DISAGGREGATED and config.prefix.reuse)
 
 
 def describe_tiers(prefix: PrefixConfig, role: WorkerRole) -> str:
-    """What a worker keeps behind its pages."""
+    """One line on a worker's tiers in host memory and on disk."""
     if role is not WorkerRole.PREFILL:
         return f"up to {prefix.host_gib:g} GiB of host memory for sequences that are set aside"
     disk = (
@@ -281,7 +280,7 @@ def tier_room(prefix: PrefixConfig) -> TierRoom:
 
 
 def host_memory() -> int:
-    """Bytes of this machine, or of the container that this process lives in."""
+    """Bytes of this machine's memory, or of this process's container."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(_CGROUP.read_text()))
@@ -292,9 +291,12 @@ def host_memory() -> int:
 def _activations(
     geometry: CostGeometry, instance: InstanceConfig, role: WorkerRole, chunk: int, dtype: str
 ) -> int:
-    """An estimate from above of what the largest program holds beside its arguments: the residual
-    stream, one layer's inner activations, and float32 logits three times over. `chunk`: the
-    longest that the instance computes; 0: it computes none."""
+    """An upper estimate of what the largest program holds beside its arguments: the residual
+    stream, one layer's inner activations, and three copies of float32 logits.
+
+    Args:
+        chunk: Longest chunk that the instance computes, or 0.
+    """
     tp, attention, experts = instance.layout.tp, geometry.attention, geometry.experts
     ffn = max(geometry.ffn, experts.active * experts.ffn + experts.shared_ffn if experts else 0)
     heads = (
@@ -313,7 +315,7 @@ def _activations(
 
 
 def _refusal(name: str, plan: MemoryPlan) -> str:
-    path = Path(name)  # a checkpoint's is its config.json
+    path = Path(name)  # a checkpoint's geometry is in its config.json
     name = path.parent.name if path.name == "config.json" else name
     states = f", {_gigabytes(plan.states)} of sequences' states" if plan.states else ""
     states += f", {_gigabytes(plan.rings)} of what windows see" if plan.rings else ""

@@ -1,9 +1,7 @@
-"""One instance of one role in this process: a model on a mesh, its executor, and the worker in
-front of it.
+"""One model replica of one role in this process: a model on a mesh and its executor.
 
-Assembly for whoever serves a worker (`launch.worker`), and the parts of it that an embedded cluster
-shares. How weights get onto a mesh (`LoadModel`), what carries KV (`Channel`) and how peers are
-found are the caller's affair; this knows neither gRPC nor a model family."""
+Worker processes and embedded clusters share it. The caller passes how weights get onto a mesh
+(`LoadModel`) and what carries KV (`Channel`). Imports neither gRPC nor a model family."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +46,8 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """How an instance's mesh is reached for KV: its processes by index, and the connections that
-    each transfer opens."""
+    """How peers reach a replica's mesh for KV: its processes by index, and the connections per
+    transfer."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -67,8 +65,15 @@ def build_replica(
     windows_apart: bool = False,
     append_tokens: int = 0,
 ) -> Replica:
-    """`layer_groups` is the prefill side's: both sides of a hand-off cut layers alike.
-    `append_tokens`: of the configuration; for an instance that decodes alone."""
+    """Builds the executor of a loaded model.
+
+    Args:
+        context_tokens: Longest sequence.
+        layer_groups: The prefill side's number, because both sides of a hand-off must cut layers
+            alike.
+        windows_apart: As in `MeshLimits`.
+        append_tokens: Configured limit of prompts that a decode mesh prefills.
+    """
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
         config,
@@ -96,8 +101,8 @@ def build_worker_replica(
     channel: Channel,
     plane: KvPlane,
 ) -> Replica:
-    """The instance of one worker on the first of `devices`; its card says how its KV is reached.
-    Blocks while weights are loaded."""
+    """Builds the replica of one worker on the first of `devices`. Its card states how peers reach
+    its KV. Blocks while weights are loaded. Raises LayoutError if devices are too few."""
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(
@@ -128,7 +133,9 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
     if role is not WorkerRole.MIXED:
         return Mode.DISAGGREGATED
     if asked is Mode.DISAGGREGATED:
-        raise ConfigError("mode=disaggregated: a mixed worker has one mesh; say chunked or unified")
+        raise ConfigError(
+            "mode=disaggregated: a mixed worker has one mesh; set mode to chunked or unified"
+        )
     return asked
 
 
@@ -162,8 +169,11 @@ async def warm_up(
     progress: Progress | None = None,
     turn: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Compiles and runs every program that the instance can be asked for. `turn`: waited for before
-    each, where it serves meanwhile."""
+    """Compiles and runs every program of the replica.
+
+    Args:
+        turn: Awaited before each program, where the worker serves meanwhile.
+    """
     executor = instance.executor
     await run_steps([(executor, step) for step in warm_up_steps(executor)], progress, turn)
 
@@ -173,7 +183,8 @@ async def run_steps(
     progress: Progress | None,
     turn: Callable[[], Awaitable[None]] | None,
 ) -> None:
-    """One after the other, each between the commands of its mesh and after a `turn`."""
+    """Runs the steps one after the other, each between the commands of its mesh and after a
+    `turn`."""
     for done, (executor, step) in enumerate(steps):
         if turn:
             await turn()

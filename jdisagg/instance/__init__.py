@@ -1,2 +1,2 @@
-"""One instance of many processes: the leader's commands broadcast to its followers, their joining,
-their liveness, their shared end."""
+"""One instance of several processes: the leader's commands are broadcast to its followers. Covers
+joining, liveness and the common end."""

@@ -1,11 +1,11 @@
 """The leader's executor: every command goes to the followers and to its own mesh, in the same
 order.
 
-To the worker's loop it is an `Executor` like any other. Results are the leader's own (tokens and
-sums are replicated over the mesh), but for pulls, of which each process makes its part: bytes add
-up, and one error is an error. When a process fails, falls silent or goes, everything under way and
-everything later raises `UnavailableError`: programs of the leader's own mesh may then hang in a
-collective for ever, so nothing waits for them, and the process must exit hard."""
+To the worker's loop it is an `Executor` like any other. Results are the leader's own, because
+tokens and sums are replicated over the mesh. A pull is different: each process pulls its part, so
+bytes add up and one error fails the pull. When a process fails, falls silent or leaves, all present
+and future commands raise `UnavailableError`. The leader's programs may then hang in a collective,
+so nothing waits for them and the process must exit at once."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ from jdisagg.scheduler.executor import Executor, MeshLimits
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A command: who has yet to report, what was said so far."""
+    """A command, the processes that have yet to report, and the reports so far."""
 
     future: asyncio.Future[StepResult]
     missing: set[int]
@@ -34,7 +34,7 @@ class _UnderWay:
 
 class BroadcastExecutor:
     """Implements `scheduler.executor.Executor` over `local` and the followers. `end`: the leader's
-    own place on the KV plane."""
+    own endpoint on the KV plane."""
 
     def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
         self.limits: MeshLimits = local.limits
@@ -42,7 +42,7 @@ class BroadcastExecutor:
         self._local = local
         self._followers = followers
         self._under_way: dict[int, _UnderWay] = {}
-        # on this mesh: what all processes refuse alike breaks nothing
+        # refused on this mesh; an error that all processes raise alike breaks nothing
         self._raised: deque[int] = deque(maxlen=1024)
         followers.when_told(self._told)
         followers.when_failed(self._fail_all)
@@ -62,15 +62,15 @@ class BroadcastExecutor:
         return future
 
     def close(self) -> None:
-        """Frees the mesh, after `Followers.stop`, on any thread; a failed instance's mesh is left
-        as it is, for it may hang."""
+        """Frees the mesh, after `Followers.stop`, on any thread. The mesh of a failed instance is
+        not freed, because it may hang."""
         if not self._followers.failure:
             self._local.close()
 
     def _finished(self, number: int, done: "asyncio.Future[StepResult]") -> None:
         entry = self._under_way.get(number)
         if done.cancelled() or entry is None:
-            return  # the instance has failed meanwhile
+            return  # the instance failed meanwhile
         if error := done.exception():
             del self._under_way[number]
             self._raised.append(number)
@@ -111,7 +111,7 @@ class BroadcastExecutor:
         try:
             result = _whole(entry.own, entry.pulls)
         except Exception as error:
-            # Nobody awaits what runs here: the instance fails, and with it the command.
+            # No caller awaits this task: an error fails the instance, and with it the command.
             self._under_way[number] = entry
             self._followers.fail(f"command {number}: its parts do not fit: {error!r}")
             return
@@ -126,8 +126,8 @@ class BroadcastExecutor:
 
 
 def _whole(own: StepResult, pulls: list[PullResult]) -> StepResult:
-    """A command's result on all processes: a pull has moved what all of them moved, and failed
-    where one of them did."""
+    """Combines the results of all processes: the bytes of a pull add up, and one failure fails
+    it."""
     if not isinstance(own, PullResult):
         return own
     parts = [own, *pulls]

@@ -1,9 +1,9 @@
-"""A follower's main loop: it runs what the leader orders, in order, on its own part of the mesh.
+"""A follower's main loop: it runs the leader's commands, in order, on its own part of the mesh.
 
-asyncio alone; `LeaderLink` carries the messages. The follower decides nothing. It returns when the
-leader says stop, and raises `UnavailableError` when the leader goes, falls silent, or a command
-breaks the mesh: the process must then exit hard, for programs may hang in a collective whose other
-half is gone."""
+Only asyncio; `LeaderLink` carries the messages. The follower decides nothing. It returns when the
+leader stops it. It raises `UnavailableError` when the leader leaves or falls silent, or when a
+command breaks the mesh; the process must then exit at once, because programs may hang in a
+collective."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class LeaderLink(Protocol):
         ...
 
     def received(self) -> AsyncIterator[LeaderMessage]:
-        """What the leader sends; ends, or raises `JdisaggError`, when the stream does."""
+        """Messages of the leader. Ends, or raises `JdisaggError`, when the stream does."""
         ...
 
     async def close(self) -> None: ...
@@ -52,8 +52,8 @@ async def run_follower(
     clock: Clock,
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> None:
-    """Joins, prepares (the warm-up, in lockstep with the other processes), then obeys until told to
-    stop."""
+    """Joins, prepares (the warm-up, in lockstep with the other processes), then runs commands until
+    stopped."""
     await _Follower(link, executor, clock, timeouts).run(join, prepare)
 
 

@@ -1,10 +1,9 @@
-"""The leader's roster of followers: who joined, who is ready, who is alive. One that fails, fails
-the instance.
+"""The leader's membership of followers: which have joined, are ready and are alive. The failure of
+one fails the instance.
 
-asyncio alone; messages come and go through `FollowerSession`, one for each follower's stream,
-whatever carries it. Invariants: every follower gets every order, in the same order; nobody joins
-twice, late or without the secret; after the first failure nothing is ordered any more, and
-`failure` says why."""
+Only asyncio; each follower's stream is a `FollowerSession`, whatever carries it. Invariants: every
+follower receives every command, in the same order. None joins twice, late or without the secret.
+After the first failure no command is sent, and `failure` has the reason."""
 
 import asyncio
 import contextlib
@@ -46,11 +45,11 @@ class FollowerSession:
         self._outgoing.put_nowait(packed)
 
     def close(self) -> None:
-        """Ends the stream once what was sent is out."""
+        """Ends the stream after everything queued has been sent."""
         self._outgoing.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[bytes]:
-        """What goes to the follower, packed, until `close`."""
+        """Packed messages to the follower, until `close`."""
         while (packed := await self._outgoing.get()) is not None:
             yield packed
 
@@ -67,12 +66,12 @@ class FollowerSession:
                 )
 
     def ended(self, reason: str) -> None:
-        """The stream is over, from the other side."""
+        """Called when the other side ended the stream."""
         self._membership.fail(f"process {self.process}: {reason}")
 
 
 class Followers:
-    """Made, used and stopped on one event loop. `processes` counts the leader (process 0) too."""
+    """Use it on one event loop. `processes` includes the leader (process 0)."""
 
     def __init__(
         self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance
@@ -92,8 +91,8 @@ class Followers:
         self._pulse: asyncio.Task[None] | None = None
 
     def join(self, join: Join) -> FollowerSession:
-        """Takes a follower in. Raises `InvalidRequestError` for one that does not belong here,
-        `UnavailableError` when it is too late."""
+        """Adds a follower. Raises `InvalidRequestError` for one that does not belong to this
+        instance, `UnavailableError` if it is too late."""
         if join.secret != self.secret:
             raise InvalidRequestError(
                 "instance: the secret of a joining process is not this instance's; start all"
@@ -118,7 +117,7 @@ class Followers:
         return session
 
     async def all_ready(self, timeout_seconds: float) -> None:
-        """Waits until every follower has joined and is warm, then tells them to begin. Raises
+        """Waits until every follower has joined and is warm, then starts them. Raises
         `UnavailableError`."""
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -140,7 +139,8 @@ class Followers:
         self._send_all(Begin())
 
     def ends(self, own: KvEnd | None) -> tuple[KvEnd, ...]:
-        """By process index; `own` is the leader's. Empty unless every process has one."""
+        """KV endpoints by process index. `own` is the leader's. Empty unless every process has
+        one."""
         ends = [own, *(self._sessions[number].end for number in sorted(self._sessions))]
         return tuple(end for end in ends if end) if all(ends) else ()
 
@@ -151,16 +151,16 @@ class Followers:
         return self._number
 
     def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
-        """Who hears (process, message) of what followers report."""
+        """Sets the callback (process, message) for reports of followers."""
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
-        """Called once, at the first failure."""
+        """Sets the callback for the first failure."""
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
-        """Returns when the instance has failed: its processes must then exit, at once and hard
-        (collectives may hang)."""
+        """Returns when the instance has failed. Its processes must then exit at once, because
+        collectives may hang."""
         await self._failed.wait()
         assert self.failure
         return self.failure
@@ -170,7 +170,7 @@ class Followers:
             self._on_told(process, message)
 
     def fail(self, why: str) -> None:
-        """The instance is over. Idempotent; the first reason stays."""
+        """Fails the instance. Idempotent; the first reason is kept."""
         if self.failure or self._stopped:
             return
         self.failure = UnavailableError(
@@ -183,7 +183,7 @@ class Followers:
         self._close()
 
     def stop(self) -> None:
-        """Lets the followers finish and go. Idempotent."""
+        """Lets the followers finish and end. Idempotent."""
         if not self._stopped and not self.failure:
             self._stopped = True
             self._send_all(Stop())
@@ -196,7 +196,7 @@ class Followers:
             self._pulse.cancel()
 
     def _send_all(self, message: LeaderMessage) -> None:
-        """Packs a message once, however many followers there are."""
+        """Packs a message once for all followers."""
         packed = pack(message)
         for session in self._sessions.values():
             session.send(packed)

@@ -1,14 +1,14 @@
-"""When silence means death: a watch that counts only silence that it was awake to hear.
+"""Decides when silence means death. It counts only silence while this process itself was running.
 
-A process that was itself held up (a long collection, a stopped container) would find every other
-silent when it wakes; so each look counts at most twice the time between looks. Pure: time is an
+A process that was held up (a long collection, a stopped container) would find every other process
+silent when it resumes, so each look counts at most twice the time between looks. Pure: time is an
 argument."""
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:
-    """`heard` on every message, `look` every `look_seconds`."""
+    """Call `heard` on every message and `look` every `look_seconds`."""
 
     def __init__(
         self, now: float, look_seconds: float = DEFAULT_TIMEOUTS.instance.look_seconds

@@ -1,8 +1,8 @@
-"""Several processes become one JAX job: who am I, how many are we, and a few words that process 0
-says to all.
+"""Joins several processes into one JAX job: their indices, their number, and a short text that
+process 0 shares.
 
-The only file of this room that knows JAX. On CPU collectives go over gloo. Slurm, Kubernetes and
-Open MPI are detected by JAX when no flags are given. Must run before the first use of a device."""
+The only file of this package that imports JAX. On CPU collectives use gloo. JAX detects Slurm,
+Kubernetes and Open MPI when no flags are given. Must run before the first use of a device."""
 
 import os
 import re
@@ -33,8 +33,8 @@ class ProcessGroup:
         return self.process == 0
 
     def share(self, text: str) -> str:
-        """Process 0's `text` (UTF-8, at most 256 bytes), on every process. All must call it; blocks
-        until they have."""
+        """Returns process 0's `text` (UTF-8, at most 256 bytes) on every process. All must call it;
+        it blocks until they have."""
         data = text.encode() if self.leads else b""
         if len(data) > SHARED_BYTES:
             raise ConfigError(
@@ -50,11 +50,11 @@ class ProcessGroup:
         )
 
     def devices(self, count: int) -> list[Device]:
-        """The job's devices; where it has several processes, `count` of them, as many of each: no
-        process is left without a part of the mesh.
+        """The job's devices. With several processes, `count` of them, equally many of each, so that
+        every process has a part of the mesh.
 
         Raises:
-            ConfigError: they cannot be had so; the message has the numbers.
+            ConfigError: The processes cannot provide them; the message has the numbers.
         """
         found = jax.devices()
         if self.processes == 1:
@@ -71,7 +71,7 @@ class ProcessGroup:
         return [device for devices in own for device in devices[:each]]
 
     def leave(self) -> None:
-        """The clean end of the job: waits, bounded, for the other processes."""
+        """Ends the job cleanly: waits, with a limit, for the other processes."""
         if self.processes > 1:
             jax.distributed.shutdown()
 
@@ -83,13 +83,20 @@ def join_instance(
     local_device_ids: Sequence[int] | None = None,
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> ProcessGroup:
-    """Joins this process to its instance's JAX job. `coordinator` is process 0's host:port; all
-    None: as the cluster's scheduler says. `local_device_ids`: which of the devices that it sees are
-    its own; None: all, but under Slurm and Open MPI one.
+    """Joins this process to its instance's JAX job.
 
-    Raises `ConfigError` for flags that cannot be, and for what JAX refuses at once. Where the
-    processes do not find each other within `timeouts.start_seconds`, JAX ends this one by SIGABRT,
-    with its own words on stderr: the supervisor starts it again."""
+    If the processes do not find each other within `timeouts.start_seconds`, JAX ends this one by
+    SIGABRT with its own message on stderr, and the supervisor restarts it.
+
+    Args:
+        coordinator: host:port of process 0. If it, `num_processes` and `process_id` are None, the
+            cluster's scheduler provides them.
+        local_device_ids: Devices of this process among those it sees. None means all, but one under
+            Slurm and Open MPI.
+
+    Raises:
+        ConfigError: Flags contradict each other, or JAX refuses them at once.
+    """
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
         raise ConfigError(
@@ -116,7 +123,7 @@ def join_instance(
             heartbeat_timeout_seconds=round(timeouts.jax_heartbeat_seconds),
             shutdown_timeout_seconds=round(timeouts.jax_shutdown_seconds),
         )
-    except (RuntimeError, ValueError, KeyError) as error:  # of half an environment, too
+    except (RuntimeError, ValueError, KeyError) as error:  # also for an incomplete environment
         where = (
             f"coordinator={coordinator} is process 0's address and free"
             if coordinator
@@ -131,8 +138,8 @@ def join_instance(
 
 
 def exit_soon(status: int, seconds: float = DEFAULT_TIMEOUTS.instance.exit_seconds) -> None:
-    """Ends a process of a failed instance hard after `seconds`, time for a last message: threads
-    may hang in a collective whose other half is gone, and every orderly end (interpreter, JAX's
+    """Ends a process of a failed instance after `seconds`, which leaves time for a last message,
+    without clean-up. Threads may hang in a collective, and every orderly end (interpreter, JAX's
     shutdown barrier) would wait for them."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True

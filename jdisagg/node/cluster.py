@@ -1,10 +1,9 @@
-"""A whole cluster on one host: router and workers as child processes, one log, a live table, a
-clean end.
+"""A whole cluster on one host: router and workers as child processes, one log and a live table.
 
-A worker that dies is started again under its name and address; one that cannot work as it is
-configured ends the cluster. The first signal ends it in order (the routers take no new requests and
-running ones end, then the workers stop), a second one now. Children die with this process, whatever
-kills it."""
+A worker that dies is restarted under its name and address. A worker that exits because of its
+configuration ends the cluster. The first signal drains: routers refuse new requests, running
+requests end, then the workers stop. The second signal stops at once. Children die with this
+process, however it ends."""
 
 import asyncio
 import contextlib
@@ -26,14 +25,13 @@ from jdisagg.supervisor.supervisor import GroupSpec, GroupState, SupervisedGroup
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
-_TRIES = 4  # of a process, before the cluster has ever served
+_TRIES = 4  # restarts of one process before the cluster has ever served
 _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 
 
 class Cluster:
-    """Starts the plan's groups, watches them through the router's own status, and stops them in
-    order. Build it where the loop runs. Raises ConfigError for files of secrets that do not
-    serve."""
+    """Starts the plan's groups, watches them through the router's status, and stops them in order.
+    Build it on the event loop. Raises ConfigError for invalid files of secrets."""
 
     def __init__(self, plan: ClusterPlan, log: ClusterLog) -> None:
         service = plan.config.engine.service
@@ -41,19 +39,20 @@ class Cluster:
         self._plan = plan
         self._timeouts = plan.config.engine.limits.timeouts
         self._stop_seconds = service.drain_seconds + self._timeouts.process.kill_seconds
-        # Ours, for we ask as a client.
+        # This process calls the router as a client, so it needs a client's credentials.
         self._credentials = replace(cluster_credentials(service), token=tokens[0] if tokens else "")
         self._log = log
         self._failed: str | None = None
         self._force = asyncio.Event()
         self._signals = StopSignals(self._force.set)
-        # What each process does until it serves, by what it says; "" once it serves.
+        # What each process reports of its start; "" once it serves.
         self._phases: dict[str, str] = {}
         self._routers = [self._group(spec) for spec in plan.routers()]
         self._workers = [self._group(spec) for spec in plan.workers()]
 
     async def run(self) -> int:
-        """The exit status: 0 after a stop that was asked for, 1 when a process cannot work."""
+        """Runs until the end and returns the exit status: 0 after a requested stop, 1 when a
+        process cannot work."""
         watching = asyncio.create_task(self._watch())
         try:
             for group in (*self._routers, *self._workers):
@@ -82,7 +81,7 @@ class Cluster:
         )
 
     def _take_line(self, name: str, line: str) -> None:
-        """A line of a process: into the log, and what it says of the process's start is kept."""
+        """Writes a line of a process to the log, and keeps what it reports of its start."""
         owner = name if name in self._phases else name.rpartition(".")[0]
         if found := _COMPILED.search(line):
             self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"
@@ -96,7 +95,7 @@ class Cluster:
         self._signals.raise_first()
 
     async def _watch(self) -> None:
-        """Says once when all serve; keeps the table."""
+        """Reports once when all processes serve; keeps the table up to date."""
         served = False
         client = AsyncClient(
             self._plan.address,
@@ -125,8 +124,8 @@ class Cluster:
                 await asyncio.sleep(_POLL_SECONDS)
 
     def _shown(self, group: SupervisedGroup, statuses: dict[str, WorkerStatus]) -> Shown:
-        """A process that does not run, or does not serve yet, has no figures: those that the router
-        still has are of its last life."""
+        """A process that does not serve yet is shown without figures: those of the router are from
+        before its restart."""
         if group.state is not GroupState.RUNNING:
             self._phases.pop(group.name, None)
             return Shown(group.name, group.state.value, group.restarts, None)
@@ -135,7 +134,7 @@ class Cluster:
         return Shown(group.name, phase or "running", group.restarts, status)
 
     async def _stop_all(self) -> None:
-        """The routers first: their running requests need the workers."""
+        """Stops the routers first, because their running requests need the workers."""
         await self._stop_groups(self._routers, self._stop_seconds)
         await self._stop_groups(self._workers, self._stop_seconds)
 

@@ -1,8 +1,8 @@
-"""Which processes make a cluster on one host, and what each of them is: data, no process is started
-here.
+"""Which processes make a cluster on one host, and their configurations. It is data: no process is
+started here.
 
-Every process keeps its port for life, so that one that is restarted is found where it was; only an
-instance's coordinator listens elsewhere at each start, for its old port may still be settling."""
+Every process keeps its port, so that it is found again after a restart. Only an instance's
+coordinator gets a new port at each start, because its old port may still be in use."""
 
 import errno
 import os
@@ -37,11 +37,15 @@ _DRAWN = range(20000, 32768)
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A whole cluster. `model`: the directory that all processes serve. `observe.metrics_port`: the
-    first router's; the workers' follow it; 0: none. `changes_roles`: the first router lets workers
-    change their roles. `processes`: of each worker. `gpus`: those that the workers' processes are
-    given, in order, `gpus_per_process` each (None: as the layouts need); none: nobody is told which
-    devices it may use."""
+    """A whole cluster.
+
+    Attributes:
+        model: Directory of the model that all processes serve.
+        processes: Processes of each worker.
+        changes_roles: Whether the first router lets workers change their roles.
+        gpus: GPUs for the workers' processes, in order; empty to leave the choice to the processes.
+        gpus_per_process: GPUs of each process, or None for as many as the layouts need.
+    """
 
     engine: EngineConfig
     shape: ClusterShape
@@ -84,9 +88,14 @@ class InstancePlan:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """`ports`: the routers'. `folder`: where the processes' files go at each start. `gpus`: which
-    each process may use, by name; one that is not in it may use all. `http_ports`: of the routers'
-    HTTP doors; none where they have none."""
+    """All processes of a cluster.
+
+    Attributes:
+        ports: The routers' ports.
+        folder: Folder for the processes' configuration files, written at each start.
+        gpus: GPUs of each process by name. Processes without an entry may use all.
+        http_ports: The routers' HTTP ports; empty without HTTP.
+    """
 
     config: ClusterConfig
     ports: tuple[int, ...]
@@ -101,7 +110,7 @@ class ClusterPlan:
 
     @property
     def address(self) -> str:
-        """The first router's."""
+        """The first router's address."""
         return self.addresses[0]
 
     @property
@@ -110,7 +119,7 @@ class ClusterPlan:
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
-        """Where each router listens."""
+        """The service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         return tuple(
             replace(service, port=port, http_port=http_port)
@@ -121,8 +130,8 @@ class ClusterPlan:
         return self.routers()[0]
 
     def routers(self) -> tuple[GroupSpec, ...]:
-        """The first is `router`, alone with a metrics port and the say in roles; the others are
-        router-1 and on."""
+        """The first is `router`, the only one with a metrics port and role changes. The others are
+        router-1 and so on."""
         names = ["router", *(f"router-{index}" for index in range(1, len(self.ports)))]
         return tuple(
             GroupSpec(name, lambda index=index, name=name: (self._router(name, index),))
@@ -155,7 +164,7 @@ class ClusterPlan:
         )
 
     def worker_configs(self, instance: InstancePlan) -> tuple[WorkerProcessConfig, ...]:
-        """One for each process of the instance."""
+        """The configuration of each process of the instance."""
         config, count = self.config, len(instance.ports)
         made = worker_config(config.engine, instance.role)
         metrics_port = config.observe.metrics_port
@@ -186,7 +195,7 @@ class ClusterPlan:
 
     @property
     def _fetches(self) -> bool:
-        """Whether prefill workers fetch what others keep."""
+        """Whether prefill workers fetch cached KV from each other."""
         prefix = self.config.engine.prefix
         prefills = sum([one.role is WorkerRole.PREFILL for one in self.instances])
         may = prefills > 1 or (prefills > 0 and self._returns)
@@ -195,7 +204,8 @@ class ClusterPlan:
 
     @property
     def _returns(self) -> bool:
-        """Whether they fetch from decode workers too, which give nothing that a codec changed."""
+        """Whether they also fetch from decode workers, whose KV must not have passed a lossy
+        codec."""
         engine = self.config.engine
         return engine.routing.fetch_from_decode and engine.decode.codec == "none"
 
@@ -227,7 +237,7 @@ class ClusterPlan:
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
-    """Ports and instances. Raises ConfigError, LayoutError."""
+    """Plans ports and instances. Raises ConfigError, LayoutError."""
     engine, shape, service = config.engine, config.shape, config.engine.service
     layouts = {
         WorkerRole.PREFILL: (shape.prefill, engine.prefill.layout),
@@ -256,13 +266,13 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _router_ports(host: str, first: int, count: int) -> list[int]:
-    """Ports that follow each other; free ones for 0."""
+    """Consecutive ports, or free ports for 0."""
     return [first + index for index in range(count)] if first else free_ports(host, count)
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
-    """How many each of the instance's processes has. One that is alone may change its role: it has
-    as many as the other role's layout wants."""
+    """Devices of each of the instance's processes. A single process may change its role, so it gets
+    enough for the other role's layout."""
     alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
     layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
     return max(
@@ -285,8 +295,8 @@ def _gpus_of_process(
 def plan_instances(
     role: WorkerRole, count: int, layout: Layout, processes: int, host: str
 ) -> tuple[InstancePlan, ...]:
-    """`count` instances of a role, named role-0 and on, each port free at this moment. Raises
-    ConfigError."""
+    """Plans `count` instances of a role, named role-0 and so on, each on a port that is free at
+    this moment. Raises ConfigError."""
     if count < 0 or processes < 1:
         raise ConfigError(
             f"--{role.value}_workers={count} must not be negative and"
@@ -312,12 +322,12 @@ def plan_instances(
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on now, all different. Between this and their use somebody might
-    take one: its process then says so.
+    """Different ports on which nothing listens now. Another program may take one before its use;
+    the process then reports that.
 
-    They lie below those that systems lend to connections and to listeners on port 0 (Linux: from
-    32768 on), and are drawn, so that neither a connection nor a second caller is likely to take one
-    before its use. Raises ConfigError where none is free."""
+    They lie below the range that systems use for outgoing connections and for port 0 (on Linux from
+    32768), and are drawn at random, so that a collision is unlikely. Raises ConfigError if none is
+    free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     free: list[int] = []
     for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):

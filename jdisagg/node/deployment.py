@@ -1,4 +1,4 @@
-"""An embedded cluster with its tokenizer and its front, from a configuration: what one process
+"""An embedded cluster with its tokenizer and frontend, built from a configuration: what one process
 serves or generates with."""
 
 import asyncio
@@ -41,15 +41,19 @@ from jdisagg.router.cluster_state import Description
 
 _log = logging.getLogger(__name__)
 
-# Takes a model's arrays over: the given `Loaded` is of no use afterwards.
+# Donates the model's arrays: the given `Loaded` must not be used afterwards.
 Relayout = Callable[[Loaded, Layout, Sequence[Device]], Loaded]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint, as the entry points find it: what it is called, how its weights get onto a
-    mesh (`load`), how they are laid out anew there (`relayout`), and what compiles grammars for its
-    tokenizer (None: it has none)."""
+    """A checkpoint.
+
+    Attributes:
+        load: Loads the weights onto a mesh.
+        relayout: Rearranges loaded weights for another layout.
+        grammars: Grammar compiler for its tokenizer, or None without one.
+    """
 
     directory: str
     name: str
@@ -63,19 +67,23 @@ class ModelSource:
 def prepare_runtime(
     cpu_devices: int, compilation_cache: str, memory_fraction: float | None = None
 ) -> None:
-    """Settings that must precede the first use of a device. On CPU: so many virtual devices; on a
-    GPU: what part of its memory XLA takes (None: 0.9). Raises ConfigError where it comes too
-    late."""
+    """Applies settings that must precede the first use of a device. Raises ConfigError if a device
+    was used before.
+
+    Args:
+        cpu_devices: Virtual devices on CPU.
+        memory_fraction: Fraction of a GPU's memory that XLA may take; 0.9 if None.
+    """
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
     set_memory_fraction(memory_fraction or DEVICE_FRACTION)
-    # absl lets INFO through: which plugins are not installed, what Orbax is about to read.
+    # absl logs INFO by default: plugins that are not installed, files that Orbax reads.
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("jax").setLevel(logging.WARNING)
     try:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError as error:
-        # Made when JAX is imported, so that no stub has it.
+        # JAX creates this attribute at import, so that type stubs lack it.
         before = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
         keep = (
             f", or keep devices={before}"
@@ -83,30 +91,30 @@ def prepare_runtime(
             else ", and come here before anything else uses JAX"
         )
         raise ConfigError(
-            f"devices={cpu_devices}: JAX runs with {len(jax.devices())} in this process, for good;"
-            f" restart it (a notebook's kernel){keep}"
+            f"devices={cpu_devices}: JAX already runs with {len(jax.devices())} in this process;"
+            f" restart the process (a notebook's kernel){keep}"
         ) from error
     keep_freed_memory()
     use_compilation_cache(compilation_cache)
 
 
 def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
-    """`prepare_runtime` for an embedded cluster; `cpu_devices` None: as many as its layouts
-    need."""
+    """`prepare_runtime` for an embedded cluster. By default it has as many CPU devices as the
+    layouts need."""
     prepare_runtime(
         cpu_devices or devices_of(config), config.compilation_cache, memory_fraction(config)
     )
 
 
 def memory_fraction(config: EngineConfig) -> float | None:
-    """What part of its devices' memory the process may take: the larger of its meshes'."""
+    """Fraction of its devices' memory that the process may take: the larger of its meshes'."""
     given = [side.memory_fraction for side in (config.prefill, config.decode)]
     return max((part for part in given if part is not None), default=None)
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
-    """What the router of an embedded cluster should know of its two workers: one process, and how
-    fast, where the recipe says on what."""
+    """Describes the two workers to the router: one process, and their speeds if the recipe names
+    the hardware."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
@@ -120,9 +128,13 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 
 class Deployment:
-    """An embedded cluster, its tokenizer and its front. `record_to`: a folder for its recordings,
-    where not empty. `tell` gets a line for each mesh, of what it will take of its devices' memory,
-    before anything is allocated. Raises ConfigError where that is more than there is."""
+    """An embedded cluster, its tokenizer and its frontend. Raises ConfigError if a mesh needs more
+    memory than its devices have.
+
+    Args:
+        record_to: Folder for recordings, or empty.
+        tell: Receives one line for each mesh, before allocation, with the memory that it will take.
+    """
 
     def __init__(
         self,
@@ -187,9 +199,13 @@ class Deployment:
         self._loading: asyncio.Task[None] | None = None
 
     async def start(self, *, at_once: bool = False) -> None:
-        """Warms up, with a progress bar on stderr where it takes long, and starts the workers.
-        `at_once`: where one like this was warm on this machine before, the workers start first, and
-        its programs are loaded from the compilation cache while they have nothing to do."""
+        """Warms up, with a progress bar on stderr if it takes long, and starts the workers.
+
+        Args:
+            at_once: Whether to start the workers first, if the same configuration was warm on this
+                machine before. Programs are then loaded from the compilation cache while the meshes
+                are idle.
+        """
         warmed = None
         if at_once and self.config.warm_up:
             warmed = WarmedBefore(self.config, None, self.frontend.model.version)
@@ -203,14 +219,15 @@ class Deployment:
             warmed.note()
 
     async def stop(self) -> None:
-        """Ends what runs and frees the meshes."""
+        """Ends running requests and frees the meshes."""
         if self._loading:
             self._loading.cancel()
             await asyncio.wait({self._loading})
         await self.cluster.stop()
 
     async def _load(self) -> None:
-        """What fails here fails for a request, too, and is answered there."""
+        """A failure is only logged: a request that needs the program fails in the same way and
+        reports it."""
         try:
             await self.cluster.warm_up(beside=True)
         except Exception as error:

@@ -1,7 +1,7 @@
-"""Which of a host's GPUs a process may use: decided before it is started, told in its environment.
+"""Which of a host's GPUs a process may use. The parent decides and passes it in the environment.
 
-GPUs are named as in CUDA_VISIBLE_DEVICES, by index or by UUID. Several workers may share one: each
-then gets its part of the memory. Knows neither JAX nor CUDA."""
+GPUs are named as in CUDA_VISIBLE_DEVICES, by index or by UUID. Several workers may share one, each
+with a part of its memory. Imports neither JAX nor CUDA."""
 
 import os
 from collections import Counter
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from jdisagg.errors import ConfigError
 
-# Of a GPU's memory, for XLA, where the configuration does not say.
+# XLA's default fraction of a GPU's memory
 DEVICE_FRACTION = 0.9
 VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION"
 _MEMORY_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# the step's first: a job's own number stays in the environment of a step that has another
+# The step's variable comes first, because the job's number stays in the step's environment.
 _LOCAL_SIZES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
@@ -22,13 +22,15 @@ _UUIDS = ("GPU-", "MIG-")
 
 
 def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
-    """ "0-3,6" -> 0, 1, 2, 3, 6; an index may come twice where they are for `several` workers.
+    """Parses "0-3,6" to 0, 1, 2, 3, 6. An index may occur twice if they are for `several` workers.
     Raises ConfigError naming the flag."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"--{flag}={text}: {part!r} is no GPU; give indices, such as 0-3,6")
+            raise ConfigError(
+                f"--{flag}={text}: {part!r} is not a GPU; give indices, such as 0-3,6"
+            )
         indices = range(int(first), int(last or first) + 1)
         if not indices:
             raise ConfigError(f"--{flag}={text}: {part!r} goes backwards; put the smaller first")
@@ -44,21 +46,21 @@ def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]
 def gpus_of_host(
     environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> tuple[int | str, ...]:
-    """Those that this process may use, by NVIDIA's device files and CUDA_VISIBLE_DEVICES; none
-    where JAX was told to keep to other platforms."""
+    """GPUs that this process may use, by NVIDIA's device files and CUDA_VISIBLE_DEVICES. Empty if
+    JAX is configured for other platforms."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()
     visible = environment.get(VISIBLE)
     if visible is None:
-        # CUDA counts those that are there from 0 on, whatever their files are called: a container
+        # CUDA numbers present GPUs from 0, whatever their files are called: a container
         # may have /dev/nvidia4 alone
         names = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
         return tuple(range(sum(name.isdigit() for name in names)))
     found: list[int | str] = []
     for part in map(str.strip, visible.split(",")):
         if not part.isdigit() and not part.startswith(_UUIDS):
-            break  # what comes behind it CUDA does not see
+            break  # CUDA ignores entries behind an invalid one
         found.append(int(part) if part.isdigit() else part)
     return tuple(found)
 
@@ -66,8 +68,8 @@ def gpus_of_host(
 def assign_gpus(
     names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Each process gets the next ones of `gpus`, as many as it needs. Raises ConfigError with the
-    sum where there are too few."""
+    """Assigns the next GPUs of the list to each process, as many as it needs. Raises ConfigError
+    with the sum if there are too few."""
     if sum(needs) > len(gpus):
         wanted = ", ".join(f"{name} {need}" for name, need in zip(names, needs, strict=True))
         raise ConfigError(
@@ -94,32 +96,36 @@ def gpu_environment(
     fraction: float,
     all_gpus: Sequence[int | str],
 ) -> dict[str, str]:
-    """`environment` with the variables of a process with `gpus`: which it sees, and what part of
-    their memory XLA may take, `fraction` over all processes that share one of them."""
+    """Adds the variables of a process with `gpus` to an environment: the visible GPUs and XLA's
+    part of their memory.
+
+    Args:
+        fraction: Memory fraction over all processes that share a GPU.
+    """
     shared = max((Counter(all_gpus)[gpu] for gpu in gpus), default=1)
     told = {VISIBLE: ",".join(map(str, gpus)), MEMORY: f"{fraction / max(1, shared):.4f}"}
-    # JAX refuses to have both names of the fraction
+    # JAX raises if both names of the fraction are set
     kept = {name: value for name, value in environment.items() if name != _MEMORY_BEFORE}
     return {**kept, **told}
 
 
 def set_memory_fraction(fraction: float) -> None:
-    """For this process, before JAX first uses a device; what the user said in the environment
-    holds."""
+    """Sets XLA's memory fraction of this process, before JAX first uses a device. A value in the
+    user's environment takes precedence."""
     if _MEMORY_BEFORE not in os.environ:
         os.environ.setdefault(MEMORY, f"{fraction:.4f}")
 
 
 def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None:
-    """Which of the `gpus` that it sees a task of Slurm or Open MPI takes: its even share of its
-    node's, so that one task a node has all and one task a GPU has its own; all, where each task was
-    bound to its own already. None where no scheduler says (JAX takes all).
+    """The GPUs, of those visible, that a task of Slurm or Open MPI takes: an even share of its
+    node's, or all if each task is bound to its own. None without a scheduler; JAX then takes all.
 
-    JAX itself gives each task one device whatever their number (jax.distributed.initialize).
+    JAX by itself would give each task one device, whatever their number
+    (jax.distributed.initialize).
 
     Raises:
-        ConfigError: the tasks of the node cannot share them out evenly, or the scheduler's
-            variables are no numbers.
+        ConfigError: The node's tasks cannot share the GPUs evenly, or the scheduler's variables are
+            not numbers.
     """
     size, tasks = _number(environment, _LOCAL_SIZES)
     _, rank = _number(environment, _LOCAL_RANKS)
@@ -131,21 +137,21 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
         return list(range(gpus))
     if not tasks or gpus % tasks:
         raise ConfigError(
-            f"{size}={environment[size]} tasks on a node of {gpus} GPUs: they cannot be shared out"
-            " evenly; start one task a node, or one a GPU"
+            f"{size}={environment[size]} tasks on a node of {gpus} GPUs: they cannot share the GPUs"
+            " evenly; start one task per node, or one per GPU"
         )
     each = gpus // tasks
     return list(range(rank * each, (rank + 1) * each))
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
-    """The first of these variables that is there, and its number: "4(x2)" and "4,2" are 4."""
+    """The first of these variables that is set, and its number. "4(x2)" and "4,2" give 4."""
     name = next((name for name in names if name in environment), "")
     if not name:
         return "", None
     number = environment[name].split("(")[0].split(",")[0]
     if not number.isdigit():
         raise ConfigError(
-            f"{name}={environment[name]} is no number; start the task by srun or mpirun"
+            f"{name}={environment[name]} is not a number; start the task with srun or mpirun"
         )
     return name, int(number)

@@ -1,7 +1,7 @@
-"""Asks the simulator the guide's questions, in a process of its own: neither the event loop nor the
-interpreter of the server has work with them, and what takes too long is ended.
+"""Answers the planning guide's questions with the simulator, in a child process, so that it takes
+no time of the server's event loop or interpreter and can be ended if it takes too long.
 
-One question at a time: who comes meanwhile is told to come again. The last answers are kept."""
+It answers one question at a time and rejects others meanwhile. The latest answers are cached."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
 
 class Guide:
-    """`program` answers a question on stdin, both JSON."""
+    """`program` reads a question from stdin and writes the answer to stdout, both as JSON."""
 
     def __init__(self, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
         self._program = program
@@ -30,15 +30,15 @@ class Guide:
         self._answers: OrderedDict[GuideQuestion, bytes] = OrderedDict()
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes:
-        """A question's answer, as JSON.
+        """Answers a question, as JSON.
 
         Args:
-          body: The question, as JSON.
-          crowded: Whether the server has better things to do: only what is kept is answered then.
+            body: The question, as JSON.
+            crowded: Whether the server is busy; then only cached answers are given.
 
         Raises:
-          InvalidRequestError: naming the field.
-          OverloadedError: another question is being answered, or the server is crowded.
+            InvalidRequestError: A field is invalid; the message names it.
+            OverloadedError: Another question is being answered, or the server is busy.
         """
         question = parse_question(body)
         kept = self._answers.get(question)
@@ -85,7 +85,7 @@ class Guide:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and where this package is: it need not be installed."""
+    """This process's environment with this package on the path, which need not be installed."""
     here = str(Path(jdisagg.__file__).resolve().parents[1])
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

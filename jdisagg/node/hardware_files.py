@@ -1,5 +1,5 @@
-"""What `hardware` names: an accelerator of the table (costs/hardware.py), or a JSON file that
-`jdisagg measure_costs` wrote."""
+"""Resolves `hardware`: an accelerator of the table (costs/hardware.py), or a JSON file that
+`jdisagg measure-costs` wrote."""
 
 import dataclasses
 import json
@@ -10,25 +10,25 @@ from jdisagg.errors import ConfigError
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Of the table by its name, or of a file where `name` ends in .json."""
+    """An accelerator of the table by its name, or of a file whose name ends in .json."""
     if name in HARDWARE or not name.endswith(".json"):
         return accelerator(name)
     try:
         fields = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"hardware file {name} cannot be read ({error}); write one with jdisagg measure_costs"
+            f"hardware file {name} cannot be read ({error}); write one with jdisagg measure-costs"
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(
             f"hardware file {name} must hold a JSON object, got {type(fields).__name__}; write one"
-            " with jdisagg measure_costs"
+            " with jdisagg measure-costs"
         )
     return accelerator_from_fields(fields, f"hardware file {name}")
 
 
 def write_accelerator(path: Path, measured: Accelerator, notes: dict[str, object]) -> None:
-    """`notes`: how it was measured; kept under "measured", which readers pass over."""
+    """`notes` record the measurement. They are stored under "measured", which readers ignore."""
     path.write_text(
         json.dumps({**dataclasses.asdict(measured), "measured": notes}, indent=1) + "\n"
     )

@@ -1,9 +1,8 @@
-"""An instance of several processes, from the command line's three flags to a leader with followers:
-what workers share.
+"""An instance of several processes: the leader's and the followers' side of a worker.
 
-Every process: `join_instance` (before the first use of a device). The leader: `lead`, build the
-mesh's executor, warm up, `Leading.over`. The others: build, then `follow`. All warm up alike, since
-their programs meet in collectives."""
+Every process calls `join_instance` before the first use of a device. The leader calls `lead`,
+builds its executor, warms up and calls `Leading.over`. Followers build, then call `follow`. All
+processes warm up in the same order, because their programs meet in collectives."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -26,20 +25,20 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The leader's hold on its followers."""
+    """The leader's connection to its followers."""
 
     followers: Followers
     server: InstanceServer
     ready_seconds: float = DEFAULT_TIMEOUTS.instance.starting_silence_seconds
 
     async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
-        """Once this process is warm: waits for the others, and gives the executor of the whole
-        instance."""
+        """Waits until the followers are warm and returns the executor of the whole instance. Call
+        it when this process is warm."""
         await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 
     async def stop(self) -> None:
-        """Lets the followers finish and go."""
+        """Lets the followers finish and end."""
         self.followers.stop()
         await self.server.stop()
 
@@ -51,9 +50,9 @@ async def lead(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> Leading:
-    """Listens for the followers on the service's host, with its TLS, and tells them where. Returns
-    before they join. When the instance fails, this process ends with `exit_status` soon, whatever
-    it hangs in."""
+    """Listens for the followers on the service's host, with its TLS, and shares the address with
+    them. Returns before they join. If the instance fails, this process soon ends with
+    `exit_status`, even if it hangs."""
     followers = Followers(group.processes, clock, timeouts)
     followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
@@ -73,9 +72,9 @@ async def follow(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> None:
-    """A follower's whole life once its executor is built. Returns when told to stop; raises
-    `UnavailableError` when the instance failed, and then this process ends with `exit_status` soon,
-    whatever it hangs in."""
+    """Runs a follower from its built executor to its end. Returns when the leader stops it. Raises
+    `UnavailableError` if the instance failed; this process then soon ends with `exit_status`, even
+    if it hangs."""
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
     credentials = cluster_credentials(service or ServiceConfig())
     connection = LeaderConnection(place.address, credentials, timeouts.connect_seconds)

@@ -1,9 +1,8 @@
-"""Recipes: Python files whose `get_config()` returns an `EngineConfig`, and perhaps `get_cluster()`
-a `ClusterShape`; and writing them.
+"""Recipes: Python files whose `get_config()` returns an `EngineConfig`, and optionally
+`get_cluster()` a `ClusterShape`. This module reads and writes them.
 
-One process serves one instance of each role of a recipe; a cluster as many as its shape says, in
-processes of their own; a router takes of it what is the router's. Knows configuration alone; starts
-nothing."""
+One process serves one instance of each role of a recipe. A cluster serves as many as its shape
+states, each in processes of its own. Starts nothing."""
 
 import dataclasses
 import importlib.util
@@ -41,8 +40,8 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Runs a recipe file and returns its configuration. Raises ConfigError for one that is none, or
-    fails, naming the line."""
+    """Runs a recipe file and returns its configuration. Raises ConfigError, naming the line, for a
+    file that is not a recipe or fails."""
     config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(
@@ -53,8 +52,8 @@ def load_recipe(path: str) -> EngineConfig:
 
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
-    """What the recipe's get_cluster() says; without one, one instance of each role that `mode` (the
-    recipe's where None) has."""
+    """The result of the recipe's get_cluster(). Without it, one instance of each role of `mode` (by
+    default the recipe's)."""
     module = _run(path)
     if not hasattr(module, "get_cluster"):
         return (
@@ -83,8 +82,8 @@ def _run(path: str) -> ModuleType:
 
 
 def _told(path: str, call: Callable[[], Returned]) -> Returned:
-    """What the recipe's code returns. What it raises is told with its line, in place of a traceback
-    that is mostly ours."""
+    """Runs the recipe's code. Its exceptions become a ConfigError with the line in the recipe,
+    without a traceback through this package."""
     try:
         return call()
     except JdisaggError as error:
@@ -97,7 +96,7 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
 
 
 def _line(path: str, error: Exception) -> str:
-    """Where in the recipe it happened, as far as is known."""
+    """The line of the recipe that failed, if known."""
     if (
         isinstance(error, SyntaxError)
         and error.lineno
@@ -114,9 +113,9 @@ def _line(path: str, error: Exception) -> str:
 
 
 def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
-    """What a worker of `role` is in this configuration."""
+    """The configuration of a worker of `role`."""
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
-    cut = config.prefill  # both sides of a hand-off cut alike
+    cut = config.prefill  # Both sides of a hand-off must cut blocks alike.
     two_meshes = config.mode is Mode.DISAGGREGATED
     return WorkerConfig(
         model=config.model,
@@ -133,8 +132,7 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
-    """A recipe file of one's own: model, mode, both instances as far as they are used, and the
-    shape."""
+    """The text of a recipe file: model, mode, the instances that the mode uses, and the shape."""
     two = config.mode is Mode.DISAGGREGATED
     parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]
     parts += [f"prefill={_call(config.prefill, InstanceConfig())},"] if two else []
@@ -162,7 +160,7 @@ def get_cluster() -> ClusterShape:
 
 
 def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
-    """The expression that makes it, its defaults left out."""
+    """The constructor expression of a value, without default arguments."""
     fields = [
         (spec.name, getattr(value, spec.name))
         for spec in dataclasses.fields(value)

@@ -1,9 +1,9 @@
-"""The role of a worker process, and how it changes: the `RolePort` that outlives each single life
-of the worker.
+"""The role of a worker process and its changes: the `RolePort` that outlives each run of the worker
+in one role.
 
-It refuses what cannot work before anything is given up, tells the process when a change is asked
-for, and keeps the report. Whoever runs the lives (worker_process.py) says when each part of a
-change is behind it."""
+It refuses changes that cannot work before anything is given up, notifies the process of a requested
+change, and keeps the report. worker_process.py runs the worker and reports each finished part of a
+change."""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,27 +18,31 @@ from jdisagg.messages.worker_status import WorkerRole
 
 
 def fixed_because(processes: int, told_how: bool) -> str:
-    """Why a worker whose instance has so many processes cannot change its role, and what helps;
-    empty where it can."""
+    """The reason why a worker with this many processes cannot change its role, and the remedy.
+    Empty if it can."""
     if processes > 1:
         return (
-            f"its instance has {processes} processes, and those of one process alone change; end it"
-            " and start it as what it is to be"
+            f"its instance has {processes} processes, and only instances of one process can"
+            " change; end it and start it in the other role"
         )
-    return "" if told_how else "it was not told how to lay its weights out anew"
+    return "" if told_how else "it was started without a way to lay its weights out anew"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a worker is: it changes both or neither."""
+    """A worker's role and layout, which change together."""
 
     role: WorkerRole
     layout: Layout
 
 
 class RoleState:
-    """`fixed`: why this process cannot change its role at all; empty where it can. `devices`: how
-    many it has."""
+    """The present role and the change under way.
+
+    Args:
+        fixed: The reason why this process can never change its role; empty if it can.
+        devices: Devices of this process.
+    """
 
     def __init__(self, name: str, now: Role, devices: int, clock: Clock, fixed: str = "") -> None:
         self.asked = asyncio.Event()
@@ -55,7 +59,8 @@ class RoleState:
 
     @property
     def changing(self) -> bool:
-        """From the call to the moment that the worker serves again, whatever as."""
+        """Whether a change is under way: from the call until the worker serves again, in whichever
+        role."""
         return self._report.state is SwitchState.DRAINING
 
     async def switch_role(self, call: SwitchCall) -> None:
@@ -77,7 +82,7 @@ class RoleState:
         return self._report
 
     def take(self) -> Role | None:
-        """What is to be begun now that the worker is drained; None where nothing was asked for."""
+        """The change to begin after the drain, or None if none was requested."""
         call, self._wanted = self._wanted, None
         self.asked.clear()
         return Role(call.role, call.layout) if call is not None else None
@@ -99,11 +104,11 @@ class RoleState:
             )
 
     def failed(self, reason: str) -> None:
-        """It goes back to what it was."""
+        """Records that the change failed and the worker returns to its old role."""
         self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
-        """A life has begun, as `now`."""
+        """Records that the worker serves in the role `now`."""
         self._geometry = geometry
         self._report = msgspec.structs.replace(
             self._report, boot_id=boot_id, role=self.now.role, layout=self.now.layout
@@ -115,7 +120,7 @@ class RoleState:
             )
 
     def _lap(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds since the last call."""
         before, self._told = self._told, self._clock.now()
         return self._told - before
 

@@ -1,7 +1,5 @@
-"""A router from its first worker to its last stream: the service, the registry, readiness, the
-elastic controller.
-
-`jdisagg router` reads the flags and runs it; here nothing knows them."""
+"""A router from its first worker to its last stream: service, registry, readiness and the elastic
+controller. `launch.router` reads the flags."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -39,9 +37,9 @@ from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
 
-# What is said of the model before the first worker has registered; requests are refused until then.
+# Context before the first worker has registered. Requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24
-# Readiness ends after so many canaries that did not arrive; the first ones may wait for programs to
+# Readiness ends after this many canaries failed to arrive. The first ones may wait for programs to
 # be compiled.
 CANARY_PATIENCE = 4.0
 
@@ -53,9 +51,15 @@ class RouterTokenizer(ChatTokenizer, Protocol):
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """`elastic`: what the advice follows from; `changes_roles`: the router acts on it.
-    `canary_seconds`: how often a small request of the router's own proves that KV moves; 0: never,
-    and readiness asks for none. `log_requests`: a line in the log for each."""
+    """Configuration of a router.
+
+    Attributes:
+        elastic: Thresholds of the controller of roles.
+        changes_roles: Whether the router acts on the controller's advice.
+        canary_seconds: Seconds between canaries, small requests that check the transfer of KV. With
+            0 there are none and readiness does not depend on them.
+        log_requests: Whether to log a line for each request.
+    """
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -67,7 +71,7 @@ class RouterConfig:
 
 
 class Router:
-    """Build it where the loop runs."""
+    """Build it on the event loop."""
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class Router:
         self._canary: CanaryRunner | None = None
 
     async def run(self) -> None:
-        """Serves until it is signalled, then drains."""
+        """Serves until a signal, then drains."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
         known = KnownBlocks(block_secret(service))
         membership = Membership(
@@ -162,7 +166,7 @@ class Router:
     def _elastic(
         self, membership: Membership, path: RequestPath
     ) -> tuple[Controller, ElasticPools]:
-        """The controller, and who acts on what it says."""
+        """The controller and the pools that act on its advice."""
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,
@@ -191,8 +195,8 @@ class Router:
     def _listeners(self, canary: Canary | None) -> list[RouterEvents]:
         observed = [self._observer.metrics] if self._observer else []
         logged = [self._decisions] if self._decisions else []
-        # What clients ask for proves as much as a canary, and more: where all workers are busy a
-        # canary waits behind them, and may not arrive in time.
+        # Clients' hand-offs count as canaries, because a canary may wait behind them and be late
+        # where all workers are busy.
         proved = [_HandoversSeen(canary, self._clock)] if canary else []
         return [*observed, *logged, *proved]
 
@@ -223,7 +227,8 @@ class Router:
     async def _watch(
         self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
-        """Forgets silent workers; keeps what the door says of model and health up to date."""
+        """Removes silent workers, and keeps the frontend's model and the health status up to
+        date."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
         while True:
@@ -262,7 +267,7 @@ class Router:
                 continue
 
     def _is_ready(self, membership: Membership) -> bool:
-        """A worker for each half of a request is there, and KV made the trip lately."""
+        """Whether there is a worker for each half of a request and KV was transferred recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _open_ports(self, card: WorkerCard) -> WorkerPorts:
@@ -275,7 +280,7 @@ class Router:
 
 
 def _model_info(membership: Membership, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
-    """The workers' model; until there is one, what the tokenizer knows."""
+    """The workers' model. Before the first worker it is derived from the tokenizer."""
     model = membership.model
     cards = sorted(membership.cards(), key=lambda card: card.name)
     prefill = [card.layout for card in cards if card.role is WorkerRole.PREFILL]
@@ -297,7 +302,7 @@ def _model_info(membership: Membership, name: str, tokenizer: RouterTokenizer) -
 
 
 class _HandoversSeen(NoRouterEvents):
-    """Hand-offs of clients' requests, for the canary."""
+    """Reports hand-offs of clients' requests to the canary."""
 
     def __init__(self, canary: Canary, clock: Clock) -> None:
         self._canary = canary

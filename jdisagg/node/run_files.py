@@ -1,7 +1,8 @@
-"""What a child process is, as one JSON file: its parent writes it, the process reads it.
+"""The configuration of a child process as one JSON file, which its parent writes and the process
+reads.
 
-The configuration's dataclasses are the file's form; they are validated again when they are read.
-The files hold paths of secrets, never secrets."""
+The file has the form of the configuration's dataclasses, which validate it again when it is read.
+Files hold paths of secrets, never secrets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ from jdisagg.observe.process import ObserveConfig
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Which process of a worker's instance it is. `count` 0: as the cluster's scheduler says."""
+    """The index of a process in a worker's instance. With `count` 0 the cluster's scheduler
+    decides."""
 
     index: int = 0
     count: int = 1
@@ -27,8 +29,13 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class WorkerProcessConfig:
-    """A worker process. `devices`: virtual devices on CPU. `place`: as in its card. `sharers`: of
-    the host's memory, this worker among them."""
+    """A worker process.
+
+    Attributes:
+        devices: Virtual devices on CPU.
+        place: Location of the worker, as in its card.
+        sharers: Workers that share the host's memory, including this one.
+    """
 
     name: str
     role: WorkerRole
@@ -44,7 +51,7 @@ class WorkerProcessConfig:
 
 @dataclass(frozen=True)
 class RouterProcessConfig:
-    """A router process. `model`: a directory, whose tokenizer alone is read."""
+    """A router process. Only the tokenizer of the directory `model` is read."""
 
     router: RouterConfig
     model: str
@@ -56,18 +63,18 @@ ProcessConfig = TypeVar("ProcessConfig", WorkerProcessConfig, RouterProcessConfi
 
 
 def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) -> None:
-    """Whole or not at all: a process that is started again reads it anew."""
+    """Writes the file atomically, because a restarted process reads it again."""
     written = path.with_suffix(".part")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     written.replace(path)
 
 
 def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
-    """Raises ConfigError for a file that cannot be read or is none of this kind."""
+    """Raises ConfigError for a file that cannot be read or is invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"--config_file={path} is no {kind.__name__} ({error}); give one that `jdisagg cluster`"
-            " wrote"
+            f"--config_file={path} is not a {kind.__name__} ({error}); give a file that jdisagg"
+            " cluster wrote"
         ) from error

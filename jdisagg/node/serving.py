@@ -1,5 +1,4 @@
-"""Serving from one process until a signal asks for the end. No JAX: what is served comes from the
-caller."""
+"""Serves from one process until a signal. Imports no JAX: the caller passes what is served."""
 
 import asyncio
 import gc
@@ -27,13 +26,14 @@ async def serve_until_signalled(
     log: RequestLog | None = None,
     observer: Observer | None = None,
 ) -> Broken | None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the waiting. `ready` is
-    called with the configuration that has the ports. `observer`: whose metrics and traced requests
-    the HTTP door shows.
+    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the drain.
 
-    `broken` returns when what is behind the server cannot serve any more: running requests are
-    then cut short at once, so that their clients go on with the next server, and its result is
-    returned."""
+    Args:
+        ready: Called with the configuration that has the actual ports.
+        observer: Observer whose metrics and traced requests the HTTP server shows.
+        broken: Returns when the engine can serve no more. Running requests are then cut short, so
+            that clients continue on the next server, and its result is returned.
+    """
     scrape = observer.metrics.scrape if observer else None
     server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer, config))
     signals = StopSignals(server.force)
@@ -58,22 +58,21 @@ async def serve_until_signalled(
 
 
 def keep_for_good() -> None:
-    """What a process has when it begins to serve stays until its end: from here on the garbage
-    collector does not look through it. A full collection beside JAX took 190 ms of a processor, in
-    which no stream gets a token. Not where a role, and with it a mesh, may end before its
-    process."""
+    """Excludes all objects of the process so far from garbage collection. A full collection beside
+    JAX took 190 ms, during which no stream gets a token. Do not call it where a role, and with it a
+    mesh, may end before the process."""
     gc.collect()
     gc.freeze()
 
 
 def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
-    """What the web page shows beside the status."""
+    """What the web page shows besides the status."""
     guide = Guide() if config.http_guide else None
     return PageSources(observer.recent if observer else None, guide)
 
 
 def where(service: ServiceConfig) -> str:
-    """The addresses of a server's doors, for the line that says so."""
+    """The addresses of a server for its log line."""
     address = host_port(service.host, service.port)
     if service.http_port is None:
         return address

@@ -1,5 +1,5 @@
-"""SIGTERM and SIGINT of our processes: the first asks for a graceful end, the second forces it.
-Before a process serves there is nothing to end gracefully: then either ends it at once."""
+"""SIGTERM and SIGINT: the first signal ends a process gracefully, the second forces its end. Before
+a process serves, either ends it at once."""
 
 import asyncio
 import os
@@ -11,9 +11,9 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_once() -> None:
-    """From now on, and until an event loop takes the signals over, either ends the process without
-    a word, with 128 + its number as a shell would say. Not by an exception: that would wait for the
-    threads that compile, and compiling is not interrupted. SIGUSR1 is passed over meanwhile."""
+    """Makes either signal end the process silently, with 128 + its number as in a shell, until an
+    event loop handles the signals. It raises no exception, which would wait for compiling threads.
+    SIGUSR1 is ignored meanwhile."""
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
@@ -24,7 +24,8 @@ def end_at_once() -> None:
 
 
 class StopSignals:
-    """Catches both from now on. `force` is called at the second. Build it where the loop runs."""
+    """Handles both signals from now on. `force` is called at the second. Build it on the event
+    loop."""
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:
         self._force = force
@@ -35,18 +36,18 @@ class StopSignals:
 
     @property
     def came(self) -> bool:
-        """Whether the first has come."""
+        """Whether the first signal has come."""
         return self._came.is_set()
 
     async def first(self) -> None:
         await self._came.wait()
 
     def raise_first(self) -> None:
-        """As if the first had come."""
+        """Behaves as if the first signal had come."""
         self._came.set()
 
     def release(self) -> None:
-        """Gives both back to who had them before the loop."""
+        """Restores the handlers from before the event loop."""
         for number in ENDS:
             self._loop.remove_signal_handler(number)
 

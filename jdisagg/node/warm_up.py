@@ -1,10 +1,9 @@
-"""Compiling all programs before serving: its progress bar, whether a worker like this one was warm
-on this machine before (then its programs lie in the compilation cache), and how long loading them
-will take.
+"""Warm-up before serving: the progress bar, whether the same configuration was warm on this machine
+before, and an estimate of the seconds that loading takes.
 
-A mark beside the cache, named by all that decides which programs there are: configuration, role,
-model and versions. It promises nothing: where the cache was cleared, programs are compiled while
-requests wait, as they would be without a warm-up."""
+A mark beside the compilation cache is named by everything that determines the programs:
+configuration, role, model and versions. It guarantees nothing. If the cache was cleared, programs
+are compiled while requests wait, as without warm-up."""
 
 import contextlib
 import hashlib
@@ -26,13 +25,13 @@ from jdisagg.messages.worker_status import WorkerRole
 _logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 2.0
-FIRST_GUESS_SECONDS = 5.0  # before the first program says how long one takes
+FIRST_GUESS_SECONDS = 5.0  # estimate before the first program has been timed
 
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr where that is a terminal and it takes long; elsewhere a line in the log every
-    `LOG_SECONDS`. Gives what is to be called with (done, total)."""
+    """A bar on stderr for a terminal if warm-up takes long; elsewhere a log line every
+    `LOG_SECONDS`. Yields a function of (done, total)."""
     logged_at = time.monotonic()
     with tqdm(
         desc=what, unit="program", delay=2, file=sys.stderr, leave=False, disable=None
@@ -44,7 +43,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
             if bar.disable and time.monotonic() - logged_at >= LOG_SECONDS:
                 logged_at = time.monotonic()
-                # The table of `jdisagg cluster` shows it (cluster.py reads this line).
+                # cluster.py parses this line for its table.
                 _logger.info("compiled %d of %d programs", done, total)
 
         yield progress
@@ -80,13 +79,13 @@ class WarmedBefore:
         return self._mark is not None and self._mark.exists()
 
     def note(self) -> None:
-        """All programs have been compiled."""
+        """Records that all programs have been compiled."""
         if self._mark is not None and self._mark.parent.is_dir():
             self._mark.touch()
 
 
 class Loading:
-    """Seconds of loading until all programs are there, as the pace so far foretells it."""
+    """Estimates the seconds until all programs are loaded, by the pace so far."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -96,8 +95,7 @@ class Loading:
         self._over = False
 
     def resume(self) -> None:
-        """What came before was waiting for a mesh with nothing to do, and is no part of the
-        pace."""
+        """Excludes the time so far, which was spent waiting for an idle mesh, from the pace."""
         self._since = self._now()
 
     def progress(self, done: int, total: int) -> None:
@@ -107,7 +105,7 @@ class Loading:
         self._since = now
 
     def end(self) -> None:
-        """No more are loaded, for whatever reason."""
+        """Ends the estimate, whatever has been loaded."""
         self._over = True
 
     def seconds(self) -> float:

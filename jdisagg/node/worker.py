@@ -1,9 +1,9 @@
-"""One life of a worker in one role: build, warm up, serve, register, drain, leave. What outlives it
-is its `WorkerProcessState`.
+"""One run of a worker in one role: build, warm up, serve, register, drain, leave.
+`WorkerProcessState` outlives it.
 
-Order matters: nobody learns of the worker before its programs are compiled and its port answers,
-and it leaves the rosters before its port closes. A life that fails gives back all that it has:
-another may begin in the same process, on the same devices."""
+Order matters. The worker registers only after its programs are compiled and its port answers, and
+deregisters before its port closes. A run that fails frees everything it holds, so that another may
+begin in the same process on the same devices."""
 
 import asyncio
 import contextlib
@@ -85,8 +85,13 @@ LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Who the worker is; what it is made of is its `WorkerConfig`'s affair. `record_to`: a folder
-    for its commands; empty: none. `place`, `geometry`, `hardware`: as in its card."""
+    """Identity of a worker; `WorkerConfig` has its configuration.
+
+    Attributes:
+        record_to: Folder for recordings of its commands, or empty.
+        place, geometry, hardware: As in its card.
+        sharers: Workers that share the host's memory, including this one.
+    """
 
     name: str
     role: WorkerRole
@@ -103,7 +108,7 @@ class WorkerSpec:
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
-    """Raises ConfigError for hardware that nobody knows."""
+    """Raises ConfigError for unknown hardware."""
     model, hardware = config.worker.model, config.worker.instance.hardware
     return WorkerSpec(
         name=config.name,
@@ -123,9 +128,14 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
 
 @dataclass(slots=True)
 class WorkerProcessState:
-    """What outlives the lives of a worker in its process. `spec` and `config`, whose service has a
-    port, say what it is now; `forced`: at the second signal. `loaded`: its weights as they lie;
-    `programs`: those of roles that it has had."""
+    """State of a worker process across its runs.
+
+    Attributes:
+        spec, config: The present role. The service in `config` has a port.
+        forced: Set at the second signal.
+        loaded: Its weights in their present layout.
+        programs: Compiled programs by role that it had.
+    """
 
     spec: WorkerSpec
     config: WorkerConfig
@@ -141,7 +151,7 @@ class WorkerProcessState:
 
 
 class WorkerRuntime:
-    """Build it on the loop; `live` once."""
+    """Build it on the event loop and call `live` once."""
 
     def __init__(self, state: WorkerProcessState) -> None:
         self._state = state
@@ -158,8 +168,8 @@ class WorkerRuntime:
         self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
-        """From its programs to its farewell. 0: it ended as it was asked to. Raises when it could
-        not begin."""
+        """Runs from the build to deregistration. Returns 0 after a requested end; raises if it
+        could not begin."""
         state, end = self._state, self._link.end
         channel = NegotiatedChannel(
             state.clock,
@@ -196,8 +206,8 @@ class WorkerRuntime:
 
     @property
     def _host_bytes(self) -> int:
-        """Of host memory, for KV that this worker keeps there: a prefill worker where any stays;
-        one that decodes if it has one process."""
+        """Host memory for KV: of prefill workers with a prefix cache, and of decoding workers of
+        one process."""
         state, prefix = self._state, self._state.config.prefix
         prefills, alone = state.spec.role is WorkerRole.PREFILL, state.group.processes == 1
         return prefix.host_bytes if (prefix.reuse if prefills else alone) else 0
@@ -207,15 +217,15 @@ class WorkerRuntime:
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
-        """With pages and context as memory has room for. Raises ConfigError."""
+        """The configuration with pages and context that fit the memory. Raises ConfigError."""
         spec, config = self._state.spec, self._state.config
         if self._host_bytes:
             if self._state.group.processes > 1:
                 raise ConfigError(
                     f"prefix.host_gib={config.prefix.host_gib:g}: worker {spec.name} has"
-                    f" {self._state.group.processes} processes, and those of one process alone keep"
-                    " KV in host memory or on disk; leave --host_cache_gib (and --disk_cache_dir)"
-                    " out"
+                    f" {self._state.group.processes} processes, and only workers of one process"
+                    " keep KV in host memory or on disk; remove --host_cache_gib (and"
+                    " --disk_cache_dir)"
                 )
             fraction = config.instance.memory_fraction
             check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
@@ -243,7 +253,7 @@ class WorkerRuntime:
             self._state.config.limits.timeouts.instance,
             EXIT_BROKEN,
         )
-        # the first signal is the leader's affair, who lets us go
+        # Ignore the first signal: the leader drains and then stops its followers.
         await self._unless(self._state.forced.wait(), following)
         return 0
 
@@ -264,8 +274,8 @@ class WorkerRuntime:
         instance = self._build(load, channel, end)
         try:
             warmed = WarmedBefore(state.config, state.spec.role, state.spec.fingerprint)
-            # Who changes its role leaves the load to others meanwhile, and holds up no stream when
-            # it is back.
+            # A worker that changes its role warms up completely first: others serve meanwhile, and
+            # loading would delay streams later.
             later = alone and state.config.warm_up and not state.roles.changing and warmed.found()
             if not later:
                 if not await self._unless(state.signals.first(), self._warm_up(instance)):
@@ -278,12 +288,12 @@ class WorkerRuntime:
             )
             status = await self._serve_with(instance, executor, later)
         except Exception:
-            # several processes end, and one that hangs with the others must not wait for its
-            # threads
+            # An instance of several processes exits instead: a process that hangs in a collective
+            # must not wait for its threads.
             if alone:
                 await asyncio.to_thread(instance.executor.close)
             raise
-        # that is how the supervisor is to know all of the instance
+        # With EXIT_CONFIG followers must not end with 0: the supervisor reads all exit statuses.
         if leading and status != EXIT_CONFIG:
             await leading.stop()
         if status == 0:
@@ -292,8 +302,12 @@ class WorkerRuntime:
         return status
 
     async def _serve_with(self, instance: Replica, executor: Executor, warm_up_later: bool) -> int:
-        """`warm_up_later`: serve at once; programs are loaded while nobody wants anything, and by
-        who needs one before."""
+        """Serves on the built executor.
+
+        Args:
+            warm_up_later: Whether to serve at once and load programs while the mesh is idle, or
+                when a request needs one.
+        """
         state, spec = self._state, self._state.spec
         loading = Loading(state.clock.now)
         context = WorkerContext(
@@ -338,7 +352,7 @@ class WorkerRuntime:
             credentials,
             kept=worker.kept_news,
         )
-        # in this order backwards, also when something does not begin
+        # Clean-up runs in reverse order, also after a failed start.
         async with contextlib.AsyncExitStack() as cleanup:
             self._observe(worker, instance, cleanup)
             await worker.start()
@@ -391,7 +405,7 @@ class WorkerRuntime:
                     loading.progress(done, total)
 
             async def turn() -> None:
-                if loading:  # it serves
+                if loading:  # the worker serves already
                     await instance.executor.quiet()
                     loading.resume()
 
@@ -402,8 +416,8 @@ class WorkerRuntime:
         )
 
     async def _warm_up_beside(self, instance: Replica, loading: Loading) -> None:
-        """While it serves. What fails here fails for a request too, and is told there; here it is
-        only said."""
+        """Warms up while the worker serves. A failure is only printed: a request that needs the
+        program fails in the same way and reports it."""
         try:
             await self._warm_up(instance, loading)
         except Exception as error:
@@ -418,8 +432,8 @@ class WorkerRuntime:
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
     ) -> bool:
-        """Whether the work was done; False when the end came before, which is at once: nobody knows
-        this worker yet."""
+        """Runs `work` unless `end` comes first. Returns whether the work was done. The end takes
+        effect at once, because no router knows this worker yet."""
         working, ending = asyncio.create_task(work), asyncio.create_task(end)
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         done = working.done()
@@ -430,7 +444,7 @@ class WorkerRuntime:
         return done
 
     def _watched(self, instance: Replica, executor: Executor) -> Executor:
-        """Recorded and observed, where that is asked for."""
+        """The executor with recording and observation, as configured."""
         spec, config = self._state.spec, self._state.config
         if spec.record_to:
             executor = record(
@@ -469,8 +483,8 @@ class WorkerRuntime:
         )
 
     async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        """Until it is asked to end or to change its role, and drained then, or its mesh broke, or
-        no router will have it."""
+        """Waits until the worker is to end or to change its role, and drains it; or until its mesh
+        breaks or all routers refuse it. Returns the exit status."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),
@@ -496,8 +510,8 @@ class WorkerRuntime:
         return status
 
     async def _broken(self, worker: Worker, unwanted: "asyncio.Future[None]") -> JdisaggError:
-        """Returns when the worker's mesh is broken, or another process of its instance is gone, or
-        all routers refused it."""
+        """Returns the reason when the worker's mesh is broken, another process of its instance is
+        gone, or all routers refused it."""
         while True:
             if unwanted.done() and isinstance(refusal := unwanted.exception(), JdisaggError):
                 return refusal
@@ -531,8 +545,8 @@ def worker_services(
 
 
 class PeerPorts:
-    """A restarted worker is greeted through the same port. Those that nothing came from for long
-    are closed, for their workers may be gone for good."""
+    """Ports of peers by address. A restarted worker is called through the same port. Ports unused
+    for long are closed, because their workers may be gone."""
 
     def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
         self._credentials = credentials

@@ -1,12 +1,10 @@
-"""A worker process: one life of a worker after another (worker.py), in the roles that it is
-asked to have.
+"""A worker process: runs a worker (worker.py) in one role after another.
 
-One event loop: gRPC, the worker's loop and the heartbeats; JAX runs on the executor's threads.
-
-A change of role is the end of one life and the beginning of another in the same process, which
-keeps the weights: they are laid out anew on the devices; everything else is made afresh, but
-programs that an earlier life in the role has compiled. When that fails, the worker comes back as
-what it was; when that fails too, the process ends, and whoever supervises it starts it again."""
+One event loop serves gRPC, the worker's loop and the heartbeats; JAX runs on the executor's
+threads. A change of role ends one run and begins another in the same process. It keeps the weights,
+which are laid out anew, and the programs that an earlier run in the role compiled; all else is
+built anew. If that fails, the worker returns to its old role. If that fails as well, the process
+ends and its supervisor restarts it."""
 
 import asyncio
 import gc
@@ -35,20 +33,20 @@ from jdisagg.timeouts import InstanceTimeouts
 
 
 def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
-    """Makes this process one of its instance's; before the first use of a device."""
+    """Joins this process to its instance, before the first use of a device."""
     if place.count == 1:
         return ProcessGroup(0, 1)
     gpus = len(gpus_of_host(os.environ))
     if not place.count:
         return join_instance(local_device_ids=local_devices(os.environ, gpus), timeouts=timeouts)
-    # said even here: under Slurm JAX would take one of them, whatever else it is told
+    # Set even for one process: under Slurm JAX would take one device, whatever else is configured.
     return join_instance(
         place.coordinator, place.count, place.index, list(range(gpus)) or None, timeouts
     )
 
 
 class WorkerProcess:
-    """Build it anywhere; `run` on the loop, once."""
+    """Call `run` once, on the event loop."""
 
     def __init__(
         self, spec: WorkerSpec, config: WorkerConfig, observer: Observer | None = None
@@ -64,8 +62,13 @@ class WorkerProcess:
         devices: Sequence[Device],
         relayout: Relayout | None = None,
     ) -> int:
-        """The exit status. Raises what makes the configuration unworkable. `devices` are the
-        instance's, of all its processes. `relayout` None: the worker keeps its role for ever."""
+        """Runs until the end and returns the exit status. Raises for a configuration that cannot
+        work.
+
+        Args:
+            devices: Devices of all processes of the instance.
+            relayout: Rearranges loaded weights; None fixes the role.
+        """
         spec, service, clock, forced = (
             self._spec,
             self._config.service,
@@ -105,10 +108,10 @@ class WorkerProcess:
 async def _change(
     state: WorkerProcessState, load: LoadModel, relayout: Relayout, wanted: Role
 ) -> int:
-    """The life in the wanted role; where it cannot begin, another in the old one, with the weights
+    """Runs the worker in the wanted role; if that cannot begin, in the old role, with the weights
     read again."""
     before, reason = state.roles.now, ""
-    gc.collect()  # what still holds the old mesh's arrays would hold their memory, too
+    gc.collect()  # Remaining references to the old mesh's arrays would keep their memory.
 
     def laid_out_anew(layout: Layout, on: Sequence[Device]) -> Loaded:
         loaded, state.loaded = state.loaded, None

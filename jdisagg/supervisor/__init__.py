@@ -1,2 +1,2 @@
-"""Child processes on one host: started, watched, restarted, stopped; none outlives its parent.
-Knows nothing of what they do."""
+"""Child processes on one host: started, watched, restarted and stopped. None outlives its parent.
+Knows nothing of what they run."""

@@ -1,10 +1,9 @@
-"""One child process: started in a process group of its own, its output read line by line, its end
-waited for.
+"""One child process in a process group of its own, whose output is read line by line.
 
-The child dies with its parent, whatever kills that (leash.py; Linux alone, elsewhere only an
-orderly stop reaches it). It is in a session of its own, so that Ctrl-C on the terminal reaches the
-parent alone, who stops children in order. When a child has ended, whatever is left of its process
-group is killed."""
+The child dies with its parent, however the parent ends (leash.py, Linux only; elsewhere only an
+orderly stop reaches it). It has a session of its own, so that Ctrl-C on the terminal reaches only
+the parent, which stops children in order. When a child has ended, the rest of its process group is
+killed."""
 
 import asyncio
 import contextlib
@@ -26,7 +25,7 @@ TakeLine = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Command:
-    """What to run under which name. `environment` is the whole of it; None: the parent's."""
+    """A command and the name of its process. `environment` is complete; None means the parent's."""
 
     name: str
     arguments: tuple[str, ...]
@@ -34,8 +33,8 @@ class Command:
 
 
 class ChildProcess:
-    """A process that runs, or ran. `status` is its exit status (negative: the signal that ended it)
-    once it has ended."""
+    """A process that runs, or ran. `status` is its exit status once it has ended (negative: the
+    signal that ended it)."""
 
     def __init__(
         self,
@@ -53,15 +52,15 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, command: Command, take_line: TakeLine) -> "ChildProcess":
-        """`take_line(name, line)` gets each line of stdout and stderr, in order. Raises OSError
-        when there is no such program.
+        """Starts the child. `take_line(name, line)` receives each line of stdout and stderr, in
+        order. Raises OSError for an unknown program.
 
-        No code of ours runs between fork and exec (`preexec_fn`): with other threads in the parent,
-        gRPC's for one, it might hang."""
+        None of our code runs between fork and exec (`preexec_fn`), because it might hang with other
+        threads in the parent, such as gRPC's."""
         if shutil.which(command.arguments[0]) is None:
             raise FileNotFoundError(f"there is no program {command.arguments[0]!r}")
-        # A pipe of our own: with asyncio's, `wait` would also wait for whoever inherited the
-        # writing end.
+        # An own pipe: with asyncio's, `wait` would also wait for other processes that inherited
+        # the writing end.
         output, into = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -84,7 +83,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def ended(self) -> int:
-        """Waits for the end, and a moment for the last of its output."""
+        """Waits for the end, and shortly for the last output."""
         status = await self._process.wait()
         self._kill_group()
         await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
@@ -93,7 +92,7 @@ class ChildProcess:
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process alone; nothing when it has ended."""
+        """Signals the process alone; does nothing when it has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -114,8 +113,8 @@ def _on_leash(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _read_lines(output: int, take: Callable[[str], None]) -> None:
-    """Not readline: a line longer than its limit would raise, and a child that writes one must not
-    stop the log."""
+    """Does not use readline, which raises for a line longer than its limit and would stop the
+    log."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)

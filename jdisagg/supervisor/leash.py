@@ -1,8 +1,8 @@
 """Ties this process to its parent's life, then becomes another program: `python leash.py <parent's
 pid> program argument...` (Linux).
 
-PR_SET_PDEATHSIG survives exec; it is set here, not between fork and exec, and costs the start of a
-bare interpreter. A file to be run, with the standard library alone."""
+PR_SET_PDEATHSIG survives exec. Setting it here instead of between fork and exec costs the start of
+a bare interpreter. Uses only the standard library."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(parent: int, arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the signal was set
         sys.exit(1)
     os.execvp(arguments[0], arguments)
 

@@ -1,13 +1,12 @@
 """Keeps groups of child processes running, and stops them in order.
 
-A group is what lives and dies as one: a router, a worker, or the processes of one instance. When a
-member ends unasked, the others are killed and the group is started again after a pause, which
-doubles with each quick death and starts anew after a long life. A member that ends with
-`EXIT_CONFIG` cannot work as it was told to: it is not started again, and `failed` is told.
+A group lives and dies as one: a router, a worker, or the processes of one instance. When a member
+ends by itself, the others are killed and the group is restarted after a pause. The pause doubles
+with each quick end and is reset after a long run. A member that ends with `EXIT_CONFIG` has an
+unusable configuration: it is not restarted, and `failed` is called.
 
-Pure asyncio; knows nothing of what the processes do. All on one event loop. Invariants: no child
-outlives `stop` of its group; `stop` ends within its seconds and a kill; nothing is started after
-`stop` began."""
+Only asyncio, on one event loop. Invariants: no child outlives `stop` of its group; `stop` ends
+within its seconds and a kill; nothing is started after `stop` began."""
 
 import asyncio
 import contextlib
@@ -23,8 +22,8 @@ from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 
 EXIT_CONFIG = os.EX_CONFIG
-EXIT_BROKEN = 3  # of a process whose mesh broke: start it again
-# no processes, memory or files just now
+EXIT_BROKEN = 3  # the mesh of a process broke: restart it
+# temporarily out of processes, memory or files
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
@@ -38,15 +37,15 @@ class GroupState(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """`commands` is asked at each start, so that what must be fresh (a coordinator's port) can
-    be."""
+    """`commands` is called at each start, so that it may return fresh values (such as a
+    coordinator's port)."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
 
 
 class SupervisedGroup:
-    """One group, from `start` to `stop`. `say(name, text)` hears what happens to it."""
+    """One group, from `start` to `stop`. `say(name, text)` receives reports of its events."""
 
     def __init__(
         self,
@@ -76,12 +75,12 @@ class SupervisedGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the members that run."""
+        """Process ids of the running members."""
         return tuple(child.pid for child in self.children if child.status is None)
 
     async def stop(self, seconds: float) -> None:
-        """SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent; a later call with fewer
-        seconds hurries the first."""
+        """Sends SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent; a later call with
+        fewer seconds shortens the first."""
         self._stopping.set()
         self.state = GroupState.ENDED if self.state is GroupState.ENDED else GroupState.STOPPING
         for child in self.children:
@@ -90,19 +89,19 @@ class SupervisedGroup:
             return
         await asyncio.wait({self._task}, timeout=seconds)
         if not self._task.done():
-            if seconds > 0:  # else it was not given any time
+            if seconds > 0:  # otherwise it had no time to end
                 self._say(self.name, f"did not end within {seconds:g} s of SIGTERM: killed")
             self.kill()
         await asyncio.wait({self._task})
         self._task.result()
 
     def kill(self) -> None:
-        """SIGKILL to all members; what follows is up to whether the group is being stopped."""
+        """Sends SIGKILL to all members. The group restarts unless it is being stopped."""
         for child in self.children:
             child.kill()
 
     async def _run(self) -> None:
-        ends = 0  # in a row, each after a short life
+        ends = 0  # consecutive ends, each after a short run
         while not self._stopping.is_set():
             began = self._clock.now()
             last = await self._live()
@@ -121,8 +120,8 @@ class SupervisedGroup:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """From the start of all members to the end of all; the exit status of the first that
-        ended."""
+        """Runs from the start of all members to the end of all; returns the exit status of the
+        first that ended."""
         ends: dict[asyncio.Task[int], ChildProcess] = {}
         first: int | None = None
         self.state = GroupState.STARTING
@@ -135,7 +134,7 @@ class SupervisedGroup:
                 self.children.append(child)
                 ends[asyncio.create_task(child.ended())] = child
             self.state = GroupState.RUNNING
-            if self._stopping.is_set():  # it was asked to while the members were being started
+            if self._stopping.is_set():  # stop was called while the members were being started
                 for child in self.children:
                     child.signal(signal.SIGTERM)
             while ends:
@@ -147,7 +146,7 @@ class SupervisedGroup:
                     if not self._stopping.is_set() or status:
                         self._say(child.name, f"process {child.pid} ended: {end_in_words(status)}")
                 if not self._stopping.is_set():
-                    self.kill()  # the others cannot go on without it
+                    self.kill()  # the other members cannot continue without it
         except OSError as error:
             self._say(self.name, f"cannot be started: {error}")
             first = os.EX_OSERR if error.errno in _PASSING else EXIT_CONFIG

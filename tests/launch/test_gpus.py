@@ -186,7 +186,7 @@ def test_gpus_that_tasks_cannot_share_evenly_are_refused() -> None:
     job = {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_GPUS_ON_NODE": "2", "SLURM_LOCALID": "0"}
     with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE=3 tasks on a node of 2 GPUs"):
         local_devices(job | {"CUDA_VISIBLE_DEVICES": "0,1"}, 2)
-    with pytest.raises(ConfigError, match="SLURM_LOCALID=x is no number"):
+    with pytest.raises(ConfigError, match="SLURM_LOCALID=x is not a number"):
         local_devices({"SLURM_NTASKS_PER_NODE": "2", "SLURM_LOCALID": "x"}, 8)
 
 

@@ -1,1 +1,1 @@
-"""The research API: sessions and KV cache objects on one's own meshes."""
+"""The research API: sessions and KV cache objects on a caller's own meshes."""

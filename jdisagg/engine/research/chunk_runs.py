@@ -99,7 +99,7 @@ class Run:
     logits: list[np.ndarray] = field(default_factory=list)
 
     def next_token(self) -> NextToken:
-        """Raises BrokenModelError where the logits were not finite."""
+        """Raises BrokenModelError if the logits were not finite."""
         assert self.sampled is not None, "this run sampled nothing"
         sampling = self.samples[0].sampling
         return NextToken(whole_token(self.sampled.token), sampling, self.sampled.logprobs)
@@ -135,7 +135,7 @@ class RunPart:
         )
 
     def take(self, row: PrefillRow, result: PrefillResult, kept: KeepingChannel) -> None:
-        """What the part's row gave goes to its run."""
+        """Stores the results of the part's row in its run."""
         for offer in row.offers:
             at = offer.offset - self.offset
             valid = min(offer.block_tokens, len(row.tokens) - at)
@@ -147,7 +147,7 @@ class RunPart:
 
 
 def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
-    """The chunks that compute the runs, in their order; a chunk has room for each rank."""
+    """The chunks that compute the runs, in their order. A chunk has room for each rank."""
     largest = limits.chunk_buckets[-1]
     open_chunk: list[RunPart] = []
     used = [0] * limits.ranks
@@ -169,7 +169,7 @@ def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
 
 
 def whole_token(token: int) -> int:
-    """A token that was chosen from finite logits. Raises BrokenModelError for another."""
+    """Returns a token that was chosen from finite logits. Raises BrokenModelError for another."""
     if token == BROKEN_TOKEN:
         raise BrokenModelError()
     return token

@@ -145,21 +145,21 @@ class Engine:
         """Computes the KV of a prompt and chooses the next token, with log-probabilities.
 
         Args:
-            prompt: text, or token ids.
-            layout: of the mesh that computes it.
-            temperature: 0 chooses the likeliest token; otherwise at most 100.
-            top_k: choose among so many of the likeliest; 0: all.
-            top_p: choose among the likeliest that make up this share, in (0, 1]; 1: all.
-            seed: of the random choice.
-            devices: those of the mesh; the engine's first by default.
+            prompt: Text or token ids.
+            layout: Layout of the mesh that computes it.
+            temperature: 0 for the most likely token; otherwise at most 100.
+            top_k: Number of most likely tokens to choose among; 0 for all.
+            top_p: Probability mass of the most likely tokens to choose among, in (0, 1].
+            seed: Seed of the random choice.
+            devices: Devices of the mesh; by default the engine's first.
 
         Returns:
             The cache, on that mesh: keys and values [K, T, H] of each layer.
 
         Raises:
-            InvalidRequestError: the prompt is empty, too long or no prompt; an option is out of
-                range.
-            LayoutError: the model or the devices do not suit the layout.
+            InvalidRequestError: The prompt is empty, too long or not a prompt, or an option is out
+                of range.
+            LayoutError: The model or the devices do not suit the layout.
         """
         sampling = SamplingParams(1, temperature, top_k, top_p, seed=seed)
         instance = self._prefill_instance(layout, devices)
@@ -172,21 +172,21 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> list[KVCache]:
-        """Computes several prompts, as many in one chunk as fit, on all dp ranks of the mesh. The
+        """Computes several prompts on all dp ranks of the mesh, as many in one chunk as fit. The
         next tokens are chosen greedily.
 
         Args:
-            prompts: texts, or token ids.
-            layout: of the mesh; `dp` of it computes as many chunks at once.
-            devices: as `prefill`.
+            prompts: Texts or token ids.
+            layout: Layout of the mesh, which computes `dp` chunks at once.
+            devices: As for `prefill`.
 
         Returns:
-            Their caches, in the same order, each on the rank that computed it; `seconds` is that of
-            all together.
+            The caches in the same order, each on the rank that computed it. `seconds` is the time
+                of all together.
 
         Raises:
-            InvalidRequestError: one of them, named by its index, is empty, too long or no prompt.
-            LayoutError: as `prefill`.
+            InvalidRequestError: A prompt, named by its index, is empty, too long or not a prompt.
+            LayoutError: As for `prefill`.
         """
         instance = self._prefill_instance(layout, devices)
         checked = [
@@ -202,16 +202,16 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> Session:
-        """An empty session on the layout's mesh; `push` a cache into it.
+        """Creates an empty session on the layout's mesh; `push` a cache into it.
 
         Args:
-            session_id: its name; no other open session may have it.
-            layout: of its mesh.
-            devices: those of the mesh; the engine's last by default.
+            session_id: Name of the session, unique among open sessions.
+            layout: Layout of its mesh.
+            devices: Devices of the mesh; by default the engine's last.
 
         Raises:
-            InvalidRequestError: a session of that name is open.
-            LayoutError: as `prefill`.
+            InvalidRequestError: A session of that name is open.
+            LayoutError: As for `prefill`.
         """
         if session_id in self.sessions:
             raise InvalidRequestError(
@@ -223,10 +223,10 @@ class Engine:
         return session
 
     def pull(self, session_id: str) -> KVCache:
-        """The KV that a session holds, on its mesh. The session keeps its own.
+        """Copies the KV of a session, on its mesh. The session keeps its own.
 
         Raises:
-            InvalidRequestError: no session of that name is open, or it holds no KV.
+            InvalidRequestError: No session of that name is open, or it holds no KV.
         """
         if session_id not in self.sessions:
             raise InvalidRequestError(
@@ -245,32 +245,33 @@ class Engine:
         top: int = 0,
         logits: bool = False,
     ) -> Scores:
-        """What the model holds of given tokens, each after all those before it (teacher forcing).
+        """Scores given tokens, each after all tokens before it (teacher forcing).
 
         Args:
-            tokens: text, or token ids.
-            after: what they follow, scored where it lies; it stays as it is. Its last token is run
-                anew, in a copy, for what predicts the first of `tokens`. None: nothing; all of
-                `tokens` but the first are scored.
-            layout, devices: of the mesh that computes a prompt, as `prefill`; not with `after`.
-            top: how many of the most likely tokens to give at each place, 0 to 20.
-            logits: give all logits, too: float32 [T, V] on the host.
+            tokens: Text or token ids.
+            after: Cache or session that the tokens follow, scored on its mesh and left unchanged.
+                Its last token is recomputed in a copy to predict the first of `tokens`. None for
+                nothing; then the first of `tokens` is not scored.
+            layout, devices: Mesh that computes a prompt, as for `prefill`; not allowed with
+                `after`.
+            top: Most likely tokens to return at each position, 0 to 20.
+            logits: Whether to return all logits, float32 [T, V] on the host.
 
         Returns:
-            Log-probabilities, ranks, the likeliest tokens and logits of T tokens.
+            Log-probabilities, ranks, most likely tokens and logits of T tokens.
 
         Raises:
-            InvalidRequestError: `tokens` is empty, of one token with nothing before it, too long or
-                no prompt; `top` is out of range; the session holds nothing.
-            BrokenModelError: logits are not finite.
-            LayoutError: as `prefill`.
+            InvalidRequestError: `tokens` is empty, a single token with nothing before it, too long
+                or not a prompt; `top` is out of range; or the session holds nothing.
+            BrokenModelError: Logits are not finite.
+            LayoutError: As for `prefill`.
         """
         if not 0 <= top <= MAX_TOP_LOGPROBS:
             raise InvalidRequestError(f"top must be in [0, {MAX_TOP_LOGPROBS}], got {top}")
         if after is not None and (layout != ONE_DEVICE or devices is not None):
             raise InvalidRequestError(
-                f"layout={layout} and devices are of a prompt; what follows a cache is scored where"
-                " that lies: push it there first"
+                f"layout={layout} and devices are for prompts; tokens after a cache are scored on"
+                " its mesh; push the cache there first"
             )
         if after is not None:
             kv = after.pull() if isinstance(after, Session) else after
@@ -286,15 +287,15 @@ class Engine:
         return instance.score_prompt(prompt, top, logits=logits)
 
     def save(self, kv: KVCache, path: str | os.PathLike[str]) -> None:
-        """Writes a cache into a file (safetensors), whole: it can be loaded under any layout.
+        """Writes a cache to a file (safetensors) that can be loaded under any layout.
 
         Args:
-            kv: any, a part included.
-            path: of the file; one that is there is replaced.
+            kv: A cache, or a part of one.
+            path: File to write or replace.
 
         Raises:
-            ConfigError: the engine was not told the model's fingerprint.
-            KVFileError: the file cannot be written.
+            ConfigError: The engine has no model fingerprint.
+            KVFileError: The file cannot be written.
         """
         write_kv(kv, path, self._known_fingerprint())
 
@@ -305,20 +306,20 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> KVCache:
-        """Reads a cache that `save` wrote, of the same model in the same types.
+        """Reads a cache that `save` wrote, of the same model in the same dtypes.
 
         Args:
-            path: of the file.
-            layout: of the mesh onto which it comes.
-            devices: as `prefill`.
+            path: The file.
+            layout: Layout of the mesh that receives it.
+            devices: As for `prefill`.
 
         Returns:
-            The cache that was saved, next token included, on dp rank 0 of that mesh.
+            The saved cache with its next token, on dp rank 0 of that mesh.
 
         Raises:
-            KVFileError: the file is missing, truncated, spoiled or of another model.
-            ConfigError: the engine was not told the model's fingerprint.
-            LayoutError: as `prefill`.
+            KVFileError: The file is missing, truncated, damaged or of another model.
+            ConfigError: The engine has no model fingerprint.
+            LayoutError: As for `prefill`.
         """
         place = self._prefill_instance(layout, devices).place()
         return read_kv(path, self._known_fingerprint(), layout, place)
@@ -336,24 +337,26 @@ class Engine:
         ignore_eos: bool = False,
         on_token: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Decodes where the source lies. A session goes on from there and keeps the new KV; a cache
-        is left as it is. If the source's next token was chosen under other sampling parameters, or
-        was not (behind a cache that was cut, joined or changed), the last token is run once more to
-        choose anew, and its KV is written anew.
+        """Decodes on the mesh of the source. A session continues and keeps the new KV; a cache
+        stays unchanged.
+
+        If the source's next token was chosen with other sampling parameters, or not at all (after a
+        cache was cut, joined or changed), the last token is recomputed to choose anew, and its KV
+        is written anew.
 
         Args:
-            source: what to go on from.
-            max_new_tokens: at most so many; None: 64, or what room the context has left.
-            temperature, top_k, top_p, seed: as `prefill`.
-            logprobs: how many log-probabilities of `next_token` to give, 0 to 20.
-            ignore_eos: go on where the model ends its text.
-            on_token: called with each token as it is accepted.
+            source: Session or cache to continue.
+            max_new_tokens: Most new tokens; None for 64, or what the context has left.
+            temperature, top_k, top_p, seed: As for `prefill`.
+            logprobs: Log-probabilities to return for `next_token`, 0 to 20.
+            ignore_eos: Whether to continue behind the model's end of text.
+            on_token: Called with each accepted token.
 
         Returns:
             The new tokens and their text.
 
         Raises:
-            InvalidRequestError: there is no room for so many tokens, or an option is out of range.
+            InvalidRequestError: The context has too little room, or an option is out of range.
         """
         if not isinstance(source, Session):
             with self._beside(source) as session:
@@ -380,7 +383,7 @@ class Engine:
         return self._meshes.instances
 
     def close(self) -> None:
-        """Ends all sessions and frees all meshes. Caches in the hand stay valid. Idempotent."""
+        """Ends all sessions and frees all meshes. Caches stay valid. Idempotent."""
         for session in list(self.sessions.values()):
             session.close()
         self._meshes.close()
@@ -392,8 +395,8 @@ class Engine:
     def _known_fingerprint(self) -> str:
         if not self.fingerprint:
             raise ConfigError(
-                "fingerprint: the engine was not told which model it has, so that a file could be"
-                " of another; build it with fingerprint=model_fingerprint(directory, dtype)"
+                "fingerprint: the engine has none, so that a file could be of another model;"
+                " build the engine with fingerprint=model_fingerprint(directory, dtype)"
             )
         return self.fingerprint
 
@@ -415,7 +418,7 @@ class Engine:
         return [replace(kv, chosen=replace(kv.next_token, sampling=choice)) for kv in caches]
 
     def _beside(self, kv: KVCache) -> Session:
-        """A session without a name that holds a copy of a cache, where that lies."""
+        """An unnamed session with a copy of a cache, on its mesh."""
         devices = list(kv.mesh.devices.flat)
         session = Session("", self._meshes, self.tokenizer, kv.layout, devices)
         session.push(kv)
@@ -433,7 +436,7 @@ class Engine:
 
 
 def _within(session: Session, asked: int | None) -> int:
-    """How many new tokens are to come; no more than there is room for."""
+    """The number of new tokens to generate, within the room."""
     held, room = len(session.token_ids), session.room_tokens
     if room < 1:
         raise InvalidRequestError(

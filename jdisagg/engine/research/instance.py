@@ -1,12 +1,12 @@
-"""One mesh of the research face: the serving executor, driven by the caller's own thread, one
+"""One mesh of the research API: the serving executor, driven by the caller's own thread, one
 command after another.
 
-It adds to `MeshExecutor` what holding a cache in the hand needs: blocks that a prefill offers are
-kept instead of waiting for a peer, and a sequence's pages can be read back as blocks. Programs,
-pages, slots and transfers are the serving ones. A scheduler would be idle here, so that the page
-ledger alone decides; every owner is a session or one running prefill.
+It adds to `MeshExecutor` that offered blocks are kept instead of waiting for a peer, and that a
+sequence's pages can be read back as blocks. Programs, pages, slots and transfers are those of
+serving. It has no scheduler; the page ledger alone decides. Every owner of pages is a session or
+one running prefill.
 
-A sequence decodes alone, in slot 0 of its rank. Not thread-safe: a notebook has one thread."""
+A sequence decodes alone, in slot 0 of its rank. Not thread-safe."""
 
 import time
 from collections.abc import Sequence
@@ -51,11 +51,11 @@ from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.in_process import InProcessChannel
 
 PULL_SECONDS = 600.0
-STEP = 0  # commands run one by one: their results need no numbers
+STEP = 0  # Commands run one by one, so that their results need no numbers.
 
 
 class ResearchInstance(MeshExecutor):
-    """A model replica on one mesh that prefills, receives, decodes and gives back,
+    """A model replica on one mesh that prefills, receives, decodes and returns caches
     synchronously."""
 
     def __init__(
@@ -68,8 +68,8 @@ class ResearchInstance(MeshExecutor):
     ) -> None:
         if limits.kv_spec.has_state:
             raise ConfigError(
-                "the research face holds KV alone, and this model keeps state beside it; serve it"
-                " by a cluster (jdisagg generate, jdisagg serve)"
+                "the research API supports only KV, and this model also keeps state; serve it with"
+                " jdisagg generate or jdisagg serve"
             )
         self.layout = layout
         self.vocabulary = loaded.model.vocabulary
@@ -85,15 +85,15 @@ class ResearchInstance(MeshExecutor):
 
     @property
     def logprobs_wanted(self) -> int:
-        """Of the token that a prefill chooses: as many as there can be."""
+        """Log-probabilities of the token that a prefill chooses: as many as allowed."""
         return min(MAX_TOP_LOGPROBS, self.vocabulary)
 
     def place(self, rank: int = 0) -> KVPlace:
         return KVPlace(self.mesh, rank, self.limits.kv_spec)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
-        """Runs prompts, as many at once as there are pages for, chooses the next token of each,
-        gives the pages back and the blocks to the caller. Blocks."""
+        """Runs prompts, as many at once as there are pages for, and chooses the next token of each.
+        Frees the pages and returns the blocks. Blocks."""
         started = time.perf_counter()
         done: list[Run] = []
         waiting: list[Run] = []
@@ -116,9 +116,12 @@ class ResearchInstance(MeshExecutor):
         ]
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
-        """Computes what the runs ask for, chunk by chunk, and leaves it with them: blocks, samples,
-        log-probabilities. `logits`: all of each token's successor, too, where they ask for
-        log-probabilities. Blocks."""
+        """Computes the runs chunk by chunk and stores blocks, samples and log-probabilities in
+        them. Blocks.
+
+        Args:
+            logits: Whether to store all logits for each scored token, too.
+        """
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
             length = max(
@@ -134,8 +137,8 @@ class ResearchInstance(MeshExecutor):
                     part.run.logits.append(self._scorer.logits(row, reading.last))
 
     def score(self, run: Run, *, logits: bool = False) -> Scores:
-        """What the model holds of the run's tokens behind the first that it computes. Blocks.
-        Raises BrokenModelError where logits are not finite."""
+        """Scores the run's tokens behind the first that it computes. Blocks. Raises
+        BrokenModelError if logits are not finite."""
         self.compute([run], logits=logits)
         given = run.tokens[run.start + 1 :]
         whole = np.concatenate(run.logits)[: len(given)] if logits else None
@@ -145,7 +148,7 @@ class ResearchInstance(MeshExecutor):
         return scores
 
     def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
-        """As `score`, of a prompt that nobody holds. Blocks."""
+        """As `score`, for a prompt without a cache. Blocks."""
         rank, owner = self.reserve(len(prompt))
         try:
             return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
@@ -153,8 +156,8 @@ class ResearchInstance(MeshExecutor):
             self.ledgers[rank].free(owner)
 
     def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
-        """Moves a cache, from whatever mesh, into the owner's pages, packed by this codec on its
-        way. Blocks until it is there."""
+        """Transfers a cache from any mesh into the owner's pages, packed by the codec. Blocks until
+        it has arrived."""
         pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
         try:
@@ -194,8 +197,8 @@ class ResearchInstance(MeshExecutor):
                 assert isinstance(inserted, InsertResult)
                 if not inserted.intact:
                     raise HandoffError(
-                        f"layer {block.layer} of the cache, packed by {codec!r}, does not lie in"
-                        " its pages as it was packed; push it again"
+                        f"layer {block.layer} of the cache, packed by {codec!r}, differs in"
+                        " its pages from what was sent; push it again"
                     )
         finally:
             self._issue(DropBlocks(STEP, tuple(offer_id for offer_id, _ in offers)))
@@ -205,7 +208,7 @@ class ResearchInstance(MeshExecutor):
     def extract(
         self, tokens: tuple[int, ...], chosen: NextToken | None, rank: int, owner: int
     ) -> KVCache:
-        """Copies the owner's pages out as blocks on this mesh. Blocks until they are there."""
+        """Copies the owner's pages to blocks on this mesh. Blocks until they are there."""
         started = time.perf_counter()
         pages = np.asarray(self.ledgers[rank].pages(owner), np.int32)
         blocks: list[KVBlock] = []
@@ -228,8 +231,8 @@ class ResearchInstance(MeshExecutor):
     def admit(
         self, token: int, position: int, limit: int, spec: SampleSpec, rank: int, owner: int
     ) -> SlotAdmit:
-        """What a sequence's first `decode_step` carries: its last known token, whose KV the step
-        writes at `position`."""
+        """The admission of a sequence with its first `decode_step`: its last token, whose KV the
+        step writes at `position`."""
         return SlotAdmit(
             owner, rank, 0, token, position, limit, self.ledgers[rank].pages(owner), spec
         )
@@ -237,7 +240,7 @@ class ResearchInstance(MeshExecutor):
     def decode_step(
         self, rank: int, sampling: SamplingParams, admit: SlotAdmit | None
     ) -> NextToken:
-        """One step of the rank's sequence; waits for its token."""
+        """Runs one step of the rank's sequence and waits for its token."""
         slots = tuple((0,) if index == rank else () for index in range(self.limits.ranks))
         admits = (admit,) if admit else ()
         result = self.issue_and_wait(
@@ -248,8 +251,8 @@ class ResearchInstance(MeshExecutor):
         return NextToken(whole_token(result.tokens[rank][0][0]), sampling, logprobs)
 
     def reserve(self, tokens: int) -> tuple[int, int]:
-        """Pages for so many tokens on the emptiest rank: (rank, owner). Raises `OverloadedError`
-        when there are not so many."""
+        """Reserves pages for this many tokens on the emptiest rank; returns (rank, owner). Raises
+        `OverloadedError` if there are too few."""
         count = pages_for(tokens, self.limits.page_size)
         rank = max(range(len(self.ledgers)), key=lambda index: self.ledgers[index].free_pages)
         owner = random_id()
@@ -258,7 +261,7 @@ class ResearchInstance(MeshExecutor):
         return rank, owner
 
     def grow(self, rank: int, owner: int, tokens: int) -> None:
-        """Adds pages until the owner's hold so many tokens."""
+        """Adds pages until the owner's pages hold this many tokens."""
         ledger = self.ledgers[rank]
         count = pages_for(tokens, self.limits.page_size) - len(ledger.pages(owner))
         if count > 0 and ledger.extend(owner, count) is None:
@@ -279,7 +282,7 @@ class ResearchInstance(MeshExecutor):
     def _full(self, count: int, rank: int) -> OverloadedError:
         free, total = self.ledgers[rank].free_pages, self.limits.pages_per_rank
         return OverloadedError(
-            f"{count} KV pages are wanted on rank {rank} of {self.layout} and {free} of {total} are"
+            f"{count} KV pages are needed on rank {rank} of {self.layout} and {free} of {total} are"
             " free; close sessions on this mesh, or build the engine with a larger"
             " sessions_per_rank"
         )

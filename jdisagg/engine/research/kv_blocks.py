@@ -1,12 +1,11 @@
-"""The blocks of which a KV cache in the hand is made: cut along the tokens, put together, and made
-from arrays that somebody brings.
+"""The blocks of a KV cache: cutting along the tokens, joining, and building from a caller's arrays.
 
 A block is what a channel offers: a global array [dp, rows, K, T, H] of one layer's components (see
-`layout/kv_spec.py`), of which dp rank `rank` counts. It knows arrays and where they lie; nothing of
-token ids, executors, channels or pages.
+`layout/kv_spec.py`), of which only dp rank `rank` is used. This module knows arrays and their
+placement, but no token ids, executors, channels or pages.
 
-Everything works on each device's own shard, by one program a shape. Nothing moves between devices,
-but for what `put_layer` is given elsewhere."""
+Everything works on each device's own shard, with one program per shape. Nothing is transferred
+between devices, except arrays elsewhere that `put_layer` receives."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +24,15 @@ from jdisagg.ops.kv_rows import block_of, components_of
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.transfer.channel import block_sharding
 
-# A component of one layer [K, T, H], [1, T, H] where it has no heads.
+# A component of one layer [K, T, H], or [1, T, H] without heads.
 LayerArray = jax.Array | np.ndarray
-# of a block of one rank, on the mesh of its devices alone
+# sharding of a rank's block on the mesh of its devices only
 _RANK_BLOCK = PartitionSpec(None, None, "kv")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """`array` [dp, rows, K, T, H]: layer `layer`, positions [start, start + valid_tokens); the rest
+    """`array` [dp, rows, K, T, H]: layer `layer`, positions [start, start + valid_tokens). The rest
     of T is padding."""
 
     layer: int
@@ -50,8 +49,8 @@ class KVBlock:
         return self.start + self.valid_tokens
 
     def within(self, start: int, stop: int) -> "Iterator[KVBlock]":
-        """What of it is of positions [start, stop): itself, where that is all; else in blocks of
-        the lengths that channels know."""
+        """Its part of positions [start, stop): itself if that is all of it, else blocks of the
+        lengths that channels use."""
         first, last = max(start, self.start), min(stop, self.stop)
         if (first, last) == (self.start, self.stop):
             yield self
@@ -73,7 +72,7 @@ class KVPlace:
 
     @property
     def devices(self) -> list[Device]:
-        """Of the rank."""
+        """Devices of the rank."""
         return list(self.mesh.devices[self.rank].flat)
 
     @property
@@ -81,8 +80,8 @@ class KVPlace:
         return Mesh(self.mesh.devices[self.rank], ("kv", "rep"))
 
     def spec_of(self, part: KVComponent) -> PartitionSpec:
-        """How a component [K, T, H] lies on the rank's devices: heads over "kv"; one that is cut
-        lies in parts of its values."""
+        """The sharding of a component [K, T, H] on the rank's devices: heads over "kv", or parts of
+        the values of a component whose values are cut."""
         if self.spec.is_cut(part):
             return PartitionSpec(None, None, "kv")
         return PartitionSpec("kv" if part.heads else None)
@@ -91,8 +90,8 @@ class KVPlace:
         return max(1, part.heads), tokens, part.width
 
     def read_layer(self, layer: int, blocks: Sequence[KVBlock]) -> dict[str, jax.Array]:
-        """The components of a layer by name, [K, T, H], of the tokens of these blocks, which are in
-        order."""
+        """The components of a layer by name, [K, T, H], of the tokens of these blocks, which must
+        be in order."""
         kind = self.spec.layers[layer]
         here = tuple(self._of_rank(block.array) for block in blocks)
         arrays = _read(here, tuple(block.valid_tokens for block in blocks), kind, self)
@@ -102,7 +101,7 @@ class KVPlace:
         self, layer: int, start: int, components: Mapping[str, LayerArray]
     ) -> list[KVBlock]:
         """Blocks of a layer, positions from `start` on, from all its components [K, T, H] in their
-        types, which may lie anywhere."""
+        dtypes, on any device."""
         kind, mesh = self.spec.layers[layer], self.rank_mesh
         placed = tuple(
             jax.device_put(components[part.name], NamedSharding(mesh, self.spec_of(part)))
@@ -115,7 +114,7 @@ class KVPlace:
         ]
 
     def _of_rank(self, block: jax.Array) -> jax.Array:
-        """Of a block, the rank's own part [1, R, K, T, H], as it lies."""
+        """The rank's own part [1, R, K, T, H] of a block, in place."""
         shards = {shard.device: shard.data for shard in block.addressable_shards}
         sharding = NamedSharding(self.rank_mesh, _RANK_BLOCK)
         return jax.make_array_from_single_device_arrays(
@@ -123,7 +122,7 @@ class KVPlace:
         )
 
     def _among_ranks(self, block: jax.Array) -> jax.Array:
-        """The other way round; of other ranks there are zeros."""
+        """The inverse of `_of_rank`, with zeros for other ranks."""
         sharding = block_sharding(self.mesh)
         shape = (self.mesh.shape["dp"], *block.shape[1:])
         nothing = sharding.shard_shape(shape)
@@ -139,7 +138,7 @@ class KVPlace:
 def _read(
     blocks: tuple[jax.Array, ...], valid_tokens: tuple[int, ...], kind: KVLayer, place: KVPlace
 ) -> tuple[jax.Array, ...]:
-    """A layer's components [K, T, H], each device its own part, from a rank's blocks."""
+    """A layer's components [K, T, H] from a rank's blocks, each device its own part."""
 
     def body(*blocks_1RKTH: jax.Array) -> tuple[jax.Array, ...]:
         valid = [
@@ -159,7 +158,7 @@ def _read(
 
 @partial(jax.jit, static_argnames=("kind", "place"))
 def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tuple[jax.Array, ...]:
-    """The other way round: blocks [1, R, K, T, H], of which the last is padded."""
+    """The inverse of `_read`: blocks [1, R, K, T, H], the last of which is padded."""
     cuts = tuple(split_blocks(components[0].shape[1], GRANULE_TOKENS))
 
     def body(*parts_KTH: jax.Array) -> tuple[jax.Array, ...]:
@@ -183,7 +182,7 @@ def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tu
 
 @partial(jax.jit, static_argnames=("tokens", "sharding"))
 def _cut(block: jax.Array, start: int, tokens: int, sharding: NamedSharding) -> jax.Array:
-    """`tokens` tokens of a block [dp, R, K, T, H] from `start` on; beyond its end, zeros."""
+    """`tokens` tokens of a block [dp, R, K, T, H] from `start` on, with zeros beyond its end."""
     padded = jnp.pad(block, ((0, 0),) * 3 + ((0, tokens), (0, 0)))
     part = lax.dynamic_slice_in_dim(padded, start, tokens, axis=3)
     return lax.with_sharding_constraint(part, sharding)

@@ -1,21 +1,20 @@
-"""A KV cache that can be held in the hand: blocks of one sequence on one mesh, as the hand-off
-between meshes moves them, to look at, cut, join and change.
+"""A KV cache as a value: blocks of one sequence on one mesh, in the form of a hand-off, to inspect,
+cut, join and change.
 
-The blocks' arrays are never donated and belong to nobody's page pool, so a cache stays valid
-whatever the engine does next, and its memory is freed with it. What is cut, joined or changed is
-another cache; this one never changes. It knows arrays and token ids; nothing of executors, channels
-or pages.
+The blocks' arrays are never donated and belong to no page pool, so a cache stays valid whatever the
+engine does next, and its memory is freed with it. A cache never changes: cutting, joining and
+changing return another. This module knows arrays and token ids, but no executors, channels or
+pages.
 
-What positions mean. Keys are kept after rope: they are of the positions at which they were
-computed, and all but the first layer's keys and values depend on every token before them. A part
-that does not begin at 0 keeps its positions: it can be looked at, saved, and joined behind a cache
-that ends where it begins. By itself it is not something to decode from, and pushing it is refused.
-Joined behind other tokens than those it was computed behind it is what it is: KV that the model
-would not have computed. Layers with a window are no exception: a cache holds every position of
-them, those that no window reaches any more included.
+Positions: keys are kept after rope, for the positions at which they were computed, and all but the
+first layer's keys and values depend on every earlier token. A part that does not begin at 0 keeps
+its positions. It can be inspected, saved, and joined behind a cache that ends where it begins, but
+not pushed or decoded from by itself. Joined behind other tokens than those before it at its
+computation, it is KV that the model would not have computed. Layers with a window are no exception:
+a cache holds all their positions, including those that no window reaches.
 
-Invariants: every token of `token_ids` has its KV in `blocks`, each layer covers all positions once,
-in order; `chosen` is the model's choice after them, whose KV is not there yet."""
+Invariants: every token of `token_ids` has its KV in `blocks`, and each layer covers all positions
+once, in order. `chosen` is the model's choice after them, whose KV is not there yet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +35,8 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """The token chosen after a sequence, how it was chosen, and, where asked for, how likely it and
-    others were."""
+    """The token chosen after a sequence, its sampling parameters and, if requested,
+    log-probabilities."""
 
     token_id: int
     sampling: SamplingParams
@@ -46,9 +45,9 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """The components of one layer by their names: global arrays [K, T, H], heads sharded as the
-    layout says. A component without heads is [1, T, H], replicated. What is kept in fp8 is its
-    bytes, of the values divided by their scale."""
+    """The components of one layer by name: global arrays [K, T, H], heads sharded by the layout. A
+    component without heads is [1, T, H], replicated. fp8 components are the bytes of the values
+    divided by their scale."""
 
     components: Mapping[str, jax.Array]
 
@@ -64,12 +63,14 @@ class LayerKV:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The KV of one sequence. `mesh` has the axes ("dp", "kv", "rep"); the sequence lies on dp rank
-    `rank` of it.
+    """The KV of one sequence.
 
-    `token_ids` are those of positions [first_position, first_position + T). `chosen` is None where
-    nothing has chosen a next token: of what was cut off, joined or changed. `seconds` is what
-    making it took: the prefill, first token included, or the reading of a session's pages."""
+    Attributes:
+        token_ids: Tokens of positions [first_position, first_position + T).
+        chosen: The next token, or None after a cut, join or change.
+        mesh, rank: Mesh with axes ("dp", "kv", "rep"), and the sequence's dp rank on it.
+        seconds: Time of the prefill with its first token, or of reading a session's pages.
+    """
 
     token_ids: tuple[int, ...]
     chosen: NextToken | None
@@ -95,17 +96,17 @@ class KVCache:
 
     @property
     def next_token(self) -> NextToken:
-        """Raises InvalidRequestError where none has been chosen."""
+        """Raises InvalidRequestError if none has been chosen."""
         if self.chosen is None:
             raise InvalidRequestError(
-                f"a next token of these {len(self)} tokens has not been chosen, for they were cut,"
-                " joined or changed; push them into a session and generate"
+                f"this cache of {len(self)} tokens was cut, joined or changed and has no next"
+                " token; push it into a session and generate"
             )
         return self.chosen
 
     @property
     def positions(self) -> range:
-        """Those at which the tokens' KV was computed."""
+        """The positions at which the tokens' KV was computed."""
         return range(self.first_position, self.first_position + len(self))
 
     @property
@@ -123,37 +124,34 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tokens' KV, counted once: without replicas and padding."""
+        """Bytes of the tokens' KV without replicas and padding."""
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
-        """The components of one layer, put together from the blocks on the devices where they lie:
-        nothing moves between devices.
-
-        `np.asarray(kv.layer(0).k)` gathers one to the host."""
+        """The components of one layer, assembled from the blocks on their devices without a
+        transfer. `np.asarray(kv.layer(0).k)` gathers one to the host."""
         index = self._layer_index(index)
         blocks = [block for block in self.blocks if block.layer == index]
         return LayerKV(self.place.read_layer(index, blocks))
 
     def __getitem__(self, tokens: slice) -> "KVCache":
-        """A part of the tokens, with their positions: `kv[:n]` is the KV of the first n tokens,
-        `kv[n:]` of the others, at the positions where they were computed (see the module's
-        docstring for what such a part can mean). Whole blocks are shared, others are copied on
-        their devices.
+        """A part of the tokens at their positions: `kv[:n]` is the KV of the first n tokens,
+        `kv[n:]` that of the others (the module's docstring explains such parts). Whole blocks are
+        shared; others are copied on their devices.
 
         Args:
-            tokens: as of a sequence: negative numbers count from the end; the step is 1.
+            tokens: A slice as for sequences; negative numbers count from the end, and the step is
+                1.
 
         Returns:
-            A cache on the same devices. Its next token is known where the part ends with this
-            cache.
+            A cache on the same devices. It has a next token if it ends with this cache.
 
         Raises:
-            InvalidRequestError: the part is empty, has another step, or is no slice.
+            InvalidRequestError: The part is empty, has another step, or is not a slice.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise InvalidRequestError(
-                f"kv[{tokens}] is no run of tokens; give kv[start:stop], of step 1"
+                f"kv[{tokens}] is not a run of tokens; give kv[start:stop] with step 1"
             )
         first, stop, _ = tokens.indices(len(self))
         if first >= stop:
@@ -170,19 +168,18 @@ class KVCache:
         )
 
     def join(self, other: "KVCache") -> "KVCache":
-        """This cache and the one whose positions follow it.
+        """Joins this cache and one whose positions follow it.
 
         Args:
-            other: of the same model; on another mesh or rank a copy of it is put here, by JAX and
+            other: A cache of the same model. From another mesh or rank it is copied here by JAX,
                 not over the channel.
 
         Returns:
-            A cache on this one's devices, without a next token: nothing has been run on both
-            together.
+            A cache on this one's devices, without a next token.
 
         Raises:
-            IncompatiblePeerError: the other is of another KV geometry.
-            InvalidRequestError: it begins at another position than this one ends.
+            IncompatiblePeerError: The other has another KV geometry.
+            InvalidRequestError: It begins at another position than this one ends.
         """
         if other.spec != self.spec:
             raise IncompatiblePeerError(
@@ -192,7 +189,7 @@ class KVCache:
         if other.first_position != self.positions.stop:
             raise InvalidRequestError(
                 f"the other cache begins at position {other.first_position} and this one ends"
-                f" before {self.positions.stop}: its keys are turned for their own positions; join"
+                f" before {self.positions.stop}: its keys are rotated for their own positions; join"
                 " one that begins there"
             )
         if (other.mesh, other.rank) == (self.mesh, self.rank):
@@ -214,21 +211,21 @@ class KVCache:
     def with_layer(self, index: int, **components: LayerArray) -> "KVCache":
         """This cache with other components in one layer: `kv.with_layer(3, v=0 * kv.layer(3).v)`.
 
-        Whoever decodes from the result first runs its last token anew, for nothing was chosen over
-        the changed KV; that token's own KV is thereby computed anew (in the session, not here). To
-        keep what was changed there, too, append a token.
+        Decoding from the result first recomputes its last token, because no token was chosen over
+        the changed KV. This also recomputes that token's own KV (in the session). To keep a change
+        there, append a token.
 
         Args:
-            index: the layer; negative numbers count from the end.
-            components: by their names (`k`, `v`, or `latent`), the shapes of `layer(index)`; those
-                not given stay. They may lie anywhere. Floating values are rounded to the type in
-                which KV is kept; where that is fp8 they are divided by their scale already.
+            index: The layer; negative numbers count from the end.
+            components: Arrays by name (`k`, `v`, or `latent`) in the shapes of `layer(index)`, on
+                any device; others stay. Floating values are rounded to the dtype of the KV; for fp8
+                they must be divided by their scale.
 
         Returns:
             A cache on the same devices, without a next token.
 
         Raises:
-            InvalidRequestError: there is no such layer or component, or a shape or type does not
+            InvalidRequestError: There is no such layer or component, or a shape or dtype does not
                 fit.
         """
         index = self._layer_index(index)
@@ -245,18 +242,17 @@ class KVCache:
         return replace(self, chosen=None, blocks=others + tuple(fresh))
 
     def norms(self) -> np.ndarray:
-        """The length of each vector (of keys and values, or of a latent), on the host: float32
-        [layers, components, K, T], where all layers are alike."""
+        """The length of each vector (of keys and values, or of a latent) on the host: float32
+        [layers, components, K, T], if all layers are alike."""
         return self._lengths(self._vectors())
 
     def distances(self, other: "KVCache") -> np.ndarray:
-        """How far each vector is from the other cache's, on the host: the length of the difference,
-        float32 [layers, components, K, T], where all layers are alike. Divide by `norms()` for
-        relative ones.
+        """The distance of each vector from the other cache's, on the host: float32 [layers,
+        components, K, T], if all layers are alike. Divide by `norms()` for relative distances.
 
         Raises:
-            InvalidRequestError: the other has other positions.
-            IncompatiblePeerError: the other is of another KV geometry.
+            InvalidRequestError: The other has other positions.
+            IncompatiblePeerError: The other has another KV geometry.
         """
         if other.spec != self.spec:
             raise IncompatiblePeerError(
@@ -276,7 +272,7 @@ class KVCache:
         return lengths.reshape(self.layers, -1, *lengths.shape[1:])
 
     def _vectors(self) -> list[np.ndarray]:
-        """Of all layers, [K, T, H] of each component, on the host."""
+        """All layers, [K, T, H] of each component, on the host."""
         layers = [self.layer(index).components for index in range(self.layers)]
         return [_values(np.asarray(x)) for layer in layers for x in layer.values()]
 
@@ -303,7 +299,7 @@ class KVCache:
 
 
 def _values(kept: np.ndarray) -> np.ndarray:
-    """In float32; bytes are fp8's."""
+    """Values in float32; bytes are fp8."""
     values = kept.view(jnp.float8_e4m3fn) if kept.dtype == np.uint8 else kept
     return values.astype(np.float32)
 
@@ -311,7 +307,7 @@ def _values(kept: np.ndarray) -> np.ndarray:
 def blocks_of_layers(
     place: KVPlace, first_position: int, layers: Sequence[Mapping[str, LayerArray]]
 ) -> tuple[KVBlock, ...]:
-    """All layers' blocks, on that place, from components [K, T, H] that may lie anywhere."""
+    """All layers' blocks on a place, from components [K, T, H] on any device."""
     return tuple(
         block
         for index, components in enumerate(layers)

@@ -1,11 +1,9 @@
-"""A KV cache in a file: safetensors, so that other tools can read it, with a header that says what
-it is of.
+"""A KV cache in a file: safetensors, which other tools can read, with a header that describes it.
 
-Tensors `layers.<index>.<component>` [K, T, H] are whole, in the types in which KV is kept: a file
-knows no layout, and is loaded under any. The metadata field `jdisagg_kv` is the header in JSON, and
-`jdisagg_kv_sha256` a digest of it and of all tensors. A file is written under another name and
-renamed, so that none is ever half there. Whoever can read it can read from it much of what was
-asked; it is not encrypted. Nothing in it is executed."""
+Tensors `layers.<index>.<component>` [K, T, H] are whole, in the dtypes of the KV, so a file has no
+layout and is loaded under any. The metadata field `jdisagg_kv` is the header in JSON, and
+`jdisagg_kv_sha256` a digest of it and of all tensors. Files are written atomically. They reveal
+much of the prompt and are not encrypted. Nothing in them is executed."""
 
 import contextlib
 import hashlib
@@ -34,11 +32,11 @@ _CODES = {
     "float16": "F16",
     "int8": "I8",
     "uint8": "U8",
-}  # as safetensors calls the types of `layout.kv_spec.DTYPE_BYTES`
+}  # safetensors' names of the dtypes of `layout.kv_spec.DTYPE_BYTES`
 
 
 class KVHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the tensors are of. `fingerprint`: the model's (engine/fingerprint.py)."""
+    """What the tensors belong to. `fingerprint` is the model's (engine/fingerprint.py)."""
 
     version: int
     fingerprint: str
@@ -53,10 +51,10 @@ class _Version(msgspec.Struct):
 
 
 def write_kv(kv: KVCache, path: str | os.PathLike[str], fingerprint: str) -> None:
-    """Gathers a cache to the host and writes it; an older file of that name is replaced.
+    """Gathers a cache to the host and writes it, replacing an older file.
 
     Raises:
-        KVFileError: it cannot be written.
+        KVFileError: It cannot be written.
     """
     path = Path(path)
     header = msgspec.json.encode(
@@ -87,9 +85,8 @@ def read_kv(
     """Reads and checks a file, and puts its cache on a place of a mesh of that layout.
 
     Raises:
-        KVFileError: the file is missing, truncated or spoiled, of another version, or of another
-            model than that of this fingerprint and the place's spec; names the field and both
-            values.
+        KVFileError: The file is missing, truncated or damaged, or differs in version, model
+            fingerprint or KV spec; names the field and both values.
     """
     path, spec = Path(path), place.spec
     raw, views, digest = _opened(path)
@@ -135,7 +132,7 @@ _Views = Mapping[str, tuple[str, tuple[int, ...], bytes | bytearray]]
 
 
 def _opened(path: Path) -> tuple[bytes, _Views, str]:
-    """The header as it stands there, the tensors' (type, shape, bytes), and the digest."""
+    """The header as stored, the tensors (dtype, shape, bytes), and the digest."""
     try:
         content = path.read_bytes()
         found = safetensors.deserialize(content)
@@ -187,7 +184,7 @@ def _digest(header: bytes, views: _Views) -> str:
 
 
 def _difference(name: str, value: object, wanted: object) -> str:
-    """What differs, and how: of KV specs the first layer that does."""
+    """What differs; for KV specs the first layer that does."""
     if isinstance(value, KVSpec) and isinstance(wanted, KVSpec):
         if len(value.layers) != len(wanted.layers):
             return f"its spec has {len(value.layers)} layers, and this model's {len(wanted.layers)}"

@@ -1,5 +1,5 @@
-"""The meshes of the research face: one executor for each (layout, devices) that is asked for, built
-on first use, and the channel between them."""
+"""The meshes of the research API: one executor for each (layout, devices), built on first use, and
+the channel between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from jdisagg.transfer.in_process import InProcessChannel
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """How large an engine's meshes are made.
+    """Sizes of an engine's meshes.
 
     Args:
-        page_size: tokens of KV in a page.
-        chunk_tokens: the longest piece of a prompt that is computed at once, and what prompts share
-            that are computed together.
-        sessions_per_rank: for how many sequences of full context each dp rank has pages.
-        context_tokens: caps the model's own.
+        page_size: Tokens of KV in a page.
+        chunk_tokens: Longest piece of a prompt that is computed at once, shared by prompts that are
+            computed together.
+        sessions_per_rank: Sequences of full context for which each dp rank has pages.
+        context_tokens: Cap on the model's context.
 
     Raises:
         ConfigError: `sessions_per_rank` is below 1.
@@ -41,7 +41,7 @@ class MeshSizes:
 
 
 class ResearchMeshes:
-    """All of an engine's. Each has weights and pages of its own, until `close`."""
+    """All meshes of an engine, each with weights and pages of its own, until `close`."""
 
     def __init__(self, load: LoadModel, devices: tuple[Device, ...], sizes: MeshSizes) -> None:
         self.devices = devices
@@ -55,7 +55,7 @@ class ResearchMeshes:
         return list(self._instances.values())
 
     def instance(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
-        """The executor of a layout on these devices. Raises LayoutError where they, or the model,
+        """The executor of a layout on these devices. Raises LayoutError if the devices or the model
         do not suit the layout."""
         if len(devices) != layout.devices:
             raise LayoutError(
@@ -69,7 +69,7 @@ class ResearchMeshes:
         return self._instances[key]
 
     def close(self) -> None:
-        """Frees all of them. Idempotent."""
+        """Frees all meshes. Idempotent."""
         for instance in self._instances.values():
             instance.close()
         self._instances.clear()
@@ -87,7 +87,7 @@ class ResearchMeshes:
             chunk_tokens=sizes.chunk_tokens,
             min_chunk_tokens=min(64, sizes.chunk_tokens),
         )
-        # One layer a group, so that each block is one layer's.
+        # One layer per group, so that each block holds one layer.
         groups = len(model.kv_spec.layers)
         limits = mesh_limits(config, Mode.DISAGGREGATED, model.kv_spec, context, groups)
         return ResearchInstance(f"research-{layout}", loaded, layout, limits, self.channel)

@@ -1,4 +1,4 @@
-"""What a researcher writes as a prompt, as token ids: checked once, here."""
+"""Converts and checks a caller's prompt as token ids."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ Prompt = str | Sequence[int]
 
 
 class TextCodec(Protocol):
-    """What is asked of a tokenizer."""
+    """The required interface of a tokenizer."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -28,18 +28,18 @@ def prompt_tokens(
     continues: bool = False,
     name: str = "prompt",
 ) -> tuple[int, ...]:
-    """The token ids of a prompt.
+    """Returns the token ids of a prompt.
 
     Args:
-        prompt: text, or token ids.
-        tokenizer: needed for text alone.
-        vocabulary: ids are below it.
-        continues: it follows other tokens: a tokenizer puts nothing before it.
-        name: as errors call it.
+        prompt: Text or token ids.
+        tokenizer: Tokenizer, required for text only.
+        vocabulary: Number of token ids.
+        continues: Whether it follows other tokens; the tokenizer then adds nothing before it.
+        name: Name of the prompt in errors.
 
     Raises:
-        ConfigError: it is text, and there is no tokenizer.
-        InvalidRequestError: it is empty, or holds what is no token id of the model.
+        ConfigError: It is text, and there is no tokenizer.
+        InvalidRequestError: It is empty, or holds an invalid token id.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -47,8 +47,8 @@ def prompt_tokens(
                 f"{name} is text and the engine has no tokenizer; give token ids, or build the"
                 " engine with a tokenizer"
             )
-        # A tokenizer may put a token before the text: without text that would be a prompt that
-        # nobody wrote.
+        # A tokenizer may add a token before the text, so that empty text would still give a
+        # prompt.
         prompt = tokenizer.encode(prompt, add_special_tokens=not continues) if prompt else ()
     for index, token in enumerate(prompt):
         if not isinstance(token, int | np.integer) or isinstance(token, bool):

@@ -1,4 +1,4 @@
-"""What a model held of given tokens, as a notebook wants it: arrays, one entry a token."""
+"""A model's scores of given tokens as arrays with one entry per token."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,17 @@ from jdisagg.prompt_logprobs import PromptLogprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Of each of T given tokens, what the model expected there after all those before it (teacher
-    forcing). Log-probabilities are natural, of the model's own distribution: before bias,
+    """The model's expectation at each of T given tokens after all tokens before it (teacher
+    forcing). Log-probabilities are natural and of the model's own distribution, before bias,
     penalties, temperature and filters.
 
-    token_ids: the T tokens.
-    logprobs: float32 [T].
-    ranks: int32 [T]; 1 is the most likely token of the vocabulary.
-    top_ids, top_logprobs: int32 and float32 [T, top], the most likely tokens, likeliest first; -inf
-        where the vocabulary has no more.
-    logits: float32 [T, V], where they were asked for.
+    Attributes:
+        token_ids: The T tokens.
+        logprobs: float32 [T].
+        ranks: int32 [T]; 1 is the most likely token of the vocabulary.
+        top_ids, top_logprobs: int32 and float32 [T, top], most likely tokens first; -inf beyond the
+            vocabulary.
+        logits: float32 [T, V], if requested.
     """
 
     token_ids: tuple[int, ...]

@@ -1,10 +1,10 @@
-"""A session of the research face: one sequence in the pages of one decode mesh, which receives,
-appends, decodes and gives back.
+"""A session of the research API: one sequence in the pages of one decode mesh, which can be pushed,
+appended to, decoded and pulled.
 
-It owns the pages that it holds and frees them when it is closed, moved or pushed anew. Between
-calls every token of `token_ids` has its KV in the pages; `next_token` is chosen and its KV is not
-there yet. A call that fails leaves it so. Penalties, stop strings and the like are the service's; a
-session knows temperature, filters and seed."""
+It owns its pages and frees them when it is closed, moved or pushed anew. Between calls every token
+of `token_ids` has its KV in the pages; `next_token` is chosen and its KV is not there yet. A call
+that fails leaves it unchanged. A session supports temperature, filters and seed, but no penalties
+or stop strings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Session:
-    """One sequence on one decode mesh, in pages. Made by `Engine.create_session`; a context
+    """One sequence in the pages of one decode mesh, made by `Engine.create_session`; a context
     manager."""
 
     def __init__(
@@ -82,8 +82,8 @@ class Session:
 
     @property
     def next_token(self) -> NextToken:
-        """Raises InvalidRequestError where none has been chosen: behind a cache that was cut,
-        joined or changed, until something is generated or appended."""
+        """Raises InvalidRequestError if none has been chosen, as after a cache that was cut, joined
+        or changed."""
         chosen = self._holding().chosen
         if chosen is None:
             raise InvalidRequestError(
@@ -94,7 +94,7 @@ class Session:
 
     @property
     def room_tokens(self) -> int:
-        """How many more the context holds."""
+        """Tokens left in the context."""
         return self._instance.limits.context_tokens - len(self._holding().tokens)
 
     def push(
@@ -105,26 +105,26 @@ class Session:
         devices: Sequence[Device] | None = None,
         codec: str = "none",
     ) -> Move:
-        """Moves a copy of a cache into this session, over the channel, by the reshard plan; what
-        the session held is dropped. If anything fails, the session is as it was.
+        """Transfers a copy of a cache into this session, over the channel and by the reshard plan,
+        and drops what the session held. If anything fails, the session is unchanged.
 
         Args:
-            kv: a cache of the same model, on any mesh.
-            target_layout: the session moves to a mesh of this layout.
-            devices: the session moves to a mesh of these.
-            codec: how it is packed on its way (`jdisagg.transfer.codec.CODECS`). What a lossy one
-                does is then in the session: compare `session.pull()` with `kv`. It packs what lies
-                on the right device already, too.
+            kv: A cache of the same model, on any mesh.
+            target_layout: Layout of a mesh to which the session moves.
+            devices: Devices of a mesh to which the session moves.
+            codec: Codec of the transfer (`jdisagg.transfer.codec.CODECS`), which also applies to
+                bytes that are on the right device already. The session then holds the decoded
+                values; compare `session.pull()` with `kv`.
 
         Returns:
-            What was moved, and how long it took.
+            What was transferred, and the time that it took.
 
         Raises:
-            IncompatiblePeerError: the cache is another model's.
-            InvalidRequestError: it does not begin at position 0, is longer than the context, or
+            IncompatiblePeerError: The cache is of another model.
+            InvalidRequestError: It does not begin at position 0 or is longer than the context, or
                 the session is closed.
-            ConfigError: there is no such codec, or it cannot pack this KV.
-            OverloadedError: the mesh has no pages for it.
+            ConfigError: There is no such codec, or it cannot pack this KV.
+            OverloadedError: The mesh has no pages for it.
         """
         self._check_open()
         target = self._instance
@@ -138,8 +138,8 @@ class Session:
         check_codec(codec, kv.spec)
         if kv.first_position:
             raise InvalidRequestError(
-                f"the cache begins at position {kv.first_position}: what its tokens attended to"
-                " before is not in it, and its keys are turned for where they were; join it behind"
+                f"the cache begins at position {kv.first_position}: the KV before it is missing,"
+                " and its keys are rotated for their positions; join it behind"
                 f" a cache of positions 0 to {kv.first_position - 1}"
             )
         if len(kv) > target.limits.context_tokens:
@@ -169,29 +169,29 @@ class Session:
         return Move(len(kv), kv.layout, target.layout, codec, moved, planned, seconds)
 
     def pull(self) -> KVCache:
-        """A copy of the KV that the session holds, on its mesh. Raises InvalidRequestError where it
-        holds none."""
+        """Copies the KV of the session, on its mesh. Raises InvalidRequestError if it holds
+        none."""
         held = self._holding()
         return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
 
     def append(self, continuation: Prompt) -> Append:
-        """Adds what somebody else wrote (the next turn) behind the tokens that are held: it alone
-        is computed, and the result is that of a prefill of the whole. The next token is chosen
-        greedily; `generate_tokens` with other parameters chooses anew.
+        """Adds given tokens (the next turn) behind those that are held. Only they are computed, and
+        the result is that of a prefill of the whole. The next token is chosen greedily;
+        `generate_tokens` with other parameters chooses anew.
 
-        `next_token`, chosen but never accepted, is left aside: where it belongs there (the token
-        that ended the last turn), begin `continuation` with it.
+        The present `next_token` is not added. If it belongs there (the token that ended the last
+        turn), begin `continuation` with it.
 
         Args:
-            continuation: text, before which a tokenizer puts nothing, or token ids.
+            continuation: Text, before which the tokenizer adds nothing, or token ids.
 
         Returns:
-            The tokens, the token chosen after them with log-probabilities, and how long it took.
+            The tokens, the token chosen after them with log-probabilities, and the time.
 
         Raises:
-            InvalidRequestError: it is empty or no text or tokens, exceeds the context, or the
-                session holds nothing.
-            OverloadedError: the mesh has no pages for it.
+            InvalidRequestError: It is empty or invalid, exceeds the context, or the session holds
+                nothing.
+            OverloadedError: The mesh has no pages for it.
         """
         held, instance, started = self._holding(), self._instance, time.perf_counter()
         new = self._continued(continuation)
@@ -205,8 +205,7 @@ class Session:
         return Append(new, token, time.perf_counter() - started)
 
     def score(self, continuation: Prompt, top: int, logits: bool) -> Scores:
-        """See `Engine.score`, which asks a session of its own: the last token is run anew, in its
-        place."""
+        """See `Engine.score`, for this session. The last token is recomputed in place."""
         held = self._holding()
         tokens = held.tokens + self._continued(continuation)
         self._instance.grow(held.rank, held.owner, len(tokens))
@@ -255,7 +254,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Gives the pages back. Idempotent."""
+        """Frees the pages. Idempotent."""
         self._drop()
         self._closed = True
         if self._on_close:
@@ -267,7 +266,7 @@ class Session:
         )
 
     def _continued(self, continuation: Prompt) -> tuple[int, ...]:
-        """What is to come behind the held tokens, checked."""
+        """The checked token ids of a continuation."""
         vocabulary = self._instance.vocabulary
         new = prompt_tokens(
             continuation, self._tokenizer, vocabulary, continues=True, name="continuation"
@@ -300,7 +299,7 @@ class Session:
 
 @dataclass(slots=True)
 class _Held:
-    """What a session has on its mesh."""
+    """The state of a session on its mesh."""
 
     rank: int
     owner: int
@@ -312,8 +311,7 @@ class _Held:
 
 
 def choice_of(sampling: SamplingParams) -> SamplingParams:
-    """The parameters that decide which token is chosen, alone, so that equal choices compare
-    equal."""
+    """The parameters that determine the chosen token, so that equal choices compare equal."""
     if sampling.greedy:
         return GREEDY
     return SamplingParams(

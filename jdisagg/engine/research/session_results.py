@@ -1,4 +1,4 @@
-"""What the calls of a session return."""
+"""Results of the calls of a session."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,16 @@ from jdisagg.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One push. `bytes_per_pair`: (source device id, destination device id) -> bytes, counted where
-    they were moved: as the codec packs them, its scales and sums and the padding to blocks of 16
-    tokens included; `planned` is what the reshard plans say. Bytes that a device held already are
-    in neither. `seconds` includes the writing into pages, and on the first push of a kind the
-    compilation of its programs."""
+    """One push.
+
+    Attributes:
+        bytes_per_pair: Transferred bytes by (source device id, destination device id), as packed by
+            the codec, including its scales and sums and the padding to blocks of 16 tokens. Bytes
+            that a device held already are not counted.
+        planned: The same by the reshard plans.
+        seconds: Time including the writing into pages and, on the first push of a kind,
+            compilation.
+    """
 
     tokens: int
     source: Layout
@@ -30,8 +35,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Tokens that were added behind what a session held. `seconds`: what computing their KV took,
-    the choice of `next_token` included."""
+    """Tokens that were added behind those of a session. `seconds` covers their KV and the choice of
+    `next_token`."""
 
     token_ids: tuple[int, ...]
     next_token: NextToken
@@ -41,10 +46,8 @@ class Append:
 @dataclass(frozen=True, slots=True)
 class Generation:
     """What one call generated. `step_seconds[i]` is the decode step that wrote token i's KV and
-    chose the token after it.
-
-    The first token was chosen with the prefill, so that a request's TTFT is `kv.seconds`, plus
-    whatever lay between."""
+    chose the token after it. The first token was chosen by the prefill, so that a request's TTFT is
+    `kv.seconds` plus the time in between."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -54,5 +57,5 @@ class Generation:
 
     @property
     def tpot_seconds(self) -> float:
-        """Mean time of a step; 0 where no token was generated."""
+        """Mean time of a step; 0 without generated tokens."""
         return sum(self.step_seconds) / len(self.step_seconds) if self.step_seconds else 0.0

@@ -1,10 +1,10 @@
 """Measures a machine for the cost model: its ceilings (a matrix product, a pass over memory, a copy
-between devices), then the real engine in one mesh (whole prompts and whole decode steps, through
-the request path); and fits what programs reach of the ceilings.
+between devices), then the real engine on one mesh (whole prompts and decode steps through the
+request path). It then fits which part of the ceilings programs reach.
 
-Ceilings are those of the model's dtype: the accelerator states its peak as of bfloat16, which the
-cost model halves for float32. Half of the settings are fitted to and the others predicted, which
-says how far the fit can be trusted."""
+Ceilings are those of the model's dtype. The accelerator states its bfloat16 peak, which the cost
+model halves for float32. Half of the settings are fitted and the others predicted, which validates
+the fit."""
 
 import asyncio
 import os
@@ -40,8 +40,14 @@ FREE_SHARDED = (*FREE, "collective_seconds", "collective_bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSettings:
-    """What is measured of `model` under `layout`: prompts of `lengths` tokens alone, and `batches`
-    sequences a rank that decode `steps` tokens together, each in `rounds` rounds."""
+    """What to measure of `model` under `layout`.
+
+    Attributes:
+        lengths: Prompt lengths, each run alone.
+        batches: Sequences per rank that decode together.
+        steps: Tokens that they decode.
+        rounds: Repetitions.
+    """
 
     model: str
     layout: Layout
@@ -59,7 +65,7 @@ class MeasuredSettings:
             )
 
     def context_tokens(self, shape: CostGeometry) -> int:
-        """How much context the measuring takes. Raises ConfigError where the model has less."""
+        """Context that the measurement takes. Raises ConfigError if the model has less."""
         longest = max(self.lengths)
         context = longest + self.steps + 2
         if context > shape.context_tokens:
@@ -72,8 +78,8 @@ class MeasuredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one device: FLOP/s, bytes/s of its memory, bytes/s from device to device (or through
-    memory, where there is one)."""
+    """Ceilings of one device: FLOP/s, bytes/s of its memory, and bytes/s between devices (through
+    memory for a single device)."""
 
     flops: float
     memory: float
@@ -82,7 +88,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The accelerator fitted to all settings, the relative error of each, and the errors of the
+    """The accelerator fitted to all settings, the relative error of each, and the errors of
     settings that a fit to the others predicted."""
 
     accelerator: Accelerator
@@ -91,8 +97,8 @@ class Fitted:
 
 
 def measure_ceilings(dtype: str) -> Ceilings:
-    """The best of a few runs each, at the size from which on a run takes 20 ms."""
-    # In place: fresh memory would be priced as the operating system's clearing of pages.
+    """The best of a few runs each, at the first size whose run takes 20 ms."""
+    # In place: with fresh memory the operating system's clearing of pages would be measured.
     product, add = (
         jax.jit(lambda a, b: a @ b),
         jax.jit(lambda a: a + jnp.ones((), a.dtype), donate_argnums=0),
@@ -125,7 +131,8 @@ def measure_ceilings(dtype: str) -> Ceilings:
 async def measure_steps(
     wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
 ) -> list[Observation]:
-    """Whole prompts to their first token, and whole decode steps, as requests see them."""
+    """Measures whole prompts to their first token, and whole decode steps, as a request observes
+    them."""
     lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
     chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
@@ -150,8 +157,8 @@ async def measure_steps(
             (length, batch) for length in (min(lengths), longest) for batch in batches
         ]
         times: dict[tuple[int, int], list[float]] = {setting: [] for setting in settings}
-        # Rounds outermost: a machine's speed drifts. The first round compiles. The fastest counts:
-        # what disturbs a run only adds to it.
+        # Rounds are outermost because a machine's speed drifts. The first round compiles. The
+        # fastest run counts, because disturbances only add time.
         with tqdm(
             total=len(settings) * (wanted.rounds + 1),
             desc="measuring",
@@ -179,7 +186,7 @@ async def measure_steps(
 
 
 def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) -> Fitted:
-    """Fits to every other setting, judges by the others, and fits again to all."""
+    """Fits every other setting, validates with the rest, and fits again to all."""
     free = FREE_SHARDED if layout.devices > 1 else FREE
     half = fit(start, steps[::2], free)
     held_out = Errors.of(relative_errors(half, steps[1::2]))
@@ -188,7 +195,7 @@ def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) 
 
 
 def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[str, object]:
-    """How it came about, for the file beside the figures."""
+    """Notes on the measurement for the file."""
     return {
         "device": jax.devices()[0].device_kind,
         "dtype": steps[0].dtype,
@@ -207,7 +214,7 @@ def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[s
 def describe(
     ceilings: Ceilings, name: str, dtype: str, memory_bytes: float | None = None
 ) -> Accelerator:
-    """This machine's device before anything is fitted. `memory_bytes` None: what it reports."""
+    """This machine's device before the fit. `memory_bytes` defaults to what the device reports."""
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.devices())
@@ -272,7 +279,7 @@ def _fastest(call: Callable[[], object]) -> float:
 def _grown(
     measure: Callable[[int], tuple[float, float]], size: int = 512, largest: int = 16384
 ) -> float:
-    """The rate at the first size whose run takes 20 ms, or the largest."""
+    """The rate at the first size whose run takes 20 ms, or at the largest."""
     while True:
         seconds, rate = measure(size)
         if seconds >= 0.02 or size >= largest:

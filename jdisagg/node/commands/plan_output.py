@@ -1,5 +1,4 @@
-"""A plan for people and for programs: the ranked table, plain data for JSON, and a recipe of one
-row. Prints nothing itself."""
+"""A plan as a ranked table, as plain data for JSON, and a recipe of one row. Prints nothing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from jdisagg.simulator.workloads import Arrival
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
-    """Best first; times in milliseconds. Fits 80 columns; figures are never cut."""
+    """Rows from best to worst, times in milliseconds, within 80 columns. Figures are never cut."""
     kept = geometry.kv_bytes_per_token(dtype)
     limits = (
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
@@ -67,12 +66,12 @@ def _three(values: Percentiles) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Three digits, without an exponent."""
+    """Three digits without an exponent."""
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
-    """All of a plan as plain data for JSON."""
+    """The whole plan as plain data for JSON."""
     return {
         "model": geometry.name,
         "hardware": site.accelerator.name,
@@ -121,7 +120,8 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
 
 
 def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
-    """The context that a recipe for the workload sets aside: whole pages, as the model allows."""
+    """The context that a recipe for the workload reserves: whole pages, within the model's
+    limit."""
     longest = max(item.prompt_tokens + item.output_tokens for item in workload)
     return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
 
@@ -134,8 +134,12 @@ def plan_recipe(
     context_tokens: int,
     path: str,
 ) -> str:
-    """The text of a recipe that jdisagg cluster and jdisagg serve take. `maker`: sized for it;
-    `path`: what it will be called."""
+    """The text of a recipe for `jdisagg cluster` and `jdisagg serve`.
+
+    Args:
+        maker: The fleet maker, sized for the recipe.
+        path: Name of the recipe file.
+    """
     candidate, site = item.candidate, maker.site
     engine = maker.engine(candidate, model_directory, context_tokens)
     one_pool = candidate.prefill is None

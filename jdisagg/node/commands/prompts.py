@@ -1,4 +1,4 @@
-"""Prompts that run at once in an embedded cluster, and are shown one after the other."""
+"""Runs prompts at once in an embedded cluster and shows them one after the other."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,7 +12,8 @@ from jdisagg.request import StreamEvent
 
 
 class PromptRun:
-    """Prompts with equal `options`; `chat`: each is what a user says, in the model's template."""
+    """Prompts with equal `options`. With `chat` each prompt is a user message in the model's
+    template."""
 
     def __init__(
         self, deployment: Deployment, chat: bool, **options: Unpack[SamplingOptions]
@@ -34,8 +35,8 @@ class PromptRun:
         max_tokens: int | None,
         show: Callable[[int, AsyncIterator[StreamEvent]], Awaitable[None]],
     ) -> None:
-        """`show` gets the index of each prompt and its events, in order; all compute meanwhile.
-        Raises the first error of any."""
+        """Computes all prompts at once. `show` receives each prompt's index and its events, in
+        order of the prompts. Raises the first error of any."""
         queues = [asyncio.Queue[StreamEvent | None]() for _ in prompts]
         try:
             async with asyncio.TaskGroup() as tasks:

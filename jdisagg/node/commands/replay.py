@@ -1,10 +1,9 @@
-"""Runs recorded command streams on fresh meshes and compares the sampled tokens: is what happened
-what happens again?
+"""Runs recorded command streams on fresh meshes and compares the sampled tokens.
 
-All meshes are rebuilt in this one process, whatever they ran on. A mesh that pulled KV is replayed
-together with the meshes that offered it. Commands that failed when they were recorded are left
-out. Instances of several processes may sum in another order than one process does: their tokens
-may then differ where two are almost equally likely."""
+All meshes are rebuilt in this process, whatever they ran on. A mesh that pulled KV is replayed
+together with the meshes that offered it. Commands that failed when they were recorded are skipped.
+Instances of several processes may sum in another order than one process, so that tokens may differ
+where two are almost equally likely."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ PULL_SECONDS = 600.0
 
 @dataclass
 class Replayed:
-    """`difference`: the first one, in words; empty where all is identical."""
+    """Counts of a replay. `difference` describes the first difference, or is empty."""
 
     steps: int = 0
     tokens: int = 0
@@ -50,8 +49,7 @@ class Replayed:
 
 @dataclass
 class _Offers:
-    """Which offers somebody in the recordings pulled, and how many of those pulls are still to
-    come."""
+    """Offers that recorded meshes pulled, and the pulls of each that are still to come."""
 
     made: set[int] = field(default_factory=set)
     pulls_left: dict[int, int] = field(default_factory=dict)
@@ -74,8 +72,12 @@ async def replay(
     load_for: Callable[[RecordingHeader], LoadModel],
     grammars_for: Callable[[RecordingHeader], GrammarCompiler | None] = lambda _: None,
 ) -> Replayed:
-    """Rebuilds every mesh and runs all streams at once, each in its order; blocks go from mesh to
-    mesh as they did. `grammars_for`: what compiles the grammars of recorded requests."""
+    """Rebuilds every mesh and runs all streams at once, each in its order. Blocks are transferred
+    between meshes as recorded.
+
+    Args:
+        grammars_for: Grammar compiler for a recording.
+    """
     offers = _offers(recordings)
     channel = InProcessChannel(MonotonicClock())
     executors: list[MeshExecutor] = []
@@ -118,8 +120,8 @@ def _offers(recordings: Sequence[Recording]) -> _Offers:
     missing = offers.pulls_left.keys() - offers.made
     if missing:
         raise ConfigError(
-            f"replay: {len(missing)} pulled blocks were offered by meshes that are not here; give"
-            " the recordings of all meshes that handed KV to these"
+            f"replay: {len(missing)} pulled blocks were offered by meshes that were not given;"
+            " give the recordings of all meshes that sent KV to these"
         )
     return offers
 
@@ -159,8 +161,8 @@ class _Stream:
         return self._replayed
 
     async def _prepared(self, command: StepCommand) -> StepCommand:
-        """The command once it may run: blocks are there before they are inserted, and pulled before
-        they are released."""
+        """The command once it may run: blocks arrive before they are inserted, and are pulled
+        before they are released."""
         match command:
             case PullBlock():
                 return msgspec.structs.replace(command, deadline_seconds=PULL_SECONDS)

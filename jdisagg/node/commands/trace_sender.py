@@ -1,12 +1,11 @@
-"""Sends the requests of a trace to a running server at the trace's times, and notes when each token
-came.
+"""Sends the requests of a trace to a running server at the trace's times, and records when each
+token came.
 
-A trace has lengths and, perhaps, hashes of prompt blocks, but no text: `PromptMaker` makes token
-ids of those lengths, equal ids for equal hashes, so that a server with prefix reuse meets the reuse
-that the trace had. `TraceSender` is an open loop: a request is sent at its time whatever became of
-those before it, and its time to the first token counts from when it was due, so that a sender that
-lags, or a connection that does not take it, hides nothing. Knows the async client; must not know
-flags, files or how results are shown."""
+A trace has lengths and possibly hashes of prompt blocks, but no text. `PromptMaker` makes token ids
+of those lengths, equal ids for equal hashes, so that a prefix cache meets the reuse of the trace.
+`TraceSender` is an open loop: a request is sent at its time whatever became of earlier ones, and
+its time to first token counts from when it was due, so that a lagging sender hides nothing. Uses
+the async client; knows no flags, files or output format."""
 
 import asyncio
 import time
@@ -22,8 +21,7 @@ from jdisagg.simulator.gaps import Gaps
 from jdisagg.simulator.report import End, RequestOutcome
 from jdisagg.simulator.workloads import Arrival, faster
 
-# Ids below it are where tokenizers keep their special tokens; a vocabulary too small for that keeps
-# all its ids.
+# Tokenizers keep special tokens below this id. A vocabulary too small for that uses all its ids.
 FIRST_TOKEN = 256
 LONG_TOKENS = 4096
 ENDS_BY_STATUS: dict[str, End] = {
@@ -35,8 +33,8 @@ ENDS_BY_STATUS: dict[str, End] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayPrompt:
-    """What is sent for one arrival; `cut` where the server's context, or the caller, does not allow
-    what the trace asks for."""
+    """The prompt of one arrival. `cut` if the server's context or the caller allows less than the
+    trace wants."""
 
     token_ids: tuple[int, ...]
     output_tokens: int
@@ -44,8 +42,8 @@ class ReplayPrompt:
 
 
 class PromptMaker:
-    """Token ids that stand for an arrival's prompt: those of a block follow from its hash, all
-    others from the arrival's number."""
+    """Token ids of an arrival's prompt. Those of a block follow from its hash, all others from the
+    arrival's number."""
 
     def __init__(
         self,
@@ -57,9 +55,12 @@ class PromptMaker:
         max_output_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError where no prompt fits. `context_tokens` bounds prompt and answer
-        together; an answer takes its part first, but leaves at least one token, and half of the
-        context where it is longer than that."""
+        """Raises ConfigError if no prompt fits.
+
+        Args:
+            context_tokens: Bound of prompt and answer together. The answer takes its part first but
+                leaves at least one token, and half of the context if it is longer than that.
+        """
         if context_tokens < 2:
             raise ConfigError(
                 f"a context of {context_tokens} tokens holds no prompt and answer; serve the model"
@@ -114,7 +115,7 @@ class PromptMaker:
 
 @dataclass(slots=True)
 class ReplayProgress:
-    """How far a replay is; given to its watcher at every change."""
+    """Progress of a replay, passed to its watcher at every change."""
 
     total: int
     sent: int = 0
@@ -122,7 +123,7 @@ class ReplayProgress:
     failed: int = 0
     tokens: int = 0
     cut: int = 0
-    lag_seconds: float = 0.0  # the most that a request was sent late
+    lag_seconds: float = 0.0  # largest delay of a sent request
 
     def text(self) -> str:
         return (
@@ -131,7 +132,7 @@ class ReplayProgress:
         )
 
     def notes(self) -> list[str]:
-        """What one must know to read the figures, a line each."""
+        """Remarks that the reader of the figures needs, one line each."""
         cut = (
             f"{self.cut} of {self.total} requests were cut to what the server's context or the"
             " flags allow"
@@ -144,8 +145,8 @@ class ReplayProgress:
 
 
 class TraceSender:
-    """One replay against one server. `speed` 2 sends twice as fast as the trace. `name` begins the
-    ids of its requests."""
+    """One replay against one server. `speed` 2 sends twice as fast as the trace. Request ids begin
+    with `name`."""
 
     def __init__(
         self,
@@ -170,9 +171,9 @@ class TraceSender:
     async def run(
         self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
     ) -> list[RequestOutcome]:
-        """Sends all and waits for every end; one outcome an arrival, in their order, times since
-        the first was due. Cancelling it cancels what is under way. A request that was refused or
-        broke is an outcome that says so; anything but our own errors is raised."""
+        """Sends all requests and waits for their ends. Returns one outcome per arrival, in order,
+        with times since the first was due. Cancelling it cancels running requests. A refused or
+        broken request is an outcome; errors other than ours are raised."""
         if not arrivals:
             raise WorkloadError(
                 "the trace has no requests to send; give another, or a larger limit"
@@ -191,8 +192,8 @@ class TraceSender:
         return [task.result() for task in tasks]
 
     async def _made(self, number: int, arrival: Arrival) -> ReplayPrompt:
-        """Long prompts take milliseconds to make: in a thread, so that no stream's time is noted
-        late."""
+        """Makes the prompt in a thread: long prompts take milliseconds, which would delay the
+        recorded times of streams."""
         if arrival.prompt_tokens < LONG_TOKENS:
             return self._maker.prompt(number, arrival)
         return await asyncio.to_thread(self._maker.prompt, number, arrival)
