@@ -1,9 +1,8 @@
-"""Input that makes no sense: a typed error at once that names subject, value and remedy, and others
-are served meanwhile.
+"""Invalid input: a typed error at once that names subject, value and remedy, while other requests
+are served.
 
-What goes through the door is sent over gRPC to the real engine, beside a stream that must lose
-nothing; what is wrong at the start is given to the code that the launch scripts share, and a few of
-it to the scripts themselves."""
+Requests are sent over gRPC to the real engine, beside a stream that must lose nothing. Invalid
+models and layouts are given to the code that the launch commands share."""
 
 import asyncio
 import json
@@ -295,10 +294,23 @@ def deploy(
     )
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A checkpoint that a test may spoil."""
-    return Path(shutil.copytree(LLAMA, tmp_path / "spoiled"))
+Spoil = Callable[[Path], object]
+
+
+def without(field: str) -> Spoil:
+    return lambda directory: edit(directory, lambda fields: fields.pop(field))
+
+
+def stating(name: str, value: object) -> Spoil:
+    return lambda directory: edit(directory, lambda fields: fields.update({name: value}))
+
+
+def cut_to(size: int) -> Spoil:
+    def cut(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:size])
+
+    return cut
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -307,75 +319,56 @@ def edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (directory / "config.json").write_text(json.dumps(fields))
 
 
-def test_a_model_directory_that_does_not_exist_is_named(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="nowhere.*(does not exist|no config.json)"):
-        deploy(tmp_path / "nowhere")
-
-
-def test_an_empty_model_directory_is_named(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="config.json"):
-        deploy(tmp_path)
-
-
-@pytest.mark.parametrize("left", [0, 5, 300, 100_000])
-def test_truncated_weights_are_named(copy: Path, left: int):
-    path = copy / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors.*(truncated|ends|bytes|header).*(fetch|again)"
-    ):
-        deploy(copy)
-
-
-def test_missing_weights_are_named(copy: Path):
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="safetensors"):
-        deploy(copy)
+TRUNCATED = r"model.safetensors.*(truncated|ends|bytes|header).*(fetch|again)"
+NEEDED = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    "intermediate_size",
+)
+SPOILED: list[tuple[str, Spoil, str]] = [
+    ("no directory", shutil.rmtree, "spoiled.*(does not exist|no config.json)"),
+    ("an empty directory", lambda copy: shutil.rmtree(copy) or copy.mkdir(), "config.json"),
+    *((f"weights cut to {size}", cut_to(size), TRUNCATED) for size in (0, 5, 300, 100_000)),
+    ("no weights", lambda copy: (copy / "model.safetensors").unlink(), "safetensors"),
+    *((f"no {name}", without(name), f"needed field '{name}' is missing") for name in NEEDED),
+    ("a family of others", stating("model_type", "mamba"), "mamba"),
+    ("no family", stating("model_type", None), "model_type"),
+    ("a text", stating("hidden_size", "wide"), "hidden_size must be an integer"),
+    ("too many layers", stating("num_hidden_layers", 9), "missing"),
+    ("another width", stating("intermediate_size", 640), "of another shape"),
+    (
+        "an unknown rope",
+        stating("rope_scaling", {"rope_type": "magic", "factor": 2.0}),
+        "rope_type 'magic'",
+    ),
+    (
+        "an unknown quantization",
+        stating("quantization_config", {"quant_method": "gptq"}),
+        "quantization_config",
+    ),
+    ("another activation", stating("hidden_act", "gelu"), "hidden_act must be 'silu'"),
+    (
+        "a config that is no JSON",
+        lambda copy: (copy / "config.json").write_text("{not json"),
+        "config.json is not valid JSON",
+    ),
+    (
+        "a broken tokenizer",
+        lambda copy: (copy / "tokenizer.json").write_text("{}"),
+        "tokenizer.json is not a readable tokenizer",
+    ),
+    ("no tokenizer", lambda copy: (copy / "tokenizer.json").unlink(), "no tokenizer.json"),
+]
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"],
+    ("spoil", "message"), [one[1:] for one in SPOILED], ids=[one[0] for one in SPOILED]
 )
-def test_a_config_without_a_needed_field_is_named(copy: Path, field: str):
-    edit(copy, lambda fields: fields.pop(field))
-    with pytest.raises(CheckpointError, match=f"needed field '{field}' is missing"):
-        deploy(copy)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("model_type", "mamba", "mamba"),
-        ("model_type", None, "model_type"),
-        ("hidden_size", "wide", "hidden_size must be an integer"),
-        ("num_hidden_layers", 9, "missing"),
-        ("intermediate_size", 640, "of another shape"),
-        ("rope_scaling", {"rope_type": "magic", "factor": 2.0}, "rope_type 'magic'"),
-        ("quantization_config", {"quant_method": "gptq"}, "quantization_config"),
-        ("hidden_act", "gelu", "hidden_act must be 'silu'"),
-    ],
-)
-def test_a_config_that_is_not_ours_is_refused_by_name(
-    copy: Path, name: str, value: object, message: str
+def test_a_model_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, spoil: Spoil, message: str
 ):
-    edit(copy, lambda fields: fields.update({name: value}))
+    copy = Path(shutil.copytree(LLAMA, tmp_path / "spoiled"))
+    spoil(copy)
     with pytest.raises(CheckpointError, match=message):
-        deploy(copy)
-
-
-def test_a_config_that_is_no_json_is_named(copy: Path):
-    (copy / "config.json").write_text("{not json")
-    with pytest.raises(CheckpointError, match="config.json is not valid JSON"):
-        deploy(copy)
-
-
-def test_a_broken_or_missing_tokenizer_is_named(copy: Path):
-    (copy / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
-        deploy(copy)
-    (copy / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="no tokenizer.json"):
         deploy(copy)
 
 

@@ -41,6 +41,6 @@ def test_an_empty_text_is_no_prompt_and_another_number_of_devices_needs_another_
     empty, devices = done.stdout.splitlines()
     assert empty.startswith("prompt is empty: at least one token is needed")
     assert devices.startswith(
-        "devices=4: JAX already runs with 2 in this process; restart the process (a notebook's kernel), or"
-        " keep devices=2"
+        "devices=4: JAX already runs with 2 in this process; restart the process (a notebook's"
+        " kernel), or keep devices=2"
     )
