@@ -163,6 +163,21 @@ def moved_bytes(cluster: EmbeddedCluster, prompt_tokens: int) -> int:
     return (parts + spec.state.bytes_per_token) * cluster.decode.loaded.mesh.shape["rep"]
 
 
+async def check_bytes(
+    run: Running, prompt: Sequence[int], greedy: Sequence[int], **sampling: object
+) -> Collected:
+    """Completes one prompt alone; checks its tokens and the bytes that its KV took."""
+    before = sum(run.cluster.channel.bytes_per_pair().values())
+    name = f"r{len(prompt)}"
+    request = run.request(prompt, name, max_tokens=len(greedy), ignore_eos=True, **sampling)
+    done = await run.complete(request)
+    assert done.tokens[0] == list(greedy)
+    moved = sum(run.cluster.channel.bytes_per_pair().values()) - before
+    assert moved == moved_bytes(run.cluster, len(prompt))
+    assert done.timings and done.timings.kv_bytes_moved == moved
+    return done
+
+
 @asynccontextmanager
 async def running(
     engine: EngineConfig, *, first_device: int = 0, kind: type[EmbeddedCluster] = EmbeddedCluster

@@ -1,8 +1,8 @@
 """A real server on a free loopback port over a real embedded cluster, and means to hold a mesh
-still and to look for what is left.
+back.
 
-`Held` keeps results of a mesh's programs back, so that a test says what happens while one runs
-without counting milliseconds."""
+`Held` delays the results of a mesh's programs, so that a test decides what happens while one
+runs."""
 
 import asyncio
 import gc

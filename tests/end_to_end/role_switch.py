@@ -1,8 +1,6 @@
-"""Workers of a running cluster change their roles under load: what the tests and the benchmarks
-share.
+"""Workers of a running cluster change their roles under load: shared by tests and benchmarks.
 
-Streams whose every token is known beforehand are kept running all the time; each is held against
-what it must give."""
+Streams with known tokens run all the time, and each is compared with its expected tokens."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
-"""A decode mesh computes itself what it lacks of the next turn, with real programs: in one process
-between layouts and pages that differ, and in processes; the streams are those of a server that
-keeps nothing."""
+"""A decode mesh prefills the uncached part of the next turn itself, with real programs: in one
+process between different layouts and page sizes, and in processes. The streams are those of a
+server without a prefix cache."""
 
 import asyncio
 import time

@@ -1,6 +1,6 @@
-"""Whom a cluster of real processes lets in: clients and workers with the right credentials, and of
-workers those that fit and have a name of their own. The others are told why, and a worker that
-nobody wants ends."""
+"""Admission to a cluster of real processes: clients and workers need the right credentials, and
+workers must fit and have a unique name. The others get the reason, and a worker that all routers
+refuse ends."""
 
 import subprocess
 import sys

@@ -1,8 +1,9 @@
-"""Rule 1 for KV of every kind (latents, state beside KV, windows in rings, quantized weights).
+"""Rule 1 for KV of every kind (latents, state beside KV, sliding-window ring buffers, quantized
+weights).
 
-32 mixed requests all at once, disaggregated, with too few pages, moved between two decode workers
-of which one dies, have the streams of each alone on one mesh; and all pages and slots of state are
-free at the end."""
+32 mixed requests at once, disaggregated, with too few pages, moved between two decode workers one
+of which dies, have the streams of each alone on one mesh. All pages and slots of state are free at
+the end."""
 
 import asyncio
 from dataclasses import replace
@@ -24,8 +25,8 @@ from tests.end_to_end.clusters import (
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.fakes.cluster import Collected
 
-LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # of prompts; a chunk has 32
-# For hand-offs while programs are compiled; what the dead one held of others' is free after it.
+LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # prompt lengths; a chunk has 32 tokens
+# For hand-offs while programs compile; what a dead worker held of others is free afterwards.
 LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
 
 
@@ -58,7 +59,7 @@ def streams(done: list[Collected]) -> list[object]:
 
 
 async def until_all_free(run: Running) -> None:
-    """What a dead worker held of the others is theirs again when its lease is over."""
+    """What a dead worker held of the others is free when its lease has ended."""
     async with asyncio.timeout(time_scale.seconds(60)):
         while True:
             try:

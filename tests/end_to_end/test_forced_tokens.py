@@ -1,5 +1,5 @@
-"""Tokens that a grammar forces are taken several a step, and no stream shows it: each is that of a
-mesh that steps through them one by one."""
+"""Tokens that a grammar forces are taken several per step. Every stream equals that of a mesh that
+steps through them one by one."""
 
 import asyncio
 import json
@@ -115,7 +115,7 @@ async def test_runs_change_no_stream_of_experts(monkeypatch: pytest.MonkeyPatch)
         assert forced(run) > 100
 
 
-# where a text is cut one way alone: one token a character
+# A text with a single tokenization: one token per character.
 MARKS = Grammar(GrammarKind.REGEX, r"(@#~\^7[0-9]Z@#~\^[A-F]@#){2,5}")
 
 

@@ -1,8 +1,5 @@
-"""Clusters whose instances are two processes each, dense and with experts spread over all devices,
-say what launch.generate says.
-
-A folder of compiled programs is shared by all; every cluster must end cleanly.
-(tests/end_to_end/test_cluster.py kills such processes.)"""
+"""Clusters whose instances have two processes each, dense and with experts spread over all devices,
+give the answers of `jdisagg generate`."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
-"""KV kept in fp8: what a server says of its tokens is what a dense pass says whose keys and values
-were rounded to e4m3 by numpy, with scales of the model's heads or without, whatever the mode, the
-layouts and the kind of KV."""
+"""KV in fp8: a server's log-probabilities are those of a dense pass whose keys and values were
+rounded to e4m3 by numpy, with scales of the model's heads or without, for every mode, layout and
+kind of KV."""
 
 import shutil
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from tests.models.kv_scale_models import attend_rounded, dense_logits, scales_by
 
 PROMPT = "Once upon a time there was a little girl named Lily who lived in a small house near the"
 TOKENS = 40
-# A value at the edge between two of e4m3 may fall to either side, as sums are made elsewhere in
-# another order; what rounding does as a whole is far more.
+# A value between two e4m3 values may be rounded either way, because sums have another order
+# elsewhere. The effect of rounding as a whole is far larger.
 CLOSE, APART = 4e-3, 2e-2
-# Powers of two: with the small ones some heads' largest values are cut off, with the large ones
-# small values lose bits, so that a scale of another head would show.
+# Powers of two: small ones clip some heads' largest values and large ones lose bits of small
+# values, so that a scale of another head would show.
 ONES, BY_HEAD = (0,), (-7, 1, -3, 0, -5)
 
 
@@ -73,7 +73,7 @@ async def test_logprobs_are_those_of_a_dense_pass_over_rounded_keys_and_values(
     async with running(sizes) as run:
         prompt = [
             token % vocabulary for token in run.tokenizer.encode(PROMPT)
-        ]  # of several chunks: what is in pages and what is at hand are rounded alike
+        ]  # several chunks: KV in pages and KV of the chunk are rounded alike
         request = run.request(prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
         done = await run.complete(request)
         again = await run.complete(replace(request, request_id="again"))
@@ -81,7 +81,7 @@ async def test_logprobs_are_those_of_a_dense_pass_over_rounded_keys_and_values(
         assert again.tokens == done.tokens
     whole = load_config(directory).kv_spec("float32")
     assert spec.bytes_per_token * 4 == whole.bytes_per_token  # float32: four bytes a value
-    assert spec.state.bytes_per_token == whole.state.bytes_per_token  # state is kept as it was
+    assert spec.state.bytes_per_token == whole.state.bytes_per_token  # state keeps its dtype
     ids = [*prompt, *done.tokens[0]]
     told = np.array([one.logprob for one in done.logprobs[0]], np.float32)  # type: ignore[attr-defined]
     rounded = _dense_logprobs(directory, ids, attend_rounded(scales))[-TOKENS:]
@@ -91,7 +91,7 @@ async def test_logprobs_are_those_of_a_dense_pass_over_rounded_keys_and_values(
 
 
 def test_a_worker_with_other_scales_is_of_another_model(tmp_path: Path) -> None:
-    """A hello tells fingerprints, and caches that stay are named by them."""
+    """Hellos compare fingerprints, and cached blocks are named by them."""
     one, other = (golden_copy("llama_tied", tmp_path / name) for name in ("one", "other"))
     with_scales(one, scales_by_head(one, BY_HEAD))
 

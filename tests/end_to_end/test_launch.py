@@ -1,7 +1,4 @@
-"""The command line as a user meets it: real processes, their stdout, their stderr, their ends.
-
-What they print is held against a dense forward pass made here. All share one folder of compiled
-programs."""
+"""The command line in real processes: stdout, stderr and exit."""
 
 import os
 import re

@@ -19,11 +19,11 @@ from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import (
     MOE,
     Running,
+    check_bytes,
     config,
     dense_greedy,
     golden_copy,
     golden_greedy,
-    moved_bytes,
     running,
 )
 from tests.end_to_end.pairwise import pairwise
@@ -54,19 +54,6 @@ ci, slow = pytest.mark.ci, pytest.mark.slow
 @cache
 def expected(directory: Path) -> list[int]:
     return dense_greedy(directory, Tokenizer.from_directory(directory).encode(PROMPT), TOKENS)
-
-
-async def check_bytes(run: Running, prompt: list[int], greedy: list[int], **sampling: object):
-    """Completes one prompt alone; checks its tokens and the bytes that its KV took."""
-    before = sum(run.cluster.channel.bytes_per_pair().values())
-    name = f"r{len(prompt)}"
-    request = run.request(prompt, name, max_tokens=len(greedy), ignore_eos=True, **sampling)
-    done = await run.complete(request)
-    assert done.tokens[0] == greedy
-    moved = sum(run.cluster.channel.bytes_per_pair().values()) - before
-    assert moved == moved_bytes(run.cluster, len(prompt))
-    assert done.timings and done.timings.kv_bytes_moved == moved
-    return done
 
 
 async def check(engine: EngineConfig) -> None:

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts over the real engine, through both doors: those of a dense pass over
-the prompt, in every mode."""
+"""Log-probabilities of prompts over the real engine, through gRPC and HTTP: those of a dense pass
+over the prompt."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""Rule 1 with quantized weights: the streams of one mesh are those of two, whatever their
-layouts."""
+"""Rule 1 with quantized weights: one mesh and two meshes give the same streams, for any layouts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What becomes of `launch.serve` when one of its meshes breaks."""
+"""The end of `jdisagg serve` when one of its meshes breaks."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from tests.programs import PROGRAMS
 pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not warmed up, so that the first prompt is compiled for: nothing that a mesh could do in a
+# Without warm-up the first prompt waits for compilation, which takes longer than a
 # millisecond.
 STALLS = (
     "--set=warm_up=False",

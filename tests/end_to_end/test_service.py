@@ -1,4 +1,4 @@
-"""The generation service over the real engine: many streams at once, clients that vanish,
+"""The generation service over the real engine: many streams at once, clients that disconnect,
 deadlines, full queues."""
 
 import asyncio

@@ -1,8 +1,8 @@
-"""Memory is flat: after a warm round, hundreds of requests with a fifth of them given up leave
+"""Memory is flat: after a warm round, hundreds of requests, a fifth of which are cancelled, leave
 nothing behind.
 
-The short form runs by default; `-m slow` runs ten times as many. Pages are few, so that preemption
-has its part in it."""
+The short form runs by default; `-m slow` runs ten times as many. Pages are few, so that sequences
+are preempted."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ PROMPTS = ["a dog", "once upon a time there was", "the red ball " * 12, "in the 
 
 @dataclass
 class Tally:
-    """How requests ended, and the answers that were read whole, by which request it was."""
+    """How requests ended, and the complete answers by request."""
 
     given_up: int = 0
     too_late: int = 0

@@ -1,5 +1,5 @@
-"""Rule 1 over everything else: batch mix, mode, preemption, several steps a dispatch give the same
-streams as one by one."""
+"""Rule 1 over everything else: any mix of requests in a batch, mode, preemption, swapping and steps
+per dispatch give the streams of each request alone."""
 
 import asyncio
 import random

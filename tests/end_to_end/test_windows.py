@@ -1,19 +1,19 @@
-"""Models of which some layers have a window: what these keep of a sequence comes to the decode side
-apart, as far as it is still seen, and goes round in a ring there. The tokens are those of
-transformers, however many windows long the sequence; pages, rings and bytes on the way are those of
-the KV spec."""
+"""Models with a window in some layers: KV of these layers is transferred apart, as far as the
+window reaches, into a sliding-window ring buffer on the decode side. The tokens are those of
+transformers, however many windows long the sequence. Pages, ring buffers and transferred bytes are
+those of the KV spec."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jdisagg.engine.limits import GRANULE_TOKENS
 from jdisagg.executor.grammar_rows import rows_for_runs
 from jdisagg.layout.axes import Layout
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import (
     PATIENT,
+    check_bytes,
     config,
     dense_greedy,
     golden_copy,
@@ -21,7 +21,7 @@ from tests.end_to_end.clusters import (
     running,
 )
 
-WINDOW = 9  # of all of these
+WINDOW = 9  # of all of these models
 PAGE = 4
 
 
@@ -50,9 +50,7 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
         chunk=32,
         decode_page=PAGE,
     )
-    layers = load_config(directory)
-    spec, layout = layers.kv_spec("float32"), Layout.parse(decode)
-    _, _, replicas = layout.mesh_shape(layers.kv_heads)
+    spec, layout = load_config(directory).kv_spec("float32"), Layout.parse(decode)
     short = prompt[:5]
     async with running(sizes) as run:
         for tokens, expected in (
@@ -60,22 +58,11 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
             (whole[:24], whole[24:]),
             (whole[:50], whole[50:]),
         ):
-            before = sum(run.cluster.channel.bytes_per_pair().values())
-            done = await run.complete(
-                run.request(tokens, f"r{len(tokens)}", max_tokens=len(expected), ignore_eos=True)
-            )
-            assert done.tokens[0] == expected
-            moved = sum(run.cluster.channel.bytes_per_pair().values()) - before
-            # what a window still sees fills one block of the least size, however long the prompt
-            each = (
-                -(-len(tokens) // GRANULE_TOKENS) * spec.unwindowed.bytes_per_token
-                + spec.windowed.bytes_per_token
-            ) * GRANULE_TOKENS
-            assert moved == replicas * each
+            await check_bytes(run, tokens, expected)
         executor = run.cluster.decode.executor
     limits = executor.limits
     assert limits.ring_pages * PAGE == WINDOW - 1 + PAGE
-    # pages, and where rows of padding write: of a batch of one, and of forced tokens beside it
+    # Pages, and room for padding rows of a batch of one and of forced tokens beside it.
     padding = -(-(1 + rows_for_runs(1)) // PAGE)
     held = (limits.pages_per_rank + padding) * spec.unwindowed.bytes_per_token
     ring_pages = limits.state_slots_per_rank * limits.ring_pages + padding

@@ -1,4 +1,4 @@
-"""An embedded cluster with a second decode mesh, which sequences move to, and which can die."""
+"""An embedded cluster with a second decode mesh, to which sequences move and which can crash."""
 
 import asyncio
 from dataclasses import replace

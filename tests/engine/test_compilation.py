@@ -1,4 +1,4 @@
-"""The folder of compiled programs as several processes share it."""
+"""The cache of compiled programs, shared by several processes."""
 
 import json
 import subprocess

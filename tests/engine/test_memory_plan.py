@@ -1,4 +1,4 @@
-"""What fits is worked out before anything is allocated: the sums, what is cut, what is refused."""
+"""The memory plan before allocation: sums, reduced contexts and refusals."""
 
 from dataclasses import replace
 from pathlib import Path

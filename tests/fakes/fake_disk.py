@@ -1,4 +1,4 @@
-"""What fake meshes keep on disk: a dictionary that outlives them, and its faults."""
+"""The disk of fake meshes: a dictionary that outlives them, with faults."""
 
 from dataclasses import dataclass, field
 

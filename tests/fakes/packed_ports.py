@@ -1,10 +1,10 @@
-"""Ports that send every call through its bytes and back: arguments, replies and errors, as between
-two processes, without gRPC.
+"""Ports that send every call through its bytes and back, as between two processes but without gRPC:
+arguments, replies and errors.
 
     port = packed(DecodePort, worker)
 
-Errors that are not ours pass as they are: between processes they would be INTERNAL, here the test
-should see them."""
+Errors that are not ours are raised unchanged: between processes they would be INTERNAL, but here
+the test should see them."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager

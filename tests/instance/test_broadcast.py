@@ -1,5 +1,5 @@
-"""A leader and its followers over real gRPC in one process, with executors that only note what they
-are told."""
+"""A leader and its followers over real gRPC in one process, with executors that only record their
+commands."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,5 +1,5 @@
-"""Instances of two real processes, under jax.distributed and gloo, against one process of the same
-layout."""
+"""Instances of two real processes, under jax.distributed and gloo, compared with one process of the
+same layout."""
 
 import asyncio
 import contextlib

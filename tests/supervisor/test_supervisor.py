@@ -1,5 +1,5 @@
-"""Groups of real child processes: restarted when they die, one fate for all members, stopped within
-bounds, never orphans."""
+"""Groups of real child processes: restarted when they end, all members together, and stopped within
+their time."""
 
 import asyncio
 import errno
