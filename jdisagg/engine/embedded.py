@@ -144,7 +144,7 @@ class EmbeddedCluster:
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
         """Middleware before the ports of `worker`."""
-        return wrap.calls(self._observer)(worker, caller)
+        return wrap.calls(worker, caller, self._observer)
 
     def _affinity(self) -> LocalAffinity:
         """Placement must know what both meshes cache only where a request can do without one."""

@@ -44,20 +44,15 @@ def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
 
 
 def calls(
-    observer: Observer | None,
-) -> Callable[[MeshWorker, MeshWorker | None], tuple[object, ...]]:
-    """Middleware that measures calls between workers of one process, for `LocalCluster`."""
-
-    def between(worker: MeshWorker, caller: MeshWorker | None) -> tuple[object, ...]:
-        if observer is None:
-            return ()
-        if caller is not None:
-            return (ObservedPeer(caller.name, observer),)
-        prefills = isinstance(worker, PrefillWorker)
-        observed = ObservedPrefill if prefills else ObservedDecode
-        return (observed(worker.name, observer),)
-
-    return between
+    worker: MeshWorker, caller: MeshWorker | None, observer: Observer | None
+) -> tuple[object, ...]:
+    """Middleware that measures calls to a worker of this process, for `LocalCluster`."""
+    if observer is None:
+        return ()
+    if caller is not None:
+        return (ObservedPeer(caller.name, observer),)
+    observed = ObservedPrefill if isinstance(worker, PrefillWorker) else ObservedDecode
+    return (observed(worker.name, observer),)
 
 
 def ports(

@@ -58,7 +58,7 @@ def test_a_process_is_started_with_one_file_that_says_all_it_is(tmp_path: Path):
     (command,) = plan.router().commands()
     path = command.arguments[-1].removeprefix("--config_file=")
     assert read_config(path, RouterProcessConfig) == plan.router_config(0)
-    with pytest.raises(ConfigError, match="is no WorkerProcessConfig"):
+    with pytest.raises(ConfigError, match="is not a WorkerProcessConfig"):
         read_config(path, WorkerProcessConfig)
 
 

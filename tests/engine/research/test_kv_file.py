@@ -156,8 +156,8 @@ def test_an_engine_that_does_not_know_its_model_neither_saves_nor_loads(
     engine: Engine, kv: KVCache, tmp_path: Path
 ) -> None:
     with open_engine(NAME) as unknown:
-        with pytest.raises(ConfigError, match="fingerprint: the engine was not told"):
+        with pytest.raises(ConfigError, match="fingerprint: the engine has none"):
             unknown.save(kv, tmp_path / "story.kv")
         engine.save(kv, tmp_path / "story.kv")
-        with pytest.raises(ConfigError, match="fingerprint: the engine was not told"):
+        with pytest.raises(ConfigError, match="fingerprint: the engine has none"):
             unknown.load(tmp_path / "story.kv", layout=TP4)

@@ -212,7 +212,7 @@ def test_scores_of_what_cannot_be_scored_are_refused(engine: Engine, golden: Exp
         engine.score([5, 6], after=kv)
     with pytest.raises(InvalidRequestError, match="begins at position 3"):
         engine.score([5], after=kv[3:])
-    with pytest.raises(InvalidRequestError, match="scored where that lies"):
+    with pytest.raises(InvalidRequestError, match="scored on its mesh"):
         engine.score([5], after=kv, layout=TP4)
 
 
