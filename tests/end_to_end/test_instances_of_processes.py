@@ -66,7 +66,7 @@ async def check_role_stays(running: RunningCluster) -> None:
     assert said
     async with worker_roles(said[1]) as port:
         with pytest.raises(
-            ConfigError, match="its instance has 2 processes.*start it as what it is to be"
+            ConfigError, match="its instance has 2 processes.*start it in the other role"
         ):
             await port.switch_role(SwitchCall(1, WorkerRole.DECODE, Layout(tp=4)))
 
