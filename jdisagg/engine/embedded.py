@@ -37,7 +37,7 @@ from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.messages.step_commands import PullBlock
+from jdisagg.messages.step_commands import KvKind, PullBlock
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.model_api import Device
 from jdisagg.observe import wrap
@@ -285,17 +285,17 @@ class EmbeddedCluster:
         )
         limits = self.prefill.executor.limits
         blocks = [
-            (spec.row_heads, window, band, tokens)
-            for spec, window, shapes in (
-                (limits.sent, False, limits.block_shapes()),
-                (limits.kv_spec.windowed, True, limits.window_shapes()),
+            (spec.row_heads, kind, groups, tokens)
+            for spec, kind, shapes in (
+                (limits.sent, KvKind.POSITIONS, limits.block_shapes()),
+                (limits.kv_spec.windowed, KvKind.WINDOW, limits.window_shapes()),
             )
-            for band, tokens in shapes
+            for groups, tokens in shapes
         ]
 
-        def warm(heads: int, window: bool, band: range, tokens: int) -> None:
+        def warm(heads: int, kind: KvKind, groups: range, tokens: int) -> None:
             block = PullBlock(
-                -1, 0, 0, band.start, tokens, 0.0, codec=codec, groups=len(band), window=window
+                -1, 0, 0, groups.start, tokens, 0.0, codec=codec, groups=len(groups), kind=kind
             )
             self.channel.warm_up(source, executor.pull_target(block), heads)
 

@@ -1,5 +1,5 @@
 """Resolves `hardware`: an accelerator of the table (costs/hardware.py), or a JSON file that
-`jdisagg measure-costs` wrote."""
+`jdisagg measure_costs` wrote."""
 
 import dataclasses
 import json
@@ -17,12 +17,12 @@ def find_accelerator(name: str) -> Accelerator:
         fields = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"hardware file {name} cannot be read ({error}); write one with jdisagg measure-costs"
+            f"hardware file {name} cannot be read ({error}); write one with jdisagg measure_costs"
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(
             f"hardware file {name} must hold a JSON object, got {type(fields).__name__}; write one"
-            " with jdisagg measure-costs"
+            " with jdisagg measure_costs"
         )
     return accelerator_from_fields(fields, f"hardware file {name}")
 
