@@ -193,12 +193,12 @@ async def test_a_bad_prompt_is_refused_by_name(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\x0a\x04\xff\xfe\xfd\xfc", "malformed, or a text in it is not valid UTF-8"),
+        (b"\x0a\x04\xff\xfe\xfd\xfc", "malformed or has text that is not valid UTF-8"),
         (b"\x0a\x7fshort", "malformed"),
         (b"\xff\xff\xff\xff", "malformed"),
         (
             b"\x0a\x01a\x22\x06\x62\x04\xff\xfe\xfd\xfc",
-            "malformed, or a text in it is not valid UTF-8",
+            "malformed or has text that is not valid UTF-8",
         ),
         (b"", "prompt is missing: set one of text, token_ids, chat"),
     ],
