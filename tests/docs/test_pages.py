@@ -84,7 +84,7 @@ def test_the_walks_through_the_code_name_what_is_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.partition("\n## Walks through the code\n")[2].partition("\n## ")[0]
     walks = re.split(r"(?m)^\*\*One .*\*\*$", section)[1:]
-    assert len(walks) == 3
+    assert len(walks) == 4
     for walk in walks:
         steps = re.findall(r"(?m)^\d\. `([\w/]+\.py)`(.*?):", walk.replace("\n   ", " "))
         files = [file for file, _ in steps]
