@@ -13,7 +13,6 @@ from jdisagg.timeouts import (
     MembershipTimeouts,
     RequestTimeouts,
     Timeouts,
-    TransferTimeouts,
 )
 
 
@@ -34,10 +33,6 @@ def test_a_backoff_doubles_up_to_its_bound_however_often_it_failed() -> None:
             lambda: MembershipTimeouts(gone_seconds=1.0),
             "suspect_seconds=1.5 must not exceed gone_seconds=1",
         ),
-        (
-            lambda: TransferTimeouts(outlet_idle_seconds=100.0),
-            "fresh_seconds=200 must not exceed outlet_idle_seconds=100",
-        ),
         (lambda: HandoffTimeouts(pull_tries=0), "HandoffTimeouts.pull_tries must be positive"),
         (
             lambda: LimitsConfig(
@@ -57,6 +52,8 @@ def test_scaled_timeouts_keep_their_relations_and_their_counts() -> None:
     assert scaled.handoff.receiver_silence_seconds == 4 * 7.0
     assert scaled.handoff.pull_tries == DEFAULT_TIMEOUTS.handoff.pull_tries
     assert scaled.request.retry == Backoff(0.08, 4.0)
+    assert scaled.request.source_retry == Backoff(0.8, 3.2)
+    assert scaled.transfer.fresh_seconds < scaled.transfer.outlet_idle_seconds == 4 * 300.0
     assert DEFAULT_TIMEOUTS.scaled(1.0) == DEFAULT_TIMEOUTS
 
 

@@ -126,7 +126,7 @@ async def test_a_process_that_comes_up_a_moment_later_gets_what_was_said() -> No
 
 
 async def test_what_nobody_takes_is_lost_within_bounds_and_holds_up_no_other() -> None:
-    soon = TransferTimeouts(link_send_seconds=0.2, link_try_seconds=0.2)
+    soon = TransferTimeouts(link_try_seconds=0.2)
     async with (
         process(7) as (one, channel),
         process(8, queue_messages=100, timeouts=soon) as (other, _),

@@ -140,7 +140,7 @@ def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None
 
 def test_a_sequence_that_finds_no_pages_for_long_goes_on_elsewhere() -> None:
     async def main() -> None:
-        soon = HandoffTimeouts(spilled_seconds=0.05, sweep_seconds=0.02)
+        soon = HandoffTimeouts(spilled_seconds=0.05, heartbeat_seconds=0.04)
         waits = LimitsConfig(timeouts=Timeouts(handoff=soon))
         async with scarce(limits=waits) as cluster:
             await all_of(cluster, long(1, max_tokens=50), long(2, max_tokens=50))
