@@ -1,8 +1,8 @@
-"""Requests that wait at the router for workers, in fair order (router/fairness.py).
+"""Queue of requests that wait at the router for workers, in fair order (router/fairness.py).
 
-The head of the order is placed again whenever something has changed: a worker reported, a prompt
-was prefilled, an attempt ended. No request overtakes the head, so that a large one is not starved
-by small ones. Knows no workers: `place` decides."""
+The head is tried again whenever something changed: a worker reported, a prompt was prefilled, an
+attempt ended. No request overtakes the head, so that small requests do not starve a large one. The
+decision itself is made by `place`."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from jdisagg.timeouts import RequestTimeouts
 
 
 class Endable(Protocol):
-    """What was placed, until its `end`."""
+    """A placement, which `end` releases."""
 
     def end(self) -> None: ...
 
@@ -35,12 +35,19 @@ class _Waiting(Generic[Item, PlacedT]):
 
     def fail(self, error: Exception) -> None:
         self.answer.set_exception(error)
-        self.answer.exception()  # a request given up meanwhile does not ask for it
+        self.answer.exception()  # marks it as retrieved: the caller may be gone
 
 
 class AdmissionQueue(Generic[Item, PlacedT]):
-    """`place` returns None where the item must go on waiting, and raises where it is refused;
-    `refresh` brings the snapshot that it decides on up to date."""
+    """Fair queue in front of placement.
+
+    Args:
+        weights: Weight of each tenant (1 for others).
+        clock: Clock of the queue's speed.
+        timeouts: Polling intervals.
+        place: Returns the placement, or None if the item must wait. Raises if it is refused.
+        refresh: Updates the snapshot that `place` reads.
+    """
 
     def __init__(
         self,
@@ -65,20 +72,20 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return len(self._queue)
 
     def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
-        """How long such a request would wait here, at the speed at which the queue moves."""
+        """Returns how long such a request would wait at the queue's recent speed."""
         if not self._queue:
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
 
     def changed(self) -> None:
-        """There may be room."""
+        """Retries the head: a worker may have room now."""
         if self._waiting:
             self._news.set()
 
     async def wait(
         self, item: Item, tenant: str, cost: float, due: float, priority: int
     ) -> PlacedT:
-        """Returns what `place` returns when the item's turn has come."""
+        """Waits for the item's turn and returns its placement. Raises what `place` raises."""
         self._last_key += 1
         key = self._last_key
         waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)
@@ -90,7 +97,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             return await asyncio.shield(waiting.answer)
         except asyncio.CancelledError:
             if waiting.answer.done() and waiting.answer.exception() is None:
-                waiting.answer.result().end()  # placed at the very moment at which it was given up
+                waiting.answer.result().end()  # placed just before it was cancelled
             raise
         finally:
             self._queue.remove(key)
@@ -98,11 +105,10 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             self._news.set()
 
     async def _serve(self) -> None:
-        """Runs while any request waits."""
         try:
             while self._waiting:
                 await self._refresh()
-                self._news.clear()  # what the refresh itself changed is no news
+                self._news.clear()  # the refresh itself must not wake the queue again
                 self._serve_heads()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._timeouts.queue_look_seconds):
@@ -121,7 +127,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             waiting = self._waiting[ticket.key]
             try:
                 placed = self._place(waiting.item)
-            except Exception as error:  # refused, or a bug: its caller must get it
+            except Exception as error:  # refused, or a bug: the caller gets it
                 self._queue.remove(ticket.key)
                 waiting.fail(error)
                 continue

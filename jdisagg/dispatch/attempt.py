@@ -1,16 +1,16 @@
 """One attempt at some children of a request: reserve, prefill and receive at the same time, decode.
 
-    reserve     the decode worker sets pages aside for prompt and growth, before any prefill
-    prefill     the prefill worker computes and offers its KV; first tokens go out straight from its
-                reply, while the KV is still moving
+    reserve     the decode worker reserves pages for prompt and growth, before any prefill
+    prefill     the prefill worker computes and offers its KV; its reply carries the first tokens,
+                which are streamed while the KV is still being transferred
     receive     the decode worker pulls the KV, and repeats the first tokens
     decode      spans of tokens, until each child has ended
-    failover    a prefill worker that fails is replaced; the reservation and the KV that has come
-                are kept, and first tokens that went out hold
-    migrate     a running sequence goes on at another decode worker when its own asks for that
+    failover    a failed prefill worker is replaced; the reservation, the received KV and the first
+                tokens remain valid
+    migrate     a running sequence continues at another decode worker when its own requests that
 
-An attempt decides nothing about what follows it (dispatch/request_path.py does). Cancelling its
-task frees everything that it holds on both sides."""
+dispatch/request_path.py decides what follows an attempt. Cancelling its task frees everything that
+it holds on both sides."""
 
 import asyncio
 import contextlib
@@ -48,10 +48,17 @@ Part = asyncio.Task[None]  # prefilling or decoding, at the same time
 
 
 class Attempt:
-    """`preempted` is called with each child whose pages were taken: another attempt follows.
+    """One attempt.
 
-    `open`: children that have not ended. `failed`: workers that failed it, which what follows
-    avoids; `refused`: those whose limits the request exceeds."""
+    Args:
+        children: Indices of the children that it runs.
+        preempted: Called with each child whose pages were taken. Another attempt follows.
+
+    Attributes:
+        open: Children that have not ended.
+        failed: Workers that failed it, which later attempts avoid.
+        refused: Workers whose limits the request exceeds.
+    """
 
     def __init__(
         self,
@@ -77,7 +84,7 @@ class Attempt:
         self._telling = asyncio.Lock()
         self._told = run.suspensions_known_anew
         self._migration: Migration | None = None
-        # the source of the KV
+        # Source of the KV.
         self._source: HandoffSource | None = None
         self._prefilling: Part | None = None
         self._sources = 1
@@ -86,11 +93,11 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Every child has ended at its worker; only the end of the stream is left to come."""
+        """Whether every child has ended at its worker. Only the end of the stream remains."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
-        """Returns when every child has come to an end here. Raises what the workers raise."""
+        """Returns when every child has ended here. Raises what the workers raise."""
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
@@ -124,9 +131,9 @@ class Attempt:
                 await to_the_end(self._free(held))
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """Who computes the prompt where the decode worker was to append what it lacks, and keeps
-        less than the router thought: its streams would wait for more than it appends at once. None:
-        it does it."""
+        """Returns a prefill worker if the decode worker, which should compute the prompt, has less
+        of it cached than the router expected: its streams would stall for more than one chunk.
+        Returns None if the decode worker computes it."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):
@@ -135,7 +142,7 @@ class Attempt:
         return await self._context.placer.another_prefill(self._run.avoid)
 
     async def tell_suspended(self) -> None:
-        """Lets its decode worker know whether the request is suspended, if that has changed."""
+        """Notifies the decode worker if the request was suspended or resumed since."""
         async with self._telling:
             run = self._run
             while self._reserved and self._told < run.suspensions:
@@ -144,7 +151,7 @@ class Attempt:
                 self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
-        """Prefills at one worker; receives and decodes at the other at the same time."""
+        """Prefills at one worker, and receives and decodes at the other at the same time."""
         source = self._name_source(prefill)
         decoding = self._begin(self._decode(held, source))
         self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
@@ -160,8 +167,8 @@ class Attempt:
             await to_the_end(self._end_hand_off(decoding))
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
-        """Waits until the decoding ended (None) or the source failed (why). Raises what another
-        source would not mend."""
+        """Waits until decoding ended (returns None) or the source failed (returns its error).
+        Raises errors that another source would not fix."""
         while True:
             self._news.clear()
             if decoding.done() or not (self.open or self.over):
@@ -170,13 +177,13 @@ class Attempt:
                 lost = self._lost.popleft()
                 if self._source and lost.handoff_id == self._source.handoff_id:
                     return HandoffError(
-                        f"the KV from {self._source.worker!r} does not come: {lost.reason}"
+                        f"KV from worker {self._source.worker!r} did not arrive: {lost.reason}"
                     )
             if self._prefilling is not None and self._prefilling.done():
                 error = self._prefilling.exception()
                 if isinstance(error, HandoffError):
-                    # The receiver gave up: because it preempted us, or because the source failed
-                    # it; its own report follows.
+                    # The receiver gave up, because it preempted the sequence or because the source
+                    # failed. Its own report follows.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._times.close_seconds):
                             await self._news.wait()
@@ -195,14 +202,15 @@ class Attempt:
     async def _failover(
         self, held: ReservationHandle, decoding: Part, failure: UnavailableError | OverloadedError
     ) -> None:
-        """Another prefill worker computes, and sends what the decode worker has not got yet.
+        """Replaces the prefill worker. The new one sends what the decode worker still lacks.
 
-        Raises HandoffError after so many sources that they cannot all be at fault."""
+        Raises HandoffError after `sources` failures, when the decode worker is probably at fault.
+        """
         assert self._source is not None
         if self._sources == self._times.sources:
             self.failed.add(held.worker)
             raise HandoffError(
-                f"{self._sources} sources failed, the last one so: {failure.message}"
+                f"{self._sources} prefill workers failed in a row; the last: {failure.message}"
             ) from failure
         await self._release(self._times.failed_close_seconds)
         self.failed.add(self._source.worker)
@@ -217,7 +225,7 @@ class Attempt:
         try:
             kept = await held.port.resume_source(call)
         except HandoffError:
-            # The reservation has ended, and its stream says why.
+            # The reservation has ended, and its stream carries the reason.
             await asyncio.wait({decoding}, timeout=self._times.close_seconds)
             if not decoding.done():
                 raise
@@ -232,7 +240,7 @@ class Attempt:
     async def _prefill(
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
-        """Computes the prompt; its reply brings each child's first token."""
+        """Computes the prompt. The reply carries each child's first token."""
         peer, peer_tokens = self._peer_of(source.worker)
         call = PrefillCall(
             request=self._run.request,
@@ -252,7 +260,7 @@ class Attempt:
         self._run.note_cached(reply.cached)
         self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
-            # A child that was preempted meanwhile gets its first token elsewhere.
+            # A child that was preempted meanwhile gets its first token in another attempt.
             if first.child in self.open:
                 self._accept(
                     first.child,
@@ -262,7 +270,7 @@ class Attempt:
                 )
 
     async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:
-        """Takes all spans of a reservation, and of those that its sequence moves to."""
+        """Takes all spans of a reservation, and of those to which its sequence migrates."""
         spans = held.port.generate(
             GenerateCall(held.key, held.attempt, self._run.remaining_seconds(), source)
         )
@@ -278,7 +286,7 @@ class Attempt:
                 await close_stream(spans)
                 if self._migration is None:
                     raise HandoffError(
-                        f"worker {held.worker!r} reports that a sequence moved, and no other has it"
+                        f"worker {held.worker!r} reports that a sequence moved, but no other has it"
                     )
                 held, spans = self._migration.arrived()
                 self._deviated("sequences_moved")
@@ -296,7 +304,7 @@ class Attempt:
             )
 
     async def _follow(self, held: ReservationHandle, spans: AsyncIterator[Span]) -> bool:
-        """Takes the spans of one reservation. True: its sequence moved."""
+        """Takes the spans of one reservation. Returns whether its sequence migrated."""
         async for span in spans:
             if span.lost is not None:
                 self._lost.append(span.lost)
@@ -308,11 +316,11 @@ class Attempt:
                 if span.end is SpanEnd.MOVED:
                     return True
                 if not (self.open or self.over):
-                    return False  # the client has all, and the worker does not know it
+                    return False  # the client has everything, which the worker cannot know
         return False
 
     async def _migrate(self, held: ReservationHandle, source: HandoffSource) -> None:
-        """Lets another decode worker take the sequence over; its own goes on meanwhile."""
+        """Starts a migration. The current worker continues meanwhile."""
         if self._migration is not None:
             await self._migration.close()
         if not source.address:
@@ -333,7 +341,7 @@ class Attempt:
         if span.token_ids:
             own = span.first_index + len(span.token_ids) > self._had[span.child] + 1
             if own and not self._joined:
-                # A token of the decode worker's own: the prompt's KV is there.
+                # The decode worker computed a token itself, so the prompt's KV has arrived.
                 self._joined = True
                 self._placement.handed_over(
                     self._source.worker if self._source else None, held.worker
@@ -368,7 +376,7 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """A failure or a pause inside the attempt was made up for: predictions do not hold."""
+        """Counts a recovered failure or pause, after which predictions no longer apply."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 
@@ -379,8 +387,8 @@ class Attempt:
         return self._source
 
     def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
-        """From whom this prefill worker may fetch what it does not know of the prompt, and how much
-        is known there."""
+        """Returns the worker from which this prefill worker may fetch cached KV, and how many
+        tokens are cached there."""
         decision = self._placement.decision
         if decision.prefill != worker or not decision.peer or decision.peer in self.failed:
             return None, 0
@@ -393,14 +401,14 @@ class Attempt:
         )
 
     def _begin(self, part: Coroutine[object, object, None]) -> Part:
-        """A task whose end is news."""
+        """Starts a task whose end wakes `_failure`."""
         task = asyncio.create_task(part)
         task.add_done_callback(lambda _: self._news.set())
         return task
 
     def _blame(self, worker: str, error: JdisaggError) -> None:
-        """A worker that is gone is avoided from now on; a hand-off that failed says nothing about
-        the worker that reports it."""
+        """Records a failed worker, which later attempts avoid. A failed hand-off does not count:
+        it says nothing about the worker that reports it."""
         if isinstance(error, InvalidRequestError):
             self.refused.add(worker)
         elif isinstance(error, UnavailableError) and not isinstance(error, HandoffError):
@@ -409,7 +417,7 @@ class Attempt:
     # ---- the end
 
     async def _end_child(self, child: int) -> None:
-        """The worker goes on for others, and need not for this one."""
+        """Ends one child at the worker, which continues with the others."""
         await quietly(self._held.port.cancel(self._held.key, child), self._times.close_seconds)
 
     async def _end_decode(self, spans: AsyncIterator[Span]) -> None:
@@ -423,7 +431,7 @@ class Attempt:
         await self._release(self._times.close_seconds)
 
     async def _release(self, seconds: float) -> None:
-        """Frees what the source holds for us, if it can still be reached."""
+        """Frees what the source holds for this attempt, if it is reachable."""
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)

@@ -26,7 +26,7 @@ Used = Callable[[int], None]
 
 
 class KeyUse:
-    """Streams that run with each token, and what each has used lately."""
+    """Running streams and recent use of each token."""
 
     def __init__(self) -> None:
         self._streams: Counter[str] = Counter()
@@ -37,24 +37,27 @@ class KeyUse:
     def stream(
         self, who: Caller, prompt_tokens: int, now: float, resumed: bool = False
     ) -> Iterator[Used]:
-        """As long as it is entered, one more stream runs; what it yields is told of tokens as they
-        are generated, which the token pays for when it asks again: whoever is in debt waits.
+        """Counts one running stream while the context is entered.
+
+        Yields a function to call with the number of generated tokens. They are charged after use:
+        a token whose bucket is negative waits at its next request.
 
         Args:
-            who: who asked for it; one without a token is not bounded.
-            prompt_tokens: are paid before.
-            now: seconds of a monotonic clock.
-            resumed: it was paid before, at this router or another, and is a stream alone.
+            who: Caller. A caller without a token is not bounded.
+            prompt_tokens: Tokens charged before the stream starts.
+            now: Seconds of a monotonic clock.
+            resumed: The request was charged before, here or at another router, and counts only as a
+                stream.
 
         Raises:
-            QuotaExceededError: the token has used up what it may; says which limit, and when there
-                is more.
+            QuotaExceededError: A limit of the token is used up. The message names the limit and
+                when more is available.
         """
         limits, key = who.limits, who.key
         if limits.streams is not None and self._streams[key] >= limits.streams:
             raise QuotaExceededError(
-                f"{limits.streams} streams of this token run, which is its limit (streams in the"
-                " token file); try again when one of them has ended",
+                f"{limits.streams} streams of this token run, its limit (streams in the token"
+                " file); try again when one of them has ended",
                 retry_after_seconds=STREAM_RETRY_SECONDS,
             )
         if not resumed:
@@ -84,22 +87,21 @@ class KeyUse:
 def _check(
     buckets: dict[str, Bucket], key: str, name: str, rate: float | None, cost: int, now: float
 ) -> None:
-    """Raises QuotaExceededError where the key's bucket does not hold enough."""
     if rate is None:
-        buckets.pop(key, None)  # its limit was taken back
+        buckets.pop(key, None)  # the limit was removed from the token file
         return
     full = max(1.0, rate * BURST_SECONDS)
     bucket = buckets.setdefault(key, Bucket(full, now))
     if wait_seconds := bucket.wait_seconds(cost, rate, full, now):
         raise QuotaExceededError(
             f"this token has used up its {rate:g} {name.replace('_', ' ')} ({name} in the token"
-            f" file); there is more in {wait_seconds:.1f} s: try again then",
+            f" file); more is available in {wait_seconds:.1f} s: try again then",
             retry_after_seconds=wait_seconds,
         )
 
 
 class LongTexts:
-    """At most `room_bytes` at work. Use it on one event loop."""
+    """Runs work on texts in threads, with at most `room_bytes` in work."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes
@@ -112,12 +114,12 @@ class LongTexts:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """`work`'s result. Raises OverloadedError where there is no room."""
+        """Returns the result of `work`. Raises OverloadedError if there is no room."""
         left_bytes = self._room_bytes - self._at_work_bytes
         if size_bytes > left_bytes / 2:
             raise OverloadedError(
                 f"texts of {self._at_work_bytes} bytes are being tokenized, and {size_bytes} more"
-                f" exceed half of what is left of {self._room_bytes}; try again later, or send"
+                f" exceed half of the room left of {self._room_bytes}; try again later, or send"
                 " token ids",
                 retry_after_seconds=TEXT_RETRY_SECONDS,
             )
@@ -127,7 +129,7 @@ class LongTexts:
         def ended(task: asyncio.Task[Result]) -> None:
             self._at_work_bytes -= size_bytes
             if not task.cancelled():
-                task.exception()  # its caller may have gone, and nobody else would look
+                task.exception()  # marks it as retrieved: the caller may be gone
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)

@@ -1,13 +1,12 @@
-"""The front of the request path: from what a client says to a `Request`, and from there to the
-path's stream.
+"""The front of the request path: turns client input into a `Request`, and streams it.
 
-What the gRPC door and `launch.generate` both use. All validation that needs the model happens here,
-once: prompt size, context length, token ids, chat roles. Knows a codec (the tokenizer) and a path
-by protocol; knows no gRPC and no JAX.
+Used by the gRPC and HTTP servers and by embedded clusters. All validation that needs the model
+happens here, once: prompt size, context length, token ids, chat roles. Depends on the tokenizer and
+the path by Protocol; imports neither gRPC nor JAX.
 
-Invariants: a prompt over the byte limit is refused before it is tokenized; long text is tokenized
-in a thread, so that it delays no other stream; every request that leaves has a concrete seed, a
-deadline, and room for one token at least."""
+Invariants: a prompt over the byte limit is refused before it is tokenized. Long text is tokenized
+in a thread, so that it delays no other stream. Every request has a concrete seed, a deadline, and
+room for at least one token."""
 
 import asyncio
 import contextlib
@@ -63,7 +62,7 @@ from jdisagg.request import (
 
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
-MESSAGE_BYTES = 64  # of a chat's text, beside the message's own: its role, its frame
+MESSAGE_BYTES = 64  # what a chat template adds to each message, about
 LARGEST_TEXTS = 4
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
@@ -72,8 +71,8 @@ PLAIN = AnswerFormat()
 
 
 class ServingPath(Protocol):
-    """The part of `RequestPath` that clients' calls use. Closing the iterator of `stream` cancels
-    the request."""
+    """The part of `RequestPath` that serves clients. Closing the iterator of `stream` cancels the
+    request."""
 
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 
@@ -87,8 +86,7 @@ class ServingPath(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """The tokenizer, as the door sees it. `encode` adds what the model wants before a text (BOS)
-    unless told not to."""
+    """The tokenizer. `encode` adds the model's BOS unless `add_special_tokens` is False."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -107,15 +105,15 @@ class ChatTokenizer(Protocol):
         arguments: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """See `ChatPrompt`. Raises InvalidRequestError when the model has no chat template or the
-        template refuses the messages."""
+        """Renders a `ChatPrompt`. Raises InvalidRequestError if the model has no chat template or
+        the template refuses the messages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served, and how. `prefill_layout` is None where one mesh does both. `sampling`: what
-    stands in for options that a request leaves unset."""
+    """The served model. `prefill_layout` is None if one mesh does both. `sampling`: Defaults of
+    options that a request leaves unset."""
 
     name: str
     family: str
@@ -139,10 +137,18 @@ Prompt = str | TokenPrompt | ChatPrompt
 
 
 class Frontend:
-    """Builds requests and streams them through the path; refuses a second running request of the
-    same tenant and id. `routing`: what the router says of itself, for whoever asks. `grammars`:
-    judges structured output; without it that is refused. `answers`: how the model writes reasoning
-    and calls of tools."""
+    """Builds requests and streams them through the path. Refuses a second running request with the
+    same tenant and id.
+
+    Args:
+        path: Request path.
+        codec: Tokenizer.
+        model: The served model.
+        limits: Bounds of requests.
+        routing: Returns the router's status.
+        grammars: Compiler for structured output, which is refused without it.
+        answers: Format in which the model writes reasoning and tool calls.
+    """
 
     def __init__(
         self,
@@ -164,7 +170,7 @@ class Frontend:
         self._running: dict[tuple[str, str], asyncio.Event] = {}
         self._key_use = KeyUse()
         self._clock = MonotonicClock()
-        # where that is small: a chat of many messages
+        # At least 1 MiB each: templates of chats with many short messages add text.
         self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
 
     async def build_request(
@@ -180,12 +186,18 @@ class Frontend:
         cache_salt: str = "",
         **options: Unpack[SamplingOptions],
     ) -> Request:
-        """Validates and tokenizes. Raises InvalidRequestError naming the field, the value and the
-        limit.
+        """Validates and tokenizes.
 
-        `resumption`: what the client already has; the path goes on from there. `life`: see
-        `Request`. `tenant`: what the client says; that of its token (`jdisagg.caller`) goes before
-        it. `cache_salt`: narrows whom the request shares KV with."""
+        Args:
+            tenant: Tenant that the client names. The tenant of its token (`jdisagg.caller`) takes
+                precedence.
+            resumption: What the client already has. The path continues from there.
+            life: See `Request`.
+            cache_salt: Requests share cached KV only with requests of the same salt.
+
+        Raises:
+            InvalidRequestError: The message names the field, the value and the limit.
+        """
         _check_name("request_id", request_id)
         _check_name("tenant", tenant)
         _check_name("cache_salt", cache_salt)
@@ -214,10 +226,10 @@ class Frontend:
         if chat is not None and self._answers.takes_apart(chat.callable_tools):
             if origin == "bad_words":
                 raise InvalidRequestError(
-                    "bad_words cannot be used in a chat whose answers have calls or reasoning told"
-                    " from words; leave them out"
+                    "bad_words cannot be used in a chat whose answers are parsed for tool calls or"
+                    " reasoning; leave them out"
                 )
-            # Markers may be special tokens.
+            # The parser needs the markers, which may be special tokens.
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
@@ -248,12 +260,12 @@ class Frontend:
             self._check_ids(name, ids)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt, as `build_request` would use them, but as many as they are.
+        """Returns the token ids of a prompt like `build_request`, without the bound of the context.
         Raises InvalidRequestError."""
         return await self._tokens(prompt, self._check_prompt(prompt), within_context=False)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        # Every token costs a byte at least on the wire, so the same limit bounds the work.
+        # Every token takes at least a byte on the wire, so the same limit bounds the work.
         if len(token_ids) > self._limits.max_prompt_bytes:
             raise InvalidRequestError(
                 f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got"
@@ -266,15 +278,18 @@ class Frontend:
         return self._decode(token_ids, skip_special_tokens)
 
     def piece(self, token_id: int) -> str:
-        """The text of a single token, special ones too; what is no whole character is U+FFFD."""
+        """Returns the text of one token, also a special one. Partial characters become U+FFFD."""
         return self._codec.decode([token_id], skip_special_tokens=False)
 
     def stream(
         self, request: Request, chat: ChatPrompt | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """The path's events. Closing this iterator closes the path's. `chat`: what the request was
-        made of; where it is given, the model's answers are taken apart. One that follows a
-        grammar has nothing else in it."""
+        """Streams a request through the path. Closing this iterator cancels the request.
+
+        Args:
+            chat: The chat of the request, whose answers are then parsed for reasoning and tool
+                calls. Answers that follow a grammar are not parsed.
+        """
         events = self._stream(request)
         if chat is None:
             return events
@@ -292,13 +307,13 @@ class Frontend:
             if key in self._running:
                 raise UnavailableError(
                     f"request_id {request.request_id!r} is still being closed here since its stream"
-                    " broke; ask again",
+                    " broke; try again",
                     retry_after_seconds=1.0,
                 )
         if key in self._running:
             raise InvalidRequestError(
-                f"request_id {request.request_id!r} is that of a request still running; choose"
-                " another or leave it empty"
+                f"request_id {request.request_id!r} is in use by a running request; choose another"
+                " or leave it empty"
             )
         prompt_tokens, resumed = len(request.prompt_token_ids), request.resumption is not None
         with self._key_use.stream(
@@ -318,7 +333,7 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """Waits until the broken stream of a request that is resumed has been noticed here too."""
+        """Waits until the broken stream of a resumed request was noticed here too."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -332,8 +347,15 @@ class Frontend:
     async def suspend(
         self, request_id: str, tenant: str = "", keep_seconds: float | None = None
     ) -> None:
-        """Lets a running request of the caller's rest (`RequestPath.suspend`). `keep_seconds` None:
-        as long as its deadline allows. Raises InvalidRequestError, UnavailableError."""
+        """Suspends a running request of the caller (`RequestPath.suspend`).
+
+        Args:
+            keep_seconds: How long its KV is kept (None: until its deadline).
+
+        Raises:
+            InvalidRequestError: No such request is running here.
+            UnavailableError: A worker did not answer.
+        """
         seconds = math.inf if keep_seconds is None else keep_seconds
         if not (seconds > 0 and (keep_seconds is None or math.isfinite(seconds))):
             raise InvalidRequestError(
@@ -343,17 +365,17 @@ class Frontend:
         await self._path.suspend(caller.current().tenant_of(tenant), request_id, seconds)
 
     async def resume(self, request_id: str, tenant: str = "") -> None:
-        """Lets a suspended request of the caller's go on. Raises as `suspend`."""
+        """Resumes a suspended request of the caller. Raises like `suspend`."""
         await self._path.suspend(caller.current().tenant_of(tenant), request_id, None)
 
     async def reset_cache(self) -> int:
-        """Every worker forgets the KV that it keeps; returns how many blocks. Raises
-        UnauthenticatedError to whom belongs to a tenant: it is everybody's."""
+        """Clears the prefix cache of every worker. Returns the number of blocks removed. Raises
+        UnauthenticatedError if the caller belongs to a tenant: the cache serves all tenants."""
         who = caller.current()
         if who.tenant:
             raise UnauthenticatedError(
-                f"the cache is that of all tenants, and the token is {who.tenant!r}'s; send one"
-                " that belongs to none"
+                f"the cache serves all tenants, and the token belongs to tenant {who.tenant!r};"
+                " send a token without a tenant"
             )
         return await self._path.reset_cache()
 
@@ -394,7 +416,7 @@ class Frontend:
     def _encode(self, prompt: str | ChatPrompt, within_context: bool) -> tuple[int, ...]:
         text, add_special_tokens = prompt, True
         if isinstance(prompt, ChatPrompt):
-            # A chat template writes BOS itself.
+            # The chat template already contains BOS.
             add_special_tokens = False
             text = self._codec.apply_chat_template(
                 shown_messages(prompt.messages),
@@ -413,11 +435,11 @@ class Frontend:
         return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _check_beginning(self, text: str) -> None:
-        """Refuses a text of megabytes by its beginning, so that the work is bounded by the context
-        and not by the client.
+        """Refuses a very long text by its beginning, so that the context bounds the work.
 
-        Tokens of a beginning may differ from the whole's only near the cut; twice the context
-        leaves no doubt."""
+        Tokens of a prefix differ from those of the whole text only near the cut, so a margin of
+        twice the context is safe.
+        """
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -430,8 +452,7 @@ class Frontend:
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """A tokenizer may have tokens, added after the training, that the model has no embedding
-        for."""
+        """Refuses tokens without an embedding: tokenizers may add tokens after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
             text = self._codec.decode([largest], skip_special_tokens=False)
@@ -474,7 +495,6 @@ class Frontend:
             self._check_ids(f"accepted tokens of child {index}", child.token_ids)
 
     def _check_chat(self, prompt: ChatPrompt) -> int:
-        """How many bytes of text it will make, about."""
         check_chat(prompt)
         self._check_tools(prompt)
         size_bytes = sum(self._check_text(name, text) for name, text in texts_of(prompt))
@@ -498,7 +518,7 @@ class Frontend:
             if not origin:
                 raise
             fault = error.message.removeprefix("grammar: ")
-            raise InvalidRequestError(f"{origin}: the grammar of it: {fault}") from None
+            raise InvalidRequestError(f"{origin}: its grammar: {fault}") from None
 
     def _check_tools(self, prompt: ChatPrompt) -> None:
         if prompt.callable_tools and not self._answers.shows_tools:
@@ -509,8 +529,8 @@ class Frontend:
         forced = prompt.tool_choice is ToolChoice.REQUIRED
         if prompt.callable_tools and not forced and self._answers.tools is None:
             raise InvalidRequestError(
-                f"tools cannot be used: how {self.model.name!r} writes calls cannot be told from"
-                " its chat template; start the server with --tool_parser"
+                f"tools cannot be used: the chat template of {self.model.name!r} does not show how"
+                " it writes calls; start the server with --tool_parser"
             )
 
     def _check_text(self, name: str, text: str) -> int:

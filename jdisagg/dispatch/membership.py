@@ -1,18 +1,16 @@
-"""The roster: which workers there are, as a router knows them: who registered, what each last said
-of itself, how long ago.
+"""Membership: the workers of a router, with their last status and its age.
 
-Workers register, heartbeat with their status, and deregister; nothing is polled. By the age of its
-last word a worker is LIVE, SUSPECT (gets no new requests; running ones go on) or gone: its ports
-are closed, which ends the calls that run through them, and it is forgotten until it registers
-again. A new boot id under a known name is another process: one at the same address has taken the
-old one's place, whose ports are closed at once; one at another address is refused as long as the
-old one is heard of, so that two under one name do not displace each other for ever. The first
-worker's model is the roster's; workers of another model are refused by name of the field that
-differs.
+Workers register, send heartbeats with their status, and deregister. Nothing is polled. By the age
+of its last heartbeat a worker is LIVE, SUSPECT (gets no new requests, running ones continue) or
+gone: its ports are closed, which ends their calls, and it is forgotten until it registers again. A
+new boot id under a known name is another process. At the same address it replaces the old one,
+whose ports are closed at once. At another address it is refused while the old one is alive, so that
+two workers with one name do not displace each other forever. The first worker's model is the
+model of the membership. Workers with another model are refused with the field that differs.
 
-It knows time by its clock alone, and ports by the factory that it was given; neither JAX nor gRPC.
-`sweep` must be called now and then. The mappings `prefill` and `decode` are live views; iterating
-one goes over a copy, so that workers may come and go meanwhile."""
+Imports neither JAX nor gRPC; ports come from a factory. `sweep` must be called regularly. The
+mappings `prefill` and `decode` are live views. Iteration uses a copy, so workers may come and go
+meanwhile."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
@@ -39,8 +37,8 @@ Port = TypeVar("Port")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPorts:
-    """A registered worker's ports, those that its role has. `close` ends all calls that run through
-    them; idempotent."""
+    """A registered worker's ports, those of its role. `close` ends all of their calls and is
+    idempotent."""
 
     prefill: PrefillPort | None = None
     decode: DecodePort | None = None
@@ -61,10 +59,18 @@ class _Entry:
 
 
 class Membership:
-    """`open_ports` makes the ports of a worker that registers. On one event loop; nothing here
-    waits. `accounts`: the snapshot that placement decides on; kept up to date with every word that
-    is heard. `on_change`: called
-    when workers come, first report or go. `known`: is told what workers keep."""
+    """The workers of one router. Used on one event loop; nothing here waits.
+
+    Args:
+        clock: Clock of the ages.
+        open_ports: Makes the ports of a worker that registers.
+        timeouts: Ages at which workers are suspect and gone.
+        on_change: Called when workers come, first report, or go.
+        known: Index of cached blocks that their reports update.
+
+    Attributes:
+        accounts: Snapshot of placement, updated by each status.
+    """
 
     def __init__(
         self,
@@ -91,12 +97,17 @@ class Membership:
 
     @property
     def model(self) -> ModelCard | None:
-        """The first worker's; all others must serve the same."""
+        """The first worker's model. All others must serve the same."""
         return self._model
 
     def register(self, card: WorkerCard) -> None:
-        """Takes a worker in, or the same one again. Raises IncompatiblePeerError for another model,
-        InvalidRequestError for no name, NameTakenError while another process of that name lives."""
+        """Adds a worker. Idempotent for the same card.
+
+        Raises:
+            IncompatiblePeerError: It serves another model.
+            InvalidRequestError: Its name or address is empty.
+            NameTakenError: Another process with that name is alive.
+        """
         if not card.name or not card.address:
             raise InvalidRequestError(
                 f"worker card: name {card.name!r} and address {card.address!r} must not be empty;"
@@ -117,7 +128,7 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """False: this worker is not known (any more); it must register again."""
+        """Takes a status. Returns False if the worker is unknown and must register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -129,23 +140,23 @@ class Membership:
         return True
 
     def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
-        """What a worker keeps has changed; how far that is known now. Of a worker that is not known
-        nothing is taken. Raises InvalidRequestError."""
+        """Applies a worker's report of cached blocks. Returns the last applied event. Reports of
+        unknown workers are ignored. Raises InvalidRequestError for a malformed report."""
         entry = self._entries.get(news.worker)
         if entry is None or entry.card.boot_id != boot_id or self._known is None:
-            return KeptMark(news.epoch, news.number + len(news.added))  # nothing more is wanted
+            return KeptMark(
+                news.epoch, news.number + len(news.added)
+            )  # acknowledged, so that it is not sent again
         return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
-        """The worker has ended its work and leaves. Idempotent; a newer process under the name
-        stays."""
+        """Removes a worker that leaves. Idempotent. A newer process with the name stays."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
             self._forget(entry)
 
     def sweep(self) -> tuple[WorkerCard, ...]:
-        """Forgets workers that have not been heard of for `gone_seconds`, and returns their
-        cards."""
+        """Removes workers silent for `gone_seconds`, and returns their cards."""
         oldest = self._clock.now() - self._timeouts.gone_seconds
         gone = [entry for entry in self._entries.values() if entry.heard_at < oldest]
         for entry in gone:
@@ -153,8 +164,7 @@ class Membership:
         return tuple(entry.card for entry in gone)
 
     def excuse(self, seconds: float) -> None:
-        """This process itself did not listen for so long (it was stopped, or busy): that is
-        nobody's silence."""
+        """Subtracts a time in which this process was stopped or busy from all silences."""
         for entry in self._entries.values():
             entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
             self.accounts.excuse(entry.card.name, entry.heard_at)
@@ -167,17 +177,17 @@ class Membership:
         return tuple(entry.card for entry in self._entries.values())
 
     def address(self, name: str) -> str:
-        """Where a worker's services listen; empty when it is not known (any more)."""
+        """Returns where a worker's services listen, or "" if it is unknown."""
         entry = self._entries.get(name)
         return entry.card.address if entry else ""
 
     def boot_id(self, name: str) -> int:
-        """Of the process that bears the name; 0 when it is not known (any more)."""
+        """Returns the boot id of the worker's process, or 0 if it is unknown."""
         entry = self._entries.get(name)
         return entry.card.boot_id if entry else 0
 
     def liveness(self, name: str) -> Liveness | None:
-        """None: not known, or gone."""
+        """Returns None if the worker is unknown or gone."""
         entry = self._entries.get(name)
         if entry is None or self._age(entry) > self._timeouts.gone_seconds:
             return None
@@ -186,8 +196,7 @@ class Membership:
         )
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """What the workers last said of themselves; of those silent for a while, that they take no
-        new requests."""
+        """Returns the last statuses. Suspect workers are marked as draining."""
         said = [
             (entry, entry.status)
             for entry in self._entries.values()
@@ -202,7 +211,7 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a live worker for each half of a request, or one that does both."""
+        """Whether prefill and decode each have a live worker, or a mixed worker is live."""
         roles = {status.role for status in self.statuses() if not status.draining}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
@@ -212,8 +221,8 @@ class Membership:
             and self._age(known) <= self._timeouts.suspect_seconds
         ):
             raise NameTakenError(
-                f"worker {card.name!r} at {card.address}: a worker of that name lives at"
-                f" {known.card.address}; give each its own --name, or end the other",
+                f"worker {card.name!r} at {card.address}: a worker with that name is alive at"
+                f" {known.card.address}; give each its own --name, or stop the other",
                 retry_after_seconds=self._timeouts.suspect_seconds,
             )
 
@@ -246,7 +255,7 @@ class Membership:
 
 
 def cluster_ports(membership: Membership) -> ClusterPorts:
-    """The members as a request path reaches them."""
+    """Returns the members' ports for a request path."""
     return ClusterPorts(
         membership.prefill,
         membership.decode,
@@ -258,8 +267,7 @@ def cluster_ports(membership: Membership) -> ClusterPorts:
 
 
 class _LivePorts(Mapping[str, Port], Generic[Port]):
-    """The ports of one kind, by worker. Values are looked up when asked for; iteration goes over a
-    copy of the names."""
+    """Live view of the ports of one kind, by worker. Iteration uses a copy of the names."""
 
     def __init__(
         self, entries: dict[str, _Entry], choose: Callable[[WorkerPorts], Port | None]
@@ -283,8 +291,8 @@ class _LivePorts(Mapping[str, Port], Generic[Port]):
 
 
 def _description(card: WorkerCard) -> Description:
-    """What placement needs of a worker. How fast it is can be told where both its model and its
-    hardware are described."""
+    """Returns what placement needs of a worker. It has prices if its card describes both its model
+    and its hardware."""
     geometry, hardware = card.model.geometry, card.hardware
     if geometry is None or hardware is None:
         return Description(card.place)

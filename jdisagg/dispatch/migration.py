@@ -1,8 +1,8 @@
-"""A running sequence on its way to another decode worker, as an attempt sees it.
+"""Migration of a running sequence to another decode worker, on the side of its attempt.
 
-The old worker's stream goes on meanwhile; the new one's waits here until the old one has reported
-that the sequence moved, so that the order of tokens is kept. When the migration fails the old
-worker goes on, and the client sees nothing of it."""
+The old worker's stream continues meanwhile. The new worker's stream is buffered until the old one
+reports that the sequence moved, which keeps the order of tokens. If the migration fails the old
+worker continues, and the client does not notice."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,8 +14,13 @@ from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, Span, clo
 
 
 class Migration:
-    """Begins at once: `children` (one) go from worker `origin`, which offers them under
-    `source`."""
+    """One migration, which starts when the object is made.
+
+    Args:
+        children: The one child that moves.
+        origin: Worker that runs it now.
+        source: Hand-off under which `origin` offers its KV.
+    """
 
     def __init__(
         self,
@@ -33,14 +38,16 @@ class Migration:
         self._task = asyncio.create_task(self._take_over(children, source))
 
     def arrived(self) -> tuple[ReservationHandle, AsyncIterator[Span]]:
-        """The old worker has let go: where the sequence is now, and its stream. Raises HandoffError
-        when no worker has it."""
+        """Returns the new reservation and its stream, after the old worker released the sequence.
+        Raises HandoffError if no worker has it."""
         if self._held is None:
-            raise HandoffError(f"a sequence left worker {self._origin!r} and arrived nowhere")
+            raise HandoffError(
+                f"a sequence left worker {self._origin!r}, and no other worker received it"
+            )
         return self._held, self._stream()
 
     async def close(self) -> None:
-        """The migration is not wanted (any more)."""
+        """Cancels the migration and frees what it holds."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._free()
@@ -63,7 +70,7 @@ class Migration:
                     )
                 self._spans.put_nowait(span)
             self._spans.put_nowait(None)
-        except Exception as error:  # whatever it is, the reader of the stream must get it
+        except Exception as error:  # the reader of the stream raises it
             run.as_planned = False
             context.counters.add("moves_failed")
             self._spans.put_nowait(error)

@@ -1,7 +1,7 @@
-"""How tokens are chosen, as a request says it: its options, and the parameters that they come to.
+"""Sampling options of a request, and the parameters made from them.
 
-What restricts an answer beside a grammar (calls that must be made, tokens that are allowed, words
-that are not) becomes a grammar here, so that workers know of one thing alone."""
+Other restrictions of an answer (forced tool calls, allowed tokens, bad words) become a grammar
+here, so that workers implement grammars only."""
 
 import dataclasses
 import secrets
@@ -30,11 +30,11 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams`, and what becomes its
-    grammar: `allowed_token_ids`, the only ones that may come, and `bad_words`, texts that the
-    answer does not have in it. Absent or None is the default, the model's own
-    (`ModelInfo.sampling`) where it has one: for `max_tokens` 256 or what room is left, whichever is
-    less; for `seed` a fresh one."""
+    """Keyword arguments of a generation: the fields of `SamplingParams`, and two that become its
+    grammar: `allowed_token_ids`, the only tokens allowed, and `bad_words`, texts that the answer
+    must not contain. Absent or None means the model's default (`ModelInfo.sampling`) or a general
+    one. The general default of `max_tokens` is 256 or the context left, and of `seed` a random one.
+    """
 
     max_tokens: int | None
     temperature: float | None
@@ -66,10 +66,19 @@ _RESTRICTIONS = ("allowed_token_ids", "bad_words")
 def restricted(
     prompt: ChatPrompt | None, options: SamplingOptions, eos_ids: Sequence[int]
 ) -> tuple[SamplingOptions, str]:
-    """The options with what restricts the answer as their grammar, and the field that it comes
-    from; "": the grammar's own. `prompt`: a chat, which was checked. Raises InvalidRequestError
-    where two want to; but a grammar says what the words of an answer are, and an answer that must
-    be a call has none."""
+    """Turns restrictions of the answer into a grammar.
+
+    A forced tool call replaces the request's own grammar, which only concerns text.
+
+    Args:
+        prompt: A checked chat, or None for other prompts.
+
+    Returns:
+        The options with the grammar, and the field it was made from ("" for `grammar` itself).
+
+    Raises:
+        InvalidRequestError: Two fields restrict the answer.
+    """
     found: dict[str, Grammar] = {}
     if prompt is not None and (forced := forced_calls(prompt)) is not None:
         found["tools"] = forced
@@ -94,7 +103,7 @@ def restricted(
 
 
 def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
-    """Any number of these tokens."""
+    """Returns a grammar of any sequence of these tokens."""
     at_most("allowed_token_ids", len(token_ids), MAX_ALLOWED_TOKENS)
     ranges: list[list[int]] = []
     for token_id in sorted({one for one in token_ids if isinstance(one, int)}):
@@ -107,7 +116,7 @@ def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
 
 
 def _without(words: tuple[object, ...]) -> Grammar:
-    """Any text that has none of these words in it."""
+    """Returns a grammar of any text without these words."""
     at_most("bad_words", len(words), MAX_BAD_WORDS)
     escaped: list[str] = []
     for word in words:
@@ -120,14 +129,14 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """(token id, bias), of a mapping or of pairs."""
+    """Returns pairs (token id, bias) from a mapping or pairs."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 
 def sampling_params(
     options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
 ) -> SamplingParams:
-    """The concrete parameters; `room_tokens` bounds the default of max_tokens only."""
+    """Makes the parameters. `room_tokens` bounds only the default of max_tokens."""
     given: dict[str, Any] = {
         name: value
         for name, value in options.items()
@@ -161,18 +170,18 @@ def within_room(
 
 
 def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:
-    """How many log-probabilities of its prompt a request asks to be told."""
+    """Returns the number of prompt log-probabilities that a request asks for."""
     top = sampling.prompt_logprobs
     return 0 if top is None else prompt_tokens * (1 + top) * sampling.n
 
 
 def check_prompt_numbers(numbers: int) -> None:
-    """Raises InvalidRequestError where they are too many for one reply."""
+    """Raises InvalidRequestError if they exceed one reply."""
     if numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"prompt_logprobs: {numbers} numbers are asked for (of each token, its own and the"
-            f" likely ones; of each of n answers), and at most {MAX_PROMPT_LOGPROBS} are told; ask"
-            " for fewer of the likely ones, or send less at a time"
+            f"prompt_logprobs: {numbers} values requested (tokens x (1 + prompt_logprobs) x n), and"
+            f" at most {MAX_PROMPT_LOGPROBS} fit a reply; lower prompt_logprobs or n, or send a"
+            " shorter prompt"
         )
 
 

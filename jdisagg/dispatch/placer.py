@@ -1,13 +1,12 @@
-"""The placer: the effects around the router's pure decisions. One for each router.
+"""The placer: the effects around the router's pure decisions. One per router.
 
-A new request is refused, placed or deferred by `router/placement.decide`, on the snapshot that
-`Accounts` keeps. What is deferred waits in the admission queue. A request that can no longer come
-in time is refused when its turn comes. Requests under way (retried, preempted, resumed) pass by
-the queue.
+`router/placement.decide` refuses, places or defers a new request on the snapshot in `Accounts`.
+Deferred requests wait in the admission queue, and are refused there once they can no longer meet
+their limit. Requests under way (retried, preempted, resumed) bypass the queue.
 
-What the workers of an attempt did comes back through its `PlacementHandle`: it ends the charges of
-the attempt and informs the breakers. Statuses are either handed to the accounts as they come (a
-membership), or asked for before each decision (`refresh`)."""
+Each attempt reports through its `PlacementHandle`, which ends the charges of the attempt and
+updates the breakers. Statuses either arrive at the accounts by themselves (a membership) or are
+requested before each decision (`refresh`)."""
 
 import math
 from collections import deque
@@ -43,7 +42,7 @@ from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
-OUTPUT_COST = 2.0  # of a token of the answer, in tokens of a prompt (VTC)
+OUTPUT_COST = 2.0  # cost of an output token in prompt tokens, as in VTC (Sheng et al., 2024)
 KEPT_DECISIONS = 256
 
 
@@ -67,10 +66,10 @@ class PlacerSettings:
     """How a router places.
 
     Args:
-        routing: what the operator decides.
-        policy: the policy of placement (None: as `routing` has it).
-        affinity: how many positions of a request each worker knows already.
-        events: gets each decision and what became of it.
+        routing: Settings of the operator.
+        policy: Policy of placement (None: derived from `routing`).
+        affinity: Index of what each worker has cached.
+        events: Receives each decision and its outcome.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -81,8 +80,8 @@ class PlacerSettings:
 
 @plain
 class PlacementRequest:
-    """An attempt needs workers. `arrived_at`, `deadline`: of its request. `under_way`: its request
-    was let in before."""
+    """An attempt that needs workers. `arrived_at` and `deadline` are those of its request.
+    `under_way`: the request was admitted before."""
 
     request: Request
     children: tuple[Child, ...]
@@ -94,7 +93,7 @@ class PlacementRequest:
 
 @plain
 class _Sized:
-    """A placement request with what is worked out of it once."""
+    """A placement request with values that are computed once."""
 
     asked: PlacementRequest
     work: Work
@@ -107,7 +106,7 @@ def _nobody_knows() -> Mapping[str, int]:
 
 @dataclass(slots=True, eq=False)
 class _RecentDecision:
-    """One answer, to be completed by what comes of it."""
+    """One answer, completed later by what was measured."""
 
     at: float
     waited_seconds: float
@@ -142,8 +141,7 @@ class _RecentDecision:
 
 
 class PlacementHandle:
-    """A decision, and how it fares: the attempt reports what happened. Each method may be called
-    twice."""
+    """A decision, to which its attempt reports progress. All methods are idempotent."""
 
     def __init__(
         self, decision: Decision, placed: Charges, placer: "Placer", entry: _RecentDecision
@@ -155,44 +153,43 @@ class PlacementHandle:
         self._entry = entry
 
     def prefill_sent(self) -> None:
-        """The prompt is at the worker that computes it."""
+        """The prompt was sent to the worker that computes it."""
         self._placed.prefill_sent(self._placer.now())
 
     def prefilled(self) -> None:
-        """Its first token is known. Which worker computed it, and whether the KV arrives, is not:
-        no worker is credited yet."""
+        """The first token arrived. No worker is credited yet, because it is not known which one
+        computed it and whether the KV arrives."""
         self._prefilled = True
         self._placed.prefilled()
         self._placer.changed()
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """A token was decoded from the KV that `prefill` computed (None: the decode worker
-        itself)."""
+        """A token was decoded from the KV that `prefill` computed (None: the decode worker)."""
         self._placer.events.handed_over(prefill, decode)
         self.worked({prefill or decode, decode})
 
     def worked(self, workers: Iterable[str]) -> None:
-        """These have done for the attempt all that it asks of them."""
+        """Credits workers that completed their part of the attempt."""
         self._credited = True
         for worker in workers:
             self._placer.succeeded(worker)
 
     def measured_ttft(self, seconds: float) -> None:
-        """The request's first token came so long after it arrived."""
+        """Records the time from the request's arrival to its first token."""
         self._entry.ttft_seconds = seconds
         if self._entry.predicted_ttft_seconds is not None:
             self._placer.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
 
     def measured_tpot(self, seconds: float) -> None:
-        """The request ended; so long a token after the first."""
+        """Records the time per token after the first, once the request ended."""
         self._entry.tpot_seconds = seconds
         if self.decision.tpot_seconds is not None:
             self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
 
     def end(self, failed: Iterable[str] = ()) -> None:
-        """Nothing of it is at its workers any more; these failed it. Where a prompt was prefilled
-        the others did what they should, and are credited with it unless they were at the time: the
-        end of a long answer says nothing of a worker now."""
+        """Ends the attempt. `failed`: workers that failed it. If the prompt was prefilled, the
+        others are credited, unless they were credited at that time: the end of a long answer says
+        nothing about a worker's state now."""
         self._placed.end()
         failed = frozenset(failed)
         decision = self.decision
@@ -204,8 +201,16 @@ class PlacementHandle:
 
 
 class Placer:
-    """`accounts` hold the snapshot. `refresh` brings it up to date before each decision, where
-    nothing else does."""
+    """Places attempts on workers.
+
+    Args:
+        accounts: The snapshot of the workers.
+        settings: Policy, prefix index and listener.
+        clock: Clock of all times here.
+        counters: Counters of placements, rejections and deferred requests.
+        timeouts: Waits of the queue, and back-offs of the breakers.
+        refresh: Updates the snapshot before each decision (None: statuses arrive by themselves).
+    """
 
     def __init__(
         self,
@@ -245,21 +250,25 @@ class Placer:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait here for workers."""
+        """Requests that wait at the router for workers."""
         return len(self._queue)
 
     def status(self) -> RoutingStatus:
-        """The last decisions, and what was sent to each worker."""
+        """Returns the last decisions, and the work charged to each worker."""
         now = self.now()
         past = tuple(entry.past(now) for entry in reversed(self._entries))
         return RoutingStatus(self.waiting, past, tuple(_accounts(self.accounts, now)))
 
     async def place(self, asked: PlacementRequest) -> PlacementHandle:
-        """Waits until there are workers for it. Raises OverloadedError where it is refused,
-        UnavailableError where there are none."""
+        """Waits until workers are free for the attempt.
+
+        Raises:
+            OverloadedError: The request is refused.
+            UnavailableError: No worker of a needed role takes requests.
+        """
         await self._renew()
         request, now = asked.request, self.now()
-        whole = request.sampling.prompt_logprobs is not None  # it is computed, whoever knows it
+        whole = request.sampling.prompt_logprobs is not None  # such prompts are always computed
         # An empty index is falsy, but may know the prompt by the time that the request is placed.
         affinity = None if whole else self._affinity
         known = _nobody_knows if affinity is None else affinity.known(request)
@@ -279,12 +288,12 @@ class Placer:
                 return handle
             self._counters.add("requests_held")
             return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
-        except BaseException:  # refused, given up or failed: it used nothing
+        except BaseException:  # refused, cancelled or failed: it used nothing
             self._quotas.give_back(request.tenant, cost)
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Tokens of a prompt that a decode worker computes itself at the most."""
+        """Returns the most prompt tokens that a decode worker computes itself."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
@@ -298,7 +307,7 @@ class Placer:
         return another_decode(self.accounts.state, avoid, self.now(), self._rules)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        """A child came to its own end after so many tokens."""
+        """Records the length of a child's answer."""
         self._predictor.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
@@ -306,7 +315,7 @@ class Placer:
         self.events.measured("ttft", predicted_seconds, seconds)
 
     def changed(self) -> None:
-        """There may be room."""
+        """Retries waiting requests: a worker may have room now."""
         self._queue.changed()
 
     # ---- breakers
@@ -330,7 +339,7 @@ class Placer:
             self.accounts.bar(worker, 0.0)
 
     def _breaker(self, worker: str) -> Breaker | None:
-        """Of the process that bears the name now; none while nothing has failed."""
+        """Returns the breaker of the worker's current process, or None without failures."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 
@@ -342,7 +351,8 @@ class Placer:
     def _try(
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
-        """One decision; None: deferred. `beside_queue`: others wait, and none passes them."""
+        """Decides once. Returns None if deferred, also if `beside_queue`: others wait and must not
+        be overtaken."""
         query = self._ask(sized, now, ahead_seconds)
         answer = self._decide(query, now)
         if isinstance(answer, Refusal):
@@ -352,7 +362,7 @@ class Placer:
         if isinstance(answer, Deferred):
             return None
         if beside_queue:
-            self.changed()  # there may be room for those in front, too
+            self.changed()  # the requests in front may fit, too
             return None
         return self._charge(query, answer, now)
 

@@ -1,6 +1,7 @@
-"""What all requests of a router share: the workers' ports, the placer, the clock and the limits.
+"""What all requests of a router share: the workers' ports, the placer, the clock and the limits;
+and the calls that every attempt makes.
 
-Plain data and small helpers; decides nothing and holds nothing of any one request."""
+Plain data and small helpers. Holds no state of a single request and makes no decisions."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,16 +24,16 @@ Port = TypeVar("Port")
 
 @dataclass(frozen=True, slots=True)
 class ClusterPorts:
-    """The workers as a router reaches them; the mappings may be live, as workers come and go.
+    """Access to the workers. The mappings may be live views of a changing membership.
 
     Args:
-        prefill: ports of the workers that prefill, by name.
-        decode: ports of the workers that decode, by name.
-        address: where a worker listens, for its peers; empty where they know it by name.
-        boot_id: of a worker's process; 0 where that is not known.
-        statuses: what the workers last reported (None: they are asked).
-        accounts: the snapshot that a membership keeps up to date (None: statuses are asked for
-            before each placement).
+        prefill: Ports of the workers that prefill, by name.
+        decode: Ports of the workers that decode, by name.
+        address: Returns where a worker listens for its peers ("" if they reach it by name).
+        boot_id: Returns the id of a worker's process (0 if unknown).
+        statuses: Returns the last statuses (None: workers are asked).
+        accounts: Snapshot that a membership maintains (None: statuses are requested before each
+            placement).
     """
 
     prefill: Mapping[str, PrefillPort]
@@ -53,7 +54,7 @@ class ClusterPorts:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What an attempt needs beside its request. `new_id` names hand-offs."""
+    """What an attempt needs beside its request. `new_id` makes ids of hand-offs."""
 
     cluster: ClusterPorts
     placer: Placer
@@ -102,7 +103,7 @@ async def reserve(
 
 
 async def quietly(call: Awaitable[None], seconds: float) -> None:
-    """A clean-up call whose failure changes nothing: the worker's lease frees what it missed."""
+    """Awaits a clean-up call and ignores its failure: the worker's lease frees the rest."""
     with contextlib.suppress(JdisaggError, TimeoutError), limit(seconds):
         await call
 
@@ -111,6 +112,6 @@ def _port(ports: Mapping[str, Port], name: str) -> Port:
     port = ports.get(name)
     if port is None:
         raise UnavailableError(
-            f"worker {name!r} has left since it was chosen; another attempt goes elsewhere"
+            f"worker {name!r} has left since it was chosen; the next attempt uses another"
         )
     return port

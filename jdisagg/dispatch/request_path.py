@@ -1,26 +1,25 @@
-"""The request path: the life of one request, from top to bottom.
+"""The request path: all stages of one request, from admission to its end.
 
-    admit       too many wait, or the first token would come too late: OverloadedError with a hint
-                (router/admission.py)
-    place       the pair of workers of least predicted seconds, from a snapshot of all
-                (dispatch/placer.py, router/placement.py); while all have enough to do requests
-                wait in fair order (dispatch/admission_queue.py)
+    admit       too many requests wait, or the first token would be too late: OverloadedError with a
+                retry-after (router/admission.py)
+    place       the pair of workers with the least predicted time, from a snapshot of all
+                (dispatch/placer.py, router/placement.py); while all are busy, requests wait in
+                fair order (dispatch/admission_queue.py)
     attempt     reserve, prefill and receive at the same time, decode; replace a prefill worker that
                 failed, let a running sequence move (dispatch/attempt.py)
     accept      each token once and in order; text, stop strings, ends (dispatch/request_run.py)
-    again       children that were preempted, or whose worker failed, go on with another attempt:
-                prompt and accepted tokens are prefilled, the stream goes on at the next index
-    the end     usage and timings ride on the last event; everything is freed on both sides
+    retry       children that were preempted, or whose worker failed, continue in another attempt:
+                prompt and accepted tokens are prefilled, the stream continues at the next index
+    end         the last event carries usage and timings; everything is freed on both sides
 
-Preemptions are no failures: another attempt always follows. Failures of each child are bounded by
-`limits.max_attempts`, and workers that failed are avoided while there are others. An overloaded
-worker refuses a fresh request to the client; one under way waits for it within its deadline.
+Preemptions are not failures: another attempt always follows. Failures of each child are bounded by
+`limits.max_attempts`, and workers that failed are avoided while there are others. If a worker is
+overloaded, a new request is refused, and a request under way waits within its deadline.
 
 Closing the generator cancels: the attempts' tasks are cancelled, which frees their reservations and
-hand-offs. The path keeps no state of a request outside its `RequestRun`, and knows neither JAX nor
-gRPC: its ports may be the workers themselves or their wire. It reads time from its clock and bounds
-waits by the event loop's time, which run alike (a virtual clock comes with an event loop of its
-own)."""
+hand-offs. All state of a request is in its `RequestRun`. The path imports neither JAX nor gRPC: its
+ports are the workers themselves or remote stubs. It reads time from its clock and bounds waits by
+the event loop's time. Both run alike, because a virtual clock has its own event loop."""
 
 import asyncio
 import functools
@@ -54,12 +53,12 @@ class RequestPath:
     """Streams requests through a cluster of workers.
 
     Args:
-        cluster: the workers.
-        new_text: opens a child's detokenizer.
-        limits: bounds of requests, and timeouts.
-        clock: what time is read from.
-        settings: how requests are placed.
-        new_id: names hand-offs.
+        cluster: Ports and statuses of the workers.
+        new_text: Makes a child's detokenizer.
+        limits: Bounds of requests, and timeouts.
+        clock: Clock of all times in the path.
+        settings: Settings of placement.
+        new_id: Makes ids of hand-offs.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class RequestPath:
         self._first_tokens = Drain()
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        """Events of all children, in order for each. Raises typed errors; closing the generator
-        cancels the request."""
+        """Yields the events of all children, in order for each. Closing the generator cancels the
+        request. Raises JdisaggError with what ended the request."""
         context = self._context
         self._admit(request)
         run = RequestRun(
@@ -114,22 +113,30 @@ class RequestPath:
         finally:
             try:
                 await run.close(2 * context.limits.timeouts.request.close_seconds)
-            finally:  # also where that was cut short: what it began to free goes on
+            finally:  # also if the close was cancelled: the calls that it started continue
                 if self._runs.get(key) is run:
                     del self._runs[key]
                 self._leave(request, waits)
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        """Lets a running request rest: its slots and pages are free for others, its KV is kept in
-        the workers' host memory for so long, as far as there is room, and no attempt begins. None:
-        it goes on, at the next token, from that KV or computed anew. Its deadline is not moved.
-        Raises InvalidRequestError where no such request is running, UnavailableError where a worker
-        does not answer: then call again."""
+        """Suspends or resumes a running request. Its deadline does not move.
+
+        A suspended request frees its slots and pages. Its KV stays in the workers' host memory if
+        there is room, and no attempt starts. It resumes at the next token, from that KV or
+        recomputed.
+
+        Args:
+            keep_seconds: How long workers hold the KV, or None to resume.
+
+        Raises:
+            InvalidRequestError: No such request is running here.
+            UnavailableError: A worker did not answer. Call again.
+        """
         run = self._runs.get((tenant, request_id))
         if run is None:
             raise InvalidRequestError(
-                f"request_id {request_id!r} is that of no request that is running here; suspend one"
-                " while its stream is open, at the server that streams it"
+                f"no request with request_id {request_id!r} is running here; suspend or resume a"
+                " request while its stream is open, at the server that streams it"
             )
         self.counters.add("requests_resumed" if keep_seconds is None else "requests_suspended")
         run.suspend(None if keep_seconds is None else min(keep_seconds, run.remaining_seconds()))
@@ -141,7 +148,7 @@ class RequestPath:
         run.attempts[attempt] = asyncio.create_task(self._attempt(run, attempt, wait_seconds))
 
     async def _attempt(self, run: RequestRun, attempt: Attempt, wait_seconds: float) -> None:
-        """One attempt, and the start of those that follow it."""
+        """Runs one attempt and starts those that follow it."""
         error: Exception | None = None
         placed = False
         try:
@@ -172,7 +179,7 @@ class RequestPath:
         if not left or run.closed:
             return
         if error is None:
-            error = UnavailableError("a worker ended a stream without saying why")
+            error = UnavailableError("a worker ended a stream without a reason")
         if placed:
             run.as_planned = False
             if isinstance(error, UnavailableError):
@@ -196,9 +203,9 @@ class RequestPath:
     def _seconds_before_retry(
         self, run: RequestRun, error: Exception, children: list[int], refused: set[str]
     ) -> float:
-        """How long to wait before another attempt at `children`; raises `error` when there is to
-        be none. Counted by child: one death may end the attempts of many. `refused`: workers that
-        have no room for such a request, which others that were not asked yet may have."""
+        """Returns the wait before another attempt at `children`, or raises `error` if there is to
+        be none. Failures count by child, because one worker's death may end many attempts.
+        `refused`: workers whose limits the request exceeds. Others may still have room for it."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -213,7 +220,7 @@ class RequestPath:
         self.counters.add("attempts_failed")
         failures = max(run.failures[child] for child in children)
         if failures >= limits.max_attempts:
-            # a worker's own reason says more than that none is left
+            # The worker's own reason is more useful than that no worker is left.
             raise error if elsewhere else run.cause or error
         return 0.0 if elsewhere else retry.seconds(failures)
 
@@ -222,7 +229,7 @@ class RequestPath:
     def _admit(self, request: Request) -> None:
         if self._draining:
             raise UnavailableError(
-                "the server is shutting down and takes no new requests; try another",
+                "the server is shutting down and accepts no new requests; try another",
                 retry_after_seconds=1.0,
             )
         tenants = len(self._waiting.keys() | {request.tenant})
@@ -260,10 +267,10 @@ class RequestPath:
         if timings and placement and run.as_planned and run.output_tokens > len(run.children):
             placement.measured_tpot(timings.tpot_seconds)
 
-    # ---- what others ask
+    # ---- status
 
     async def status(self) -> tuple[WorkerStatus, ...]:
-        """A snapshot of all workers that answer."""
+        """Returns the statuses of all workers that answer."""
         cluster = self._context.cluster
         if cluster.statuses is not None:
             return cluster.statuses()
@@ -273,12 +280,15 @@ class RequestPath:
         return tuple(answer for answer in answers if answer is not None)
 
     def routing(self) -> RoutingStatus:
-        """The router's last decisions, and its own account of the workers."""
+        """Returns the router's last decisions and its accounts of the workers."""
         return self.placer.status()
 
     async def reset_cache(self) -> int:
-        """Every worker forgets the KV that it keeps; returns how many blocks that were. Raises
-        UnavailableError where one does not answer: what it keeps may still be used."""
+        """Clears the prefix cache of every worker. Returns the number of blocks removed.
+
+        Raises:
+            UnavailableError: A worker did not answer. Its cached blocks may still be used.
+        """
         cluster, seconds = self._context.cluster, self._context.limits.timeouts.request
         ports = {**cluster.prefill, **cluster.decode}
         try:
@@ -286,8 +296,8 @@ class RequestPath:
                 return sum(await asyncio.gather(*(port.reset_cache() for port in ports.values())))
         except TimeoutError:
             raise UnavailableError(
-                f"not all of {', '.join(ports)} answered within {seconds.status_seconds:g} s; what"
-                " they keep may still be used: ask again"
+                f"not all of {', '.join(ports)} answered within {seconds.status_seconds:g} s, and"
+                " their cached blocks may still be used; try again"
             ) from None
 
     async def drain(self) -> None:
@@ -298,7 +308,7 @@ class RequestPath:
             await self._quiet.wait()
 
     async def _ask_workers(self) -> None:
-        """The snapshot from what all workers report now; those that do not answer are not there."""
+        """Updates the snapshot from all workers. Those that do not answer are removed."""
         accounts, now = self.placer.accounts, self._context.clock.now()
         reported = {status.name: status for status in await self.status()}
         for name in [name for name in accounts.state if name not in reported]:

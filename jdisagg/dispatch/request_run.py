@@ -1,12 +1,12 @@
-"""The state of one request under way: its children with their accepted tokens, its deadline, what
-was tried, and its timings.
+"""State of one running request: its children with their accepted tokens, its deadline, its attempts
+and its timings.
 
-Accepted tokens exist here alone. `accept` is the one filter through which tokens of workers come
-to the client: each is taken exactly once and in order, whichever worker, attempt or message brings
-it. What is accepted is what a re-prefill forces. Knows no workers and decides nothing about them.
+Accepted tokens are stored only here. All tokens of workers pass `accept`, which takes each exactly
+once and in order, whichever worker, attempt or message delivers it. A re-prefill forces the
+accepted tokens. This module makes no decisions about workers.
 
-Invariants: a token that was accepted is never accepted again; none is left out (`DeliveryError`,
-a bug of our own); nothing follows the end of a child."""
+Invariants: an accepted token is never accepted again. None is left out (`DeliveryError`, a bug).
+Nothing follows the end of a child."""
 
 import asyncio
 from collections import Counter
@@ -31,8 +31,8 @@ from jdisagg.request import (
     Usage,
 )
 
-REPLAYED_TOKENS = 64  # at once, when a stream is resumed
-RESUMPTION_BITS = 20  # attempts of a request between two resumptions of it by its client
+REPLAYED_TOKENS = 64  # replayed without yielding to other tasks when a stream is resumed
+RESUMPTION_BITS = 20  # attempt numbers between two resumptions by the client
 
 
 class DeliveryError(AssertionError):
@@ -40,8 +40,8 @@ class DeliveryError(AssertionError):
 
 
 class TextStream(Protocol):
-    """What `dispatch/token_stream.py` offers: text of tokens, as far as it is certain. Held-back
-    text may still complete a stop string when it is given out at the end."""
+    """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that is final.
+    Text held back may still complete a stop string when `finish` returns it."""
 
     @property
     def stopped(self) -> bool: ...
@@ -53,7 +53,7 @@ NewTextStream = Callable[[Request], TextStream]
 
 
 class RunningAttempt(Protocol):
-    """An attempt is `over` when its workers have ended all of its children."""
+    """An attempt. It is `over` when its workers have ended all of its children."""
 
     @property
     def over(self) -> bool: ...
@@ -63,8 +63,8 @@ class RunningAttempt(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ChildRun:
-    """One of the request's n streams. `resumed_tokens`: of `accepted`, those that the client
-    brought. Instants are those of tokens that came since."""
+    """One of the request's n streams. `resumed_tokens`: Accepted tokens that the client brought.
+    Times are those of later tokens."""
 
     text: TextStream
     accepted: list[int]
@@ -83,11 +83,10 @@ class ChildRun:
 
 
 class RequestRun:
-    """One request under way.
+    """One running request.
 
-    A client that comes back (`request.resumption`) brings the accepted tokens itself. Attempt
-    numbers begin higher each time it does, so that what an earlier router left running is
-    superseded."""
+    A client that resumes (`request.resumption`) sends the accepted tokens. Attempt numbers start
+    higher at each resumption, so that attempts of an earlier router are superseded."""
 
     def __init__(
         self,
@@ -104,15 +103,15 @@ class RequestRun:
         self.deadline = self.arrived_at + self.seconds
         self.children = [ChildRun(new_text(self.request), []) for _ in range(request.sampling.n)]
         self.context_tokens = 0
-        # what was tried
+        # Attempts.
         self.attempts: dict[RunningAttempt, asyncio.Task[None]] = {}
         self.placements = 0
         self.first_placement: PlacementHandle | None = None
         self.failures: Counter[int] = Counter()
         self.avoid: frozenset[str] = frozenset()
         self.cause: UnavailableError | None = None
-        self.as_planned = not self.resumed  # by one attempt at the workers chosen for it
-        # timings
+        self.as_planned = not self.resumed  # one attempt at its chosen workers
+        # Timings.
         self.first_token_at: float | None = None
         self.queue_seconds = 0.0
         self.kv_bytes_moved = 0
@@ -120,7 +119,7 @@ class RequestRun:
         self.preemptions = 0
         self._cached: CachedTokens | None = None
         self._had = resumption.children if resumption else ()
-        # they come with the first event, so who has had one has them
+        # Sent with the first event, so a client that received one has them.
         self._prompt_logprobs: PromptLogprobs | None = None
         if any(had.token_ids or had.finish_reason for had in self._had):
             self._ask_no_more_of_prompt()
@@ -131,14 +130,14 @@ class RequestRun:
         self._closing: set[asyncio.Task[None]] = set()
         self._timer = asyncio.get_running_loop().call_later(self.seconds, self._end_by_deadline)
         self.closed = False
-        # for how long workers keep the KV of a suspended one; None: it is not
+        # How long workers keep the KV while suspended (None: not suspended).
         self.keep_seconds: float | None = None
-        self.suspensions = 0  # changes of that
+        self.suspensions = 0  # changes of keep_seconds
         self.awake = asyncio.Event()
         self.awake.set()
 
     def suspend(self, keep_seconds: float | None) -> None:
-        """No attempt begins until it goes on (None)."""
+        """Suspends the request, or resumes it (None). No attempt starts while suspended."""
         self.keep_seconds, self.as_planned = keep_seconds, False
         self.suspensions += 1
         if keep_seconds is None:
@@ -148,7 +147,7 @@ class RequestRun:
 
     @property
     def suspensions_known_anew(self) -> int:
-        """Of its suspensions, those that a worker to which it is new need not be told."""
+        """Changes that a worker new to the request need not be notified of."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
@@ -161,8 +160,8 @@ class RequestRun:
 
     def too_late(self) -> DeadlineExceededError:
         return DeadlineExceededError(
-            f"request {self.request.request_id!r}: its {self.seconds:g} s passed after"
-            f" {self.output_tokens} tokens; ask for fewer tokens or give it more time"
+            f"request {self.request.request_id!r}: its deadline of {self.seconds:g} s passed after"
+            f" {self.output_tokens} tokens; request fewer tokens or set a longer deadline"
         )
 
     # ---- children
@@ -180,12 +179,12 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """The child as workers need it: with the tokens that a re-prefill forces."""
+        """Returns the child with its accepted tokens, which a re-prefill forces."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:
-        """How these go on: those that have nothing yet together, as they share the prompt; each of
-        the others alone."""
+        """Groups children for attempts: those without tokens share the prompt and go together, each
+        other child alone."""
         children = list(children)
         together = tuple(index for index in children if not self.children[index].accepted)
         alone = [(index,) for index in children if self.children[index].accepted]
@@ -193,7 +192,7 @@ class RequestRun:
 
     @property
     def under_way(self) -> bool:
-        """While it was not placed it is as fresh as when it came, however often it has asked."""
+        """Whether it was placed or resumed. Until then it counts as a new request."""
         return self.resumed or self.placements > 0
 
     def placed(self, placement: PlacementHandle, waited_seconds: float) -> None:
@@ -203,8 +202,8 @@ class RequestRun:
         self.context_tokens = placement.decision.context_tokens
 
     def note_cached(self, tokens: CachedTokens) -> None:
-        """So much of the prompt's KV was known when it was prefilled. What later attempts find,
-        which begin where this one failed, does not count."""
+        """Records the cached tokens of the first prefill. Later attempts do not count, because they
+        find what the first one computed."""
         if self._cached is None:
             self._cached = tokens
 
@@ -213,8 +212,8 @@ class RequestRun:
         return self._attempt
 
     async def resume(self) -> None:
-        """Takes what the client has already: the text goes on where it was (rule 9), an end is not
-        reported again. A long text takes its time, and others have their turn meanwhile."""
+        """Replays the tokens that the client already has. Their text is not sent again, nor is an
+        end. Yields to other tasks between blocks of tokens."""
         for child, had in zip(self.children, self._had, strict=False):
             for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
                 child.text.push(had.token_ids[first : first + REPLAYED_TOKENS])
@@ -226,8 +225,8 @@ class RequestRun:
         self._unfinished = len(self.open_children)
 
     def accept_prompt(self, logprobs: PromptLogprobs | None) -> None:
-        """Takes the prompt's log-probabilities, once and whole; they go with the next event. What
-        is asked of workers from now on is tokens alone."""
+        """Takes the prompt's log-probabilities once, if complete. They are sent with the next
+        event, and later attempts no longer request them."""
         wanted = self.request.sampling.prompt_logprobs is not None
         if logprobs is not None and wanted and len(logprobs) + 1 == self.prompt_tokens:
             self._prompt_logprobs = logprobs
@@ -244,8 +243,8 @@ class RequestRun:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """Takes what is new of tokens `first_index`.. of a child, up to its end; what the client
-        gets of it is its next event."""
+        """Takes the new ones of a child's tokens from `first_index` on, up to its end, and queues
+        them as an event for the client."""
         child = self.children[index]
         seen = len(child.accepted) - first_index
         if seen > 0:
@@ -255,8 +254,8 @@ class RequestRun:
             return
         if seen < 0:
             raise DeliveryError(
-                f"request {self.request.request_id!r}, child {index}: token {first_index} came,"
-                f" {len(child.accepted)} was next"
+                f"request {self.request.request_id!r}, child {index}: token {first_index} arrived,"
+                f" but {len(child.accepted)} was next"
             )
         count, child.finish = self.request.end_among(first_index, token_ids, self.context_tokens)
         # The stop id itself is not delivered.
@@ -297,22 +296,22 @@ class RequestRun:
             self._prompt_logprobs = None
         self._events.put_nowait(event)
 
-    # ---- what the client gets
+    # ---- events
 
     @property
     def has_more(self) -> bool:
-        """Whether there is an event to come."""
+        """Whether more events follow."""
         return self._unfinished > 0 or bool(self._events)
 
     async def next_event(self) -> StreamEvent:
-        """Raises what ended the request."""
+        """Returns the next event, or raises the error that ended the request."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         return event
 
     def fail(self, error: Exception) -> None:
-        """The request ends with this error, after what was accepted before."""
+        """Ends the request with this error, after the events queued before."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:
@@ -339,13 +338,13 @@ class RequestRun:
     # ---- the end
 
     def clean_up(self, call: asyncio.Task[None]) -> None:
-        """A call beside the attempts that `close` waits for."""
+        """Adds a call for which `close` waits."""
         self._closing.add(call)
         call.add_done_callback(self._closing.discard)
 
     async def close(self, seconds: float) -> None:
-        """Cancels the attempts that are not over, and waits until they have freed what they hold
-        at their workers; so long at the most."""
+        """Cancels the attempts that are not over, and waits at most `seconds` until they have freed
+        what they hold at their workers."""
         self.closed = True
         self._timer.cancel()
         tasks = [*self.attempts.values(), *self._closing]
@@ -357,5 +356,5 @@ class RequestRun:
             task.cancel()
 
     def _end_by_deadline(self) -> None:
-        """One timer for the whole request: one for each token would cost more than the token."""
+        """Runs from one timer per request: a timer per token would cost too much."""
         self.fail(self.too_late())

@@ -1,8 +1,7 @@
-"""What a router reports as it happens: placement's decisions, predictions held against what came,
-and KV that arrived.
+"""Events of a router: placement decisions, predictions with measured values, and arrived KV.
 
-One Protocol, given to whatever makes the events; `NoRouterEvents` is the base of those that want
-some of them, `RouterEventsList` passes them on to several."""
+`RouterEvents` is the Protocol of listeners. `NoRouterEvents` is a base class for listeners of some
+events, and `RouterEventsList` forwards events to several."""
 
 from typing import Protocol
 
@@ -19,21 +18,21 @@ class RouterEvents(Protocol):
         policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None:
-        """Placement decided or refused, on this snapshot. What is deferred is asked again."""
+        """Placement decided or refused on this snapshot. Deferred requests are decided later."""
         ...
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
-        """Seconds of "ttft" or "tpot", as predicted and as they were."""
+        """Predicted and measured seconds of "ttft" or "tpot"."""
         ...
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """KV that `prefill` computed was decoded from (None: the decode worker computed it), once
-        an attempt."""
+        """The first token was decoded from KV that `prefill` computed (None: the decode worker).
+        Once per attempt."""
         ...
 
 
 class NoRouterEvents:
-    """Takes no note of any."""
+    """Ignores all events."""
 
     def answered(
         self,
@@ -50,7 +49,7 @@ class NoRouterEvents:
 
 
 class RouterEventsList:
-    """Passes each event on to all of `listeners`."""
+    """Forwards each event to all `listeners`."""
 
     def __init__(self, *listeners: RouterEvents) -> None:
         self._listeners = listeners

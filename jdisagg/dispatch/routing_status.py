@@ -1,17 +1,23 @@
-"""What a router says of itself: its last decisions with their reasons and what became of them, and
-its own account of the workers.
+"""Status of a router: its last decisions with reasons and outcomes, and its worker accounts.
 
-Plain data for `GetStatus`, which clients read too: it knows nothing of the router that made it
-(`dispatch.placer` does). The workers' own words are their statuses."""
+Plain data for `GetStatus`, which clients read too. `dispatch.placer` makes it. What workers report
+about themselves is in their own statuses."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PastDecision:
-    """`age_seconds` ago. `decode` "": it was refused; `prefill` "": the decode worker prefills by
-    itself. Predicted seconds count from the request's arrival (step: of one decode step); they are
-    None where nothing was predicted, and what was measured is None until it is."""
+    """One decision, `age_seconds` ago.
+
+    Attributes:
+        prefill: "" if the decode worker computes the prompt.
+        decode: "" if the request was refused.
+        predicted_ttft_seconds: From the request's arrival, or None without a prediction.
+        predicted_step_seconds: Of one decode step, or None without a prediction.
+        ttft_seconds: Measured value, or None until known.
+        tpot_seconds: Measured value, or None until known.
+    """
 
     age_seconds: float
     kind: str
@@ -27,9 +33,15 @@ class PastDecision:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAccount:
-    """What this router has sent to a worker: attempts there now; prompt tokens and pages of them
-    that its status cannot show yet; pages that all of them are expected to need; and for how long
-    it gets nothing because it failed."""
+    """Work that this router has sent to a worker.
+
+    Attributes:
+        attempts: Attempts at the worker now.
+        unseen_tokens: Their prompt tokens that its status cannot include yet.
+        unseen_pages: Their pages that its status cannot include yet.
+        committed_pages: Pages that all of them are expected to need.
+        barred_seconds: Time for which the worker gets nothing, because it failed.
+    """
 
     worker: str
     attempts: int
@@ -41,7 +53,7 @@ class WorkerAccount:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """`waiting`: requests that wait at the router for workers. `decisions`: the latest first."""
+    """`waiting`: Requests that wait at the router for workers. `decisions`: Latest first."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

@@ -1,15 +1,14 @@
-"""What this router has sent to the workers, and what of it they cannot have said yet: the `own_`
-columns of the snapshot.
+"""Accounts for work that this router has sent and that worker statuses cannot include yet: the
+`own_` columns of the snapshot.
 
-An attempt's work is charged to its workers the moment it is decided. What a worker has been sent it
-says itself from its next status on (one that was taken after the call arrived: `settle_seconds`),
-so the charge ends there; a prompt that still waits for its reservation is not sent yet and stays.
-What is over is taken off at once, also from what the worker said before. `committed_pages` is
-another matter: what all sequences that we have at a worker will hold at their expected ends, for as
-long as they run.
+An attempt's work is charged to its workers when it is placed. The charge ends with the worker's
+next status that was taken after the call arrived (`settle_seconds`), which includes the work. A
+prompt that still waits for its reservation is not sent yet, and its charge stays. Work that ended
+is subtracted at once, also from earlier statuses. `committed_pages` are different: the pages that
+all sequences of this router at a worker will hold at their expected ends, while they run.
 
-Each step costs O(1); instants are arguments. Invariant: when all that was placed has ended, every
-own column is zero."""
+Each step costs O(1). Times are arguments. Invariant: when everything placed has ended, every own
+column is zero."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +20,21 @@ from jdisagg.scheduler.backlog import causal_pairs
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# what decode workers reserve beyond the prompt, where their configuration says nothing else
+# Growth that decode workers reserve beyond the prompt by default.
 GROWTH_TOKENS = 256
 _OPEN = (("open", 1),)
 
 
 @plain
 class Work:
-    """An attempt: `tokens` to have KV of, of which the prefill side knows `cached_tokens` already;
-    `children` that share them and are expected to generate `expected_tokens` each."""
+    """The work of an attempt.
+
+    Attributes:
+        tokens: Prompt and accepted tokens, all of which need KV.
+        cached_tokens: Those that the prefill side has cached.
+        children: Sequences that share these tokens.
+        expected_tokens: Tokens that each child is expected to generate.
+    """
 
     tokens: int
     cached_tokens: int = 0
@@ -41,8 +46,7 @@ class Work:
         return self.tokens - self.cached_tokens
 
     def pages(self, page_size: int, growth_tokens: int | None = None) -> int:
-        """Of all children when each has generated so many tokens (None: as many as are
-        expected)."""
+        """Returns the pages of all children after `growth_tokens` each (None: as expected)."""
         grown = (
             self.expected_tokens
             if growth_tokens is None
@@ -54,7 +58,7 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """To one worker. `amounts` by column. `sent_at` None: the worker has not been told yet."""
+    """Charge to one worker, as amounts by column. `sent_at` is None until the work is sent."""
 
     worker: str
     life: int
@@ -64,7 +68,7 @@ class _Charge:
 
 
 class Accounts:
-    """Keeps the own columns of `state`. Statuses go in here, not into the state itself."""
+    """Maintains the own columns of `state`. Statuses are given to this class, not to the state."""
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class Accounts:
         self._fresh: dict[str, list[_Charge]] = {}
 
     def heard(self, status: WorkerStatus, now: float) -> None:
-        """A worker spoke: what it was told before it did is in its own words now."""
+        """Takes a worker's status, which now includes the work sent before it was taken."""
         self.state.update(status, now)
         self._show(status.name, now)
         for changed in self._subscribers:
@@ -103,19 +107,19 @@ class Accounts:
             self._fresh[worker] = still
 
     def bar(self, worker: str, until: float) -> None:
-        """Nothing is placed there before that instant, while there are others."""
+        """Avoids a worker until that time, while there are others."""
         row = self.state.row(worker)
         if row is not None:
             self.state.bar(row, until)
 
     def pace(self, worker: str, until: float) -> None:
-        """Who prefills and decodes gets the next prompt then (`pacing`)."""
+        """Sets from when on a mixed worker may get its next prompt (`cost_terms.paced_until`)."""
         row = self.state.row(worker)
         if row is not None:
             self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
-        """Its silence until then is nobody's fault."""
+        """Counts the worker as heard at that time: this router itself was not listening."""
         row = self.state.row(worker)
         if row is not None:
             self.state.hear(row, heard_at)
@@ -125,7 +129,7 @@ class Accounts:
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """Charges an attempt to its workers. `prefill` None: the decode worker computes the
+        """Charges an attempt to its workers. `prefill` is None if the decode worker computes the
         prompt."""
         return Charges(self, prefill, decode, work, now)
 
@@ -138,8 +142,7 @@ class Accounts:
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
-        """It is over. Where the worker has said so much of it already, its own words are corrected
-        by `said`, column by column."""
+        """Ends a charge. If the worker's status included the work, corrects it by `said`."""
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
@@ -153,7 +156,7 @@ class Accounts:
     def add(
         self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1
     ) -> None:
-        """To columns of the worker's row, if this is the same stay of it."""
+        """Adds to columns of the worker's row if it is still the same registration."""
         state = self.state
         row = state.row(worker)
         if row is not None and state.life(worker) == life:
@@ -166,8 +169,7 @@ class Accounts:
 
 
 class Charges:
-    """One attempt's charges, from its placement to its end. Every method may be called once too
-    often."""
+    """One attempt's charges, from its placement to its end. All methods are idempotent."""
 
     def __init__(
         self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float
@@ -195,12 +197,12 @@ class Charges:
         self._open = True
 
     def prefill_sent(self, now: float) -> None:
-        """The worker that computes the prompt has it now."""
+        """The prompt was sent to the worker that computes it."""
         if self._queued is not None and self._queued.sent_at is None:
             self._queued.sent_at = now
 
     def prefilled(self) -> None:
-        """Its first token has come."""
+        """The first token arrived."""
         if self._queued is not None:
             (_, tokens), (_, pairs) = self._queued.amounts
             self._accounts.settle(
@@ -209,13 +211,13 @@ class Charges:
             self._queued = None
 
     def end(self) -> None:
-        """Nothing of it is at the workers any more."""
+        """Nothing of the attempt is left at the workers."""
         if not self._open:
             return
         self._open = False
         self.prefilled()
         (_, held), (_, sequences), (_, contexts) = self._held.amounts
-        # The rank that it leaves has room then, and that is the best one.
+        # The rank that it leaves has the most room until the next status.
         left = (
             ("running", -sequences),
             ("best_sequences", -sequences),

@@ -1,9 +1,9 @@
-"""Whether a new request is let in: refused at once, with a reason and a hint when to try again,
-where it would wait for nothing. Pure.
+"""Admission of new requests: refuses at once, with a reason and a retry-after, requests that would
+wait in vain. Pure.
 
-Four reasons: too many wait for their first token (`admit`), a tenant's quota is used up (`Quotas`),
-the first token would come after its limit (`placement.decide`, with what it would wait in this
-router from `Drain`), and no worker takes requests. Instants are arguments."""
+There are four reasons: too many requests wait for their first token (`admit`), a tenant's quota is
+used up (`Quotas`), the first token would miss its limit (`placement.decide`, including the wait in
+this router from `Drain`), and no worker takes requests. Times are arguments."""
 
 import bisect
 import math
@@ -14,13 +14,13 @@ from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
 from jdisagg.token_bucket import MAX_RETRY_SECONDS, Bucket, retry_after
 
-UNKNOWN_WAIT_SECONDS = 5.0  # of a full queue of which nothing has been served yet
-DRAIN_SECONDS = 5.0  # over how long the speed of the queue is averaged
-DRAIN_LEAST_SECONDS = 0.25  # what must have been seen of it
-ERRORS = 64  # of predictions, the latest that count
+UNKNOWN_WAIT_SECONDS = 5.0  # of a full queue from which no request was served yet
+DRAIN_SECONDS = 5.0  # time constant of the mean of the queue's speed
+DRAIN_LEAST_SECONDS = 0.25  # waiting time to observe before the speed is used
+ERRORS = 64  # latest prediction errors that count
 ERRORS_LEAST = 16
-ERRORS_SECONDS = 30.0  # and for how long
-IN_TIME = 0.9  # of those that are let in
+ERRORS_SECONDS = 30.0  # age after which an error no longer counts
+IN_TIME = 0.9  # share of admitted requests that should meet their limit
 
 
 def admit(
@@ -30,13 +30,18 @@ def admit(
     own_waiting: int | None = None,
     tenants: int = 1,
 ) -> None:
-    """Raises OverloadedError when `max_waiting_requests` wait for their first token already.
+    """Refuses a request if too many already wait for their first token.
 
-    A tenant of which fewer wait (`own_waiting`) than its share among `tenants` is let in all the
-    same, until twice the limit wait: it was others who filled the queue. Without that end tenants
-    that come one after another, each to a smaller share, would fill it without bound.
-    `seconds_per_request` is the recent mean time between two first tokens, None before the first:
-    it makes the predicted wait."""
+    Args:
+        seconds_per_request: Recent mean time between two first tokens (None before the first), from
+            which the retry-after is computed.
+        own_waiting: Waiting requests of this tenant. Below its share among `tenants` it is admitted
+            until twice the limit wait, because others filled the queue. Without that bound, tenants
+            that arrive one after another would fill it without limit.
+
+    Raises:
+        OverloadedError: `max_waiting_requests` are reached.
+    """
     within_share = own_waiting is not None and own_waiting < max_waiting_requests // tenants
     if waiting_requests < (2 if within_share else 1) * max_waiting_requests:
         return
@@ -52,15 +57,18 @@ def admit(
 
 
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
-    """Until when after its arrival a request's first token must come: its deadline at the
-    latest."""
+    """Returns the time after arrival by which the first token must come, at most the deadline."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
 class Quotas:
-    """Token buckets: a tenant may use `tokens_per_second`, of which `burst_seconds` at once. A
-    request costs its prompt and its expected answer; one that costs more than a whole burst waits
-    for a full bucket and leaves it in debt."""
+    """Token buckets by tenant. A request costs its prompt and its expected answer. A request that
+    costs more than a whole burst needs a full bucket and leaves it negative.
+
+    Args:
+        tokens_per_second: Rate of each tenant. Other tenants are not bounded.
+        burst_seconds: Seconds of the rate that may be used at once.
+    """
 
     def __init__(self, tokens_per_second: Mapping[str, float], burst_seconds: float) -> None:
         self._rates = dict(tokens_per_second)
@@ -68,8 +76,7 @@ class Quotas:
         self._buckets: dict[str, Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Raises QuotaExceededError where the tenant has used its share up. Tenants without a quota
-        are not bounded."""
+        """Takes tokens. Raises QuotaExceededError if the tenant's bucket does not hold enough."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -78,22 +85,22 @@ class Quotas:
         if wait_seconds := bucket.wait_seconds(tokens, rate, full, now):
             raise QuotaExceededError(
                 f"tenant {tenant!r} has used up its {rate:g} tokens a second"
-                f" (routing.tenant_quotas); {tokens:g} more are there in {wait_seconds:.1f} s: try"
-                " again then",
+                f" (routing.tenant_quotas); {tokens:g} more are available in {wait_seconds:.1f} s:"
+                " try again then",
                 retry_after_seconds=wait_seconds,
             )
         bucket.take(tokens)
 
     def give_back(self, tenant: str, tokens: float) -> None:
-        """They were taken for a request that was then refused."""
+        """Returns tokens of a request that was then refused."""
         bucket = self._buckets.get(tenant)
         if bucket is not None:
             bucket.give_back(tokens, self._rates[tenant] * self._burst_seconds)
 
 
 class Drain:
-    """How fast the router's queue has drained lately, in cost a second: a mean that fades over
-    `DRAIN_SECONDS` of waiting."""
+    """Recent speed of the router's queue, in cost per second: an exponential mean over
+    `DRAIN_SECONDS` of waiting time."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -101,12 +108,12 @@ class Drain:
         self._since: float | None = None
 
     def busy(self, now: float) -> None:
-        """Somebody waits from now on, or still."""
+        """Requests wait from now on, or still."""
         self._fade(now)
         self._since = now
 
     def idle(self, now: float) -> None:
-        """Nobody waits any more."""
+        """No request waits any more."""
         self._fade(now)
         self._since = None
 
@@ -115,13 +122,13 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """To serve so much; 0 while nothing is known."""
+        """Returns the time to serve `cost`, or 0 while the speed is unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
 
     def seconds_each(self) -> float | None:
-        """To serve a cost of one; None while nothing is known."""
+        """Returns the time to serve a cost of 1, or None while the speed is unknown."""
         known = self._cost and self._seconds >= DRAIN_LEAST_SECONDS
         return self._seconds / self._cost if known else None
 

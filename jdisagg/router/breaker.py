@@ -1,11 +1,10 @@
-"""Breakers: a worker that fails again and again gets nothing for a while, then one attempt as a
-probe, then all again when that goes well.
+"""Circuit breakers: a worker that fails repeatedly gets no requests for a while, then one attempt
+as a probe, then all again if the probe succeeds.
 
-CLOSED until `FAILURES` failures in a row; then OPEN for a while that doubles each time up to a
-bound (`timeouts.Backoff`); then HALF OPEN: the next attempt is the probe, and until it is known how
-it fares nothing else comes for the same while. After a success it is forgotten. Pure: instants are
-arguments; what placement sees of it is one number a worker, the instant until which it is barred.
-"""
+CLOSED until `FAILURES` failures in a row, then OPEN for a time that doubles up to a bound
+(`timeouts.Backoff`), then HALF OPEN: the next attempt is the probe, and the worker gets nothing
+else for the same time until the outcome is known. A success removes the breaker. Pure: times are
+arguments. Placement reads one number per worker, the time until which it is barred."""
 
 import enum
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one worker. `barred_until` is for placement."""
+    """State of one worker."""
 
     backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker
     failures: int = 0
@@ -36,8 +35,8 @@ class Breaker:
         return BreakerState.OPEN if now < self.barred_until else BreakerState.HALF_OPEN
 
     def failed(self, now: float) -> None:
-        """An attempt failed by the worker's fault. One that was under way when it opened says
-        nothing new."""
+        """Counts a failure of the worker. Attempts that were running when it opened do not count
+        again."""
         if self.state(now) is BreakerState.OPEN and self.failures >= FAILURES:
             return
         self.failures += 1
@@ -45,8 +44,8 @@ class Breaker:
             self._open(now)
 
     def placed(self, now: float) -> None:
-        """An attempt goes there. In the half-open state it is the probe: others wait for its
-        news."""
+        """An attempt was placed there. In the half-open state it is the probe, and no others are
+        placed until its outcome is known."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self.failures = FAILURES - 1
             self.barred_until = now + self.backoff.seconds(self.opened)

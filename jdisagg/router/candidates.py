@@ -1,9 +1,9 @@
-"""Who may be chosen for an attempt, and what speaks against each, in seconds. Pure.
+"""Selects the workers that may serve an attempt, with a penalty for each, in seconds. Pure.
 
-Of a side of the snapshot, as columns: workers that are gone are no candidates, nor those that drain
-or have fallen silent, but for an attempt that has tokens already. For it these come late; later
-those whose breaker is open, and last those that failed it. Knows no costs of the request's own
-(`cost_terms`), and chooses nobody (`placement`)."""
+Workers that are gone are no candidates. Draining and silent workers are candidates only for an
+attempt that has tokens already, with a penalty. Workers with an open breaker have a larger penalty,
+and workers that failed this attempt the largest. The costs of the request itself are in
+`cost_terms`, the choice in `placement`."""
 
 import numpy as np
 
@@ -14,14 +14,19 @@ from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Tab
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 
-# seconds: more than any prediction, in this order
+# Penalties (s), each larger than any prediction.
 DRAINING, BARRED, FAILED = 1e6, 1e7, 1e8
 
 
 @plain
 class Candidates:
-    """Workers of one `side` that may be chosen: their rows in the snapshot, these themselves, and
-    what speaks against each, in seconds."""
+    """Workers of one `side` that may be chosen.
+
+    Attributes:
+        rows: Their rows in the snapshot.
+        table: The columns of these rows.
+        against: Penalty of each, in seconds.
+    """
 
     side: Side
     rows: Indices
@@ -39,26 +44,25 @@ class Candidates:
 
     @property
     def penalties(self) -> Array | None:
-        """What speaks against each, in seconds, those among it until its programs are loaded; None:
-        nothing does against any."""
+        """Penalty of each plus the seconds until its programs are loaded, or None if all are 0."""
         if self.against is self.side.zeros and not self.side.loading:
             return None
         return self.against + self.table["loading_seconds"]
 
     @property
     def unknown(self) -> bool:
-        """Whether one's speed is not known."""
+        """Whether any candidate has no price."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
     def trusted(self) -> Flags | None:
-        """Who may be asked for what it knows; None: all."""
+        """Workers from which cached KV may be fetched, or None if all."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property
     def load(self) -> Array:
-        """Requests per slot, and the fraction of pages in use. Who still loads programs counts as
-        if all its slots were taken."""
+        """Requests per slot plus the fraction of pages in use. A worker that still loads programs
+        counts as full."""
         table = self.table
         requests = np.maximum(table["running"] + table["waiting"], table["open"])
         pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
@@ -72,8 +76,8 @@ class Candidates:
 def candidates(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> tuple[Candidates, Candidates]:
-    """Prefill and decode workers that may be chosen. Raises UnavailableError where a kind that is
-    needed has none."""
+    """Returns the prefill and decode workers that may be chosen. Raises UnavailableError if a
+    needed role has none."""
     prefills = usable(state, state.prefill, query, now, policy)
     decodes = usable(state, state.decode, query, now, policy)
     if not len(decodes):
@@ -86,7 +90,7 @@ def candidates(
 def usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
-    """Those that are heard of, and what speaks against each."""
+    """Returns the workers of a side that are not gone, with their penalties."""
     rows, table = side.rows, side.table or state.table.take(side.span)
     all_well = not (side.draining or query.avoid) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
@@ -111,7 +115,7 @@ def usable(
 
 
 def nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
-    """Who is there all the same, and why it does not count."""
+    """Returns the error for a role without candidates. It names its workers and their state."""
     rows = side.rows
 
     def said(row: int) -> str:

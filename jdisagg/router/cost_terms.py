@@ -1,14 +1,11 @@
-"""The predicted seconds of every candidate for one attempt, as columns: what placement chooses
-from.
+"""Predicted seconds of every candidate for one attempt, as columns. Pure.
 
-For prefill workers: how long their backlog takes, and the prompt itself. For decode workers: how
-long until they have room, and a step with the sequence in it. For pairs: how long the KV takes
-beyond the prefill. Pure arithmetic on the snapshot; chooses nothing.
+For prefill workers: the backlog and the prompt itself. For decode workers: the wait for room, and a
+step with the sequence in it. For pairs: the part of the KV transfer after the prefill.
 
-Room at a decode worker is a slot, pages now on its best rank, pages for the expected growth of all
-that this router has there, nobody waiting in front, and a step within the bound. Where one is
-missing, sequences must leave first: they do so at the rate of Little's law, running / (mean length
-x step)."""
+A decode worker has room with a free slot, pages on its best rank, pages for the expected growth of
+this router's sequences, an empty queue, and a step within the bound. If one is missing, sequences
+must leave first, at the rate of Little's law: running / (mean length x step)."""
 
 import math
 from dataclasses import replace
@@ -24,10 +21,10 @@ from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 from jdisagg.router.prefix_index import ByWorker
 
-# From the KV's arrival to the first token that is decoded from it, in steps. The loop of a mesh at
-# work has a step under way and one issued behind it (worker/step_loop.py): half of the one and the
-# other pass until the KV is inserted; one more, issued before that was known; then the sequence's
-# own. Where nothing runs there is its own alone.
+# Steps from the KV's arrival to the first token decoded from it. A busy mesh has one step running
+# and one issued behind it (worker/step_loop.py). Half of the first and all of the second pass until
+# the KV is inserted, then one more that was issued before, then the sequence's own. An idle mesh
+# runs only the sequence's own.
 STEPS_TO_JOIN = 3.5
 STEPS_ALONE = 1.0
 # Share of the time left by the bound that prefills may use: some streams meet more prefills than
@@ -39,9 +36,14 @@ _NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bo
 
 @plain
 class Holder:
-    """A worker that prefill workers may fetch from, in row `row` of the snapshot: how much it knows
-    of the prompt, and seconds until what its mesh has issued is done. `decodes`: it is a decode
-    worker."""
+    """A worker from which prefill workers may fetch cached KV.
+
+    Attributes:
+        row: Its row in the snapshot.
+        tokens: Tokens of the prompt that it has cached.
+        issued_seconds: Seconds until the steps that its mesh has issued are done.
+        decodes: Whether it is a decode worker.
+    """
 
     row: int
     tokens: int
@@ -51,10 +53,17 @@ class Holder:
 
 @plain
 class PrefillCosts:
-    """Of prefill workers `rows`: the backlog's seconds, the prompt's own, and how many it need not
-    compute, for it knows or fetches some (`spared`). `known`: places of those that know some of it,
-    and how much. `fetches`: from which of the `holders` each fetches, -1: from none; None: nobody
-    does."""
+    """Costs of prefill workers `rows`, in seconds.
+
+    Attributes:
+        queue: Of the backlog.
+        prefill: Of the prompt itself.
+        spared: Saved by cached or fetched tokens.
+        chunks: Chunks of the prompt.
+        known: Places of workers with cached tokens, and their counts.
+        holders: Workers from which KV may be fetched.
+        fetches: For each worker the holder to fetch from (-1: none), or None if none fetches.
+    """
 
     rows: Indices
     queue: Array
@@ -66,7 +75,7 @@ class PrefillCosts:
     fetches: Indices | None = None
 
     def few(self, places: Indices) -> "PrefillCosts":
-        """Of workers at these places, among which `known` is not told."""
+        """Returns the costs at these places, without `known`."""
         return PrefillCosts(
             self.rows.take(places),
             self.queue.take(places),
@@ -81,8 +90,8 @@ class PrefillCosts:
 
 @plain
 class DecodeCosts:
-    """Of decode workers `rows`: seconds until there is room, and of a step then; whether anything
-    runs there that would notice. `room`: there is some everywhere, so that no queue is."""
+    """Costs of decode workers `rows`: seconds until there is room (`queue`), seconds of a step with
+    the sequence in it, and whether sequences run there. `room`: All of them have room now."""
 
     rows: Indices
     queue: Array
@@ -92,21 +101,25 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """Seconds from the KV's arrival to the first token that is decoded from it."""
+        """Seconds from the KV's arrival to the first token decoded from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
-        """The same of one of them."""
+        """The same for one worker."""
         return (STEPS_TO_JOIN if self.busy[which] else STEPS_ALONE) * float(self.step[which])
 
 
 @plain
 class LocalCosts:
-    """Of decode workers that compute the prompt themselves: `costs`, in which chunks take turns
-    with steps; seconds that the chunks alone take, and streams lose (`lost`); tokens that each is
-    `lacking`; the `longest` that a running stream then waits for a token; until when what was
-    computed there lately leaves no time for it, beside streams that run (`paced`, seconds from
-    now)."""
+    """Costs of decode workers that compute the prompt themselves.
+
+    Attributes:
+        costs: Prefill costs, with chunks and decode steps in turn.
+        lost: Seconds of the chunks alone, which running streams lose.
+        lacking: Tokens to compute.
+        longest: Longest time that a running stream waits for a token.
+        paced: Seconds until running streams have recovered from the last prompt computed there.
+    """
 
     costs: PrefillCosts
     lost: Array
@@ -208,7 +221,7 @@ def decodes_of(
     leaving = np.maximum(np.maximum(now_short, later_short) / each, slots_short) + waiting
     if np.count_nonzero(slow):
         leaving = np.where(slow & (leaving < 1.0), 1.0, leaving)
-    # An empty worker has all the room that it will ever have: it says itself what it cannot do.
+    # An empty worker never gets more room. It refuses itself what it cannot hold.
     waits = (leaving > 0) & (here + waiting > 0)
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
@@ -224,9 +237,9 @@ def transfers_of(
     far: Link,
     places: Indices | None = None,
 ) -> Array:
-    """Seconds of moving what the decode side lacks, [prefill workers, decode workers]: by the
-    closest that they have in common. `places`: of the prefill workers among all of them, where
-    that is known."""
+    """Returns seconds to transfer the KV that the decode side lacks, [prefill workers, decode
+    workers], over the best link of each pair. `places`: Positions of the prefill workers among all
+    of them, if known."""
     missing: Array | float = float(query.work.tokens)
     at, cached = known_at(state, decodes, query)
     if len(at):
@@ -246,8 +259,8 @@ def too_far(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Flags:
-    """Pairs [prefill workers, decode workers] that share no rack, for a prompt that is too short
-    for that."""
+    """Returns pairs [prefill workers, decode workers] that share no rack although the prompt is too
+    short for a far prefill."""
     unknown = np.full(len(prefills.rows), float(query.work.tokens))
     at, known = known_at(state, prefills.rows, query)
     unknown[at] -= known
@@ -256,8 +269,8 @@ def too_far(
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
-    """What of a transfer remains when the prefill ends: chunks that are done travel while the next
-    ones compute."""
+    """Returns the part of a transfer after the prefill: finished chunks are transferred while the
+    next ones compute."""
     if not np.count_nonzero(chunks != 1.0):
         return transfer
     last = transfer / chunks
@@ -265,9 +278,8 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
 
 
 def most_computed(table: Table, whole: bool = False) -> Array:
-    """Tokens of a prompt that decode workers compute themselves: without bound where they prefill
-    for all, one chunk where they append to what they keep (none of one that is wanted `whole`), 0
-    where they cannot."""
+    """Returns the most prompt tokens that decode workers compute themselves: unbounded on mixed
+    workers, one chunk with --append_tokens (0 for prompt log-probabilities, `whole`), else 0."""
     able = table.flag("can_prefill") & (not whole)
     appended = np.where(able, table["chunk_tokens"], 0.0)
     return np.where(table.flag("mixed"), np.inf, appended)
@@ -281,7 +293,7 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Prefilling on the decode workers themselves: each chunk takes turns with a step."""
+    """Returns the costs of prefill on the decode workers, where chunks and steps alternate."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
@@ -327,13 +339,13 @@ def paced_until(
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
-    """Positions. One at least is left to compute."""
+    """Returns the cached positions of a worker, at most all but one."""
     return min(query.cached.get(worker, 0), query.work.tokens - 1)
 
 
 def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
-    """Of workers that know some: places among `rows`, which ascend, and positions known there. One
-    position at least is left to compute."""
+    """Returns the places among ascending `rows` of workers with cached tokens, and the counts, at
+    most all positions but one."""
     cached = query.cached
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING
@@ -362,15 +374,14 @@ def _chunks(tokens: int, chunk_tokens: int) -> int:
 
 
 def _each(column: Array, ranks: Array | int) -> Array:
-    """Of each dp rank."""
+    """Returns the column per dp rank."""
     return column if isinstance(ranks, int) else column / ranks
 
 
 def alike(
     state: ClusterState, side: Side, table: Table, chunks: bool = True
 ) -> list[tuple[Speed, int, Indices | slice]]:
-    """Workers of one speed (and one chunk) together: mostly that is all of them. `table`: of some
-    of `side`, or of all."""
+    """Groups the workers in `table` by speed and chunk size. Mostly all are in one group."""
     if not len(table):
         return []
     if side.speed is not None and (not chunks or side.chunk_tokens is not None):

@@ -1,5 +1,5 @@
-"""What placement is asked and what it answers: plain data, the same in the live router, in a
-recording and in the simulator."""
+"""Input and output of placement: plain data, the same in the live router, in a decision log and in
+the simulator."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,15 +26,21 @@ class Affinity(Protocol):
 
 @plain
 class PlacementQuery:
-    """What an attempt asks of placement. `cached`: positions of it that workers know already.
-    `avoid`: workers that failed it. `under_way`: it was let in before (retried, preempted,
-    resumed): then it is neither refused nor held. `resuming`: it has tokens already, so draining
-    workers will do. `whole`: log-probabilities of all its tokens are wanted; the programs for that
-    are compiled when they first are, which streams beside it would wait for.
+    """One attempt to place.
 
-    age_seconds: since the request arrived; ahead_seconds: what it would still wait in this router;
-    limit_seconds: its first token must come within so long of its arrival. typical_tokens: what
-    sequences generate on average, which says how soon one makes room."""
+    Attributes:
+        cached: Positions of the prompt that each worker has cached.
+        avoid: Workers that failed this attempt.
+        under_way: The request was admitted before (retried, preempted, resumed). It is then neither
+            refused nor deferred.
+        resuming: It has tokens already, so draining workers may serve it.
+        age_seconds: Time since the request arrived.
+        ahead_seconds: Expected further wait in this router.
+        limit_seconds: Time after arrival by which the first token must come.
+        typical_tokens: Mean length of answers, which determines how soon a sequence makes room.
+        whole: Log-probabilities of the prompt are requested. Their programs compile at first use,
+            and streams of the same mesh would wait for that.
+    """
 
     work: Work
     cached: Mapping[str, int] = field(default_factory=dict)
@@ -50,16 +56,24 @@ class PlacementQuery:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
-    """What an operator decides. tpot_slo_seconds: no sequence is placed where predicted steps would
-    take longer (inf: no such bound). hold_seconds: a worker with more than this of queued work gets
-    none on top, for what waits here can still be put in order. local_gain: by what part of first
-    token and hand-off together prefilling on the decode worker must be cheaper to be chosen. far:
-    the link between workers that share not even a rack. decode_first: pages for decoding are
-    reserved before the prefill begins, so that waiting for them delays the first token and not the
-    second. suspect_seconds, gone_seconds: silence after which a worker gets nothing new, or
-    nothing. peer_fetch: prefill workers fetch what others know of a prompt; fetch_from_decode: what
-    decode workers know, too. far_prefill_tokens: a prompt of which a prefill worker lacks fewer is
-    not prefilled by it for a decode worker that shares no rack with it, while there is another."""
+    """Settings of placement.
+
+    Attributes:
+        tpot_slo_seconds: Longest predicted decode step with which a sequence is placed (inf: none).
+        hold_seconds: Queued work beyond which a worker gets no more. The rest waits at the router,
+            where its order can still change.
+        local_gain: Share of first token and hand-off by which prefill on the decode worker must be
+            cheaper to be chosen.
+        far: Link between workers that share no rack.
+        decode_first: Decode pages are reserved before the prefill starts, so that waiting for them
+            delays the first token and not the second.
+        suspect_seconds: Silence after which a worker gets no new requests.
+        gone_seconds: Silence after which a worker gets nothing.
+        peer_fetch: Prefill workers fetch cached KV from other prefill workers.
+        fetch_from_decode: They fetch it from decode workers, too.
+        far_prefill_tokens: Prompts with fewer uncached tokens are prefilled in the decode worker's
+            rack if possible.
+    """
 
     tpot_slo_seconds: float = math.inf
     hold_seconds: float = 0.5
@@ -75,9 +89,8 @@ class PlacementPolicy:
 
 @plain
 class CostTerms:
-    """Predicted seconds: in the prefill queue, computing the prompt, moving its KV beyond that,
-    waiting for room at the decode worker (before the prefill begins), and one decode step with the
-    sequence in it."""
+    """Predicted seconds of each stage: prefill queue, prefill, the part of the transfer after the
+    prefill, the wait for room at the decode worker, and one decode step with the sequence in it."""
 
     prefill_queue: float = 0.0
     prefill: float = 0.0
@@ -88,10 +101,17 @@ class CostTerms:
 
 @plain
 class Decision:
-    """`prefill` None: the decode worker prefills by itself. `context_tokens` is the decode worker's
-    limit. `kind`: a reason of a small fixed set, for counting; `terms` None: chosen by load,
-    nothing was predicted. `cached_tokens`: what the prefilling worker knows; `peer_tokens`: what
-    worker `peer` knows, from which it may fetch the rest of that; "": from nobody."""
+    """The chosen workers.
+
+    Attributes:
+        prefill: Prefill worker, or None if the decode worker computes the prompt.
+        context_tokens: Context limit of the decode worker.
+        kind: Reason from a small fixed set, for metrics.
+        terms: Predicted seconds, or None if the choice was by load.
+        cached_tokens: Tokens that the prefilling worker has cached.
+        peer: Worker from which it may fetch more, or "".
+        peer_tokens: Tokens that `peer` has cached.
+    """
 
     prefill: str | None
     decode: str
@@ -109,14 +129,14 @@ class Decision:
 
 @plain
 class Deferred:
-    """Nobody can begin with it now; it waits at the router."""
+    """No worker can start it now. It waits at the router."""
 
     reason: str
 
 
 @plain
 class Refusal:
-    """It would miss its limit. `kind`: a cause of a small fixed set."""
+    """Its first token would miss the limit. `kind` is a cause from a small fixed set."""
 
     reason: str
     retry_after_seconds: float

@@ -1,14 +1,11 @@
-"""Which blocks of KV the live workers keep, as they tell it (`messages/kept_blocks.py`), for
-placement.
+"""Blocks of KV that the live workers have cached, as they report them (`messages/kept_blocks.py`).
 
-A hint: the worker decides what it has when the request comes. News that are missing, doubled or out
-of order change nothing that was known; what is returned says how far that is, and the worker goes
-on from there or tells all that it keeps. A worker that is gone, or whose name another process
-bears, leaves nothing behind. Bounded: what the workers keep beyond `most_blocks`, each counted for
-each worker, is not noted.
+The index is a hint: the worker uses what it has when the request arrives. Missing, duplicate or
+reordered reports change nothing. The reply contains the last applied event, and the worker
+continues from there or sends a full snapshot. A worker that is gone or replaced leaves no entries.
+`most_blocks` bounds the entries, summed over workers.
 
-Workers of one scheme and one size of blocks share an index, the same as of simulated ones. Pure; on
-one event loop."""
+Workers with the same scheme and block size share an index. Pure, on one event loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,13 +16,18 @@ from jdisagg.router.decision import Known
 from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
 from jdisagg.scheduler.residency import BlockNames
 
-# some 300 bytes each (benchmarks/LOG.md): half a gigabyte
+# About 300 bytes each (benchmarks/LOG.md), half a gigabyte in total.
 MOST_BLOCKS = 1 << 21
 
 
 class KnownBlocks:
-    """`secret`: keys the names of blocks (`BlockNames`); with another than the workers' no block is
-    ever found. `names`: how blocks are named under a secret, for a model and a grain."""
+    """Implements `router.decision.Affinity`.
+
+    Args:
+        secret: Key of block names. It must equal the workers' key, or no block is ever found.
+        most_blocks: Cap on entries summed over workers.
+        names: Makes the block names of a secret, a model and a block granularity in tokens.
+    """
 
     def __init__(
         self,
@@ -42,16 +44,16 @@ class KnownBlocks:
         self._numbering = Numbering()
 
     def __len__(self) -> int:
-        """Blocks known of anyone."""
+        """Distinct blocks of all workers."""
         return sum([len(index) for index in self._indices.values()])
 
     def blocks(self, worker: str) -> int:
-        """How many a worker is known to keep."""
+        """Blocks of one worker."""
         scheme = self._schemes.get(worker)
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """A worker came, of which nothing is known. `scheme` None: it keeps nothing."""
+        """Adds a worker. `scheme` is None if it has no prefix cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)
@@ -59,7 +61,7 @@ class KnownBlocks:
             self._indices.setdefault(scheme, PrefixIndex(self._most_blocks, self._numbering))
 
     def forget(self, worker: str) -> None:
-        """It is gone. Idempotent."""
+        """Removes a worker. Idempotent."""
         scheme = self._schemes.pop(worker, None)
         self._epochs.pop(worker, None)
         if scheme is not None:
@@ -68,8 +70,8 @@ class KnownBlocks:
                 del self._indices[scheme]
 
     def told(self, news: KeptNews) -> KeptMark:
-        """Takes what a worker tells, as far as it follows on what is known of it; returns how far
-        that is now. Raises InvalidRequestError for what are no news."""
+        """Applies a worker's report if it follows the last one. Returns the last applied event.
+        Raises InvalidRequestError for a malformed report."""
         names = _hashes(news)
         worker, scheme = news.worker, self._schemes.get(news.worker)
         if scheme is None:
@@ -106,7 +108,7 @@ class KnownBlocks:
                     chains[named] = self._chain(request, *named)
                 every = scheme.block_tokens // scheme.grain_tokens
                 these = index.matches(chains[named][every - 1 :: every]) * scheme.block_tokens
-                # a worker is in one index, and all number them alike
+                # Each worker is in one index, and all indices share their numbering.
                 found = found + these if found else these
             return found if found is not None else {}
 
@@ -123,9 +125,9 @@ def _hashes(news: KeptNews) -> list[int]:
     count, rest = divmod(len(names), TOLD_BYTES)
     if rest or (not news.whole and len(news.added) != count) or news.epoch < 1 or news.number < 0:
         raise InvalidRequestError(
-            f"worker {news.worker!r} tells {len(names)} bytes of names and {len(news.added)} marks"
-            f" in epoch {news.epoch} from {news.number} on: names have {TOLD_BYTES} bytes and a"
-            " mark each; do both ends run the same version?"
+            f"worker {news.worker!r} reports {len(names)} bytes of names and {len(news.added)}"
+            f" marks in epoch {news.epoch} from {news.number} on: each name has {TOLD_BYTES} bytes"
+            " and one mark; run the same version on both ends"
         )
     return [
         int.from_bytes(names[at : at + TOLD_BYTES], "little")
@@ -137,6 +139,6 @@ def _check(worker: str, scheme: KeptScheme) -> None:
     grain, block = scheme.grain_tokens, scheme.block_tokens
     if grain < 1 or block < grain or block % grain:
         raise InvalidRequestError(
-            f"worker {worker!r}: blocks of {block} tokens are no multiple of the grain, {grain}; do"
-            " both ends run the same version?"
+            f"worker {worker!r}: blocks of {block} tokens are no multiple of the block granularity,"
+            f" {grain}; run the same version on both ends"
         )

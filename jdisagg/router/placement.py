@@ -1,15 +1,14 @@
-"""Which workers serve an attempt: the pair with the least predicted seconds until its end, or the
-reason why none can begin now. Pure.
+"""Chooses the workers of an attempt: the pair with the least predicted time to the request's end,
+or the reason why none can start now. Pure.
 
-`decide` looks at every worker once, as columns; pairs are weighed for the few prefill workers with
-the earliest first token against all decode workers. What is minimised is time to first token +
-hand-off gap + the remaining tokens at the predicted step; a first token beyond the limit and a step
-beyond the bound weigh more than any seconds. Who may be chosen, and what speaks against each, say
-`candidates`; one that loads programs while it serves is charged the seconds that this will take.
-Where hardware or model of any candidate is unknown, the least loaded are chosen, those before that
-know much of the prompt.
+`decide` evaluates every worker once, in columns. Pairs are evaluated for the few prefill workers
+with the earliest first token against all decode workers. The objective is time to first token +
+hand-off gap + the remaining tokens at the predicted step. A first token beyond the limit and a
+step beyond the bound outweigh any seconds. `candidates` selects the workers and their penalties. A
+worker that still loads programs is charged the seconds that this will take. Without a price for
+every candidate the least loaded workers are chosen, preferring those that have the prompt cached.
 
-Raises UnavailableError when no worker of a needed kind takes requests."""
+Raises UnavailableError when no worker of a needed role takes requests."""
 
 from dataclasses import replace
 
@@ -46,24 +45,29 @@ from jdisagg.router.decision import (
 from jdisagg.router.peer_terms import Trusted, with_fetches
 from jdisagg.token_bucket import retry_after
 
-MOST_PREFILLS = 6  # prefill workers that pairs are weighed for
-# of pairs, in seconds: more than any prediction, and less than what is against a worker
+MOST_PREFILLS = 6  # prefill workers for which pairs are evaluated
+# Penalties of pairs (s): larger than any prediction, smaller than the penalties of workers.
 LATE, FAR = 1e4, 1e5
 NO_WORK = Work(1)
-# A prompt's second that a prefill worker does not compute, for it knows or fetches it, counts so
-# much more than the request's own: it is spared to those who come behind. Without, a worker that
-# knows nothing and is idle takes a prompt from one that knows it and has little to do, computes it
-# anew, and keeps it a second time in place of something else.
+# Extra weight of each prefill second that a cached or fetched prefix saves, because it is also
+# saved for the requests behind this one. Without it an idle worker takes a prompt from a lightly
+# loaded worker that has it cached, computes it again, and caches a copy in place of other blocks.
 WORTH_TO_OTHERS = 1.0
-# Where no seconds are predicted: a worker that knows the whole prompt is chosen before one whose
-# slots and pages are so much less in use.
+# Without predictions: a fully cached prompt outweighs this much load (share of slots plus pages).
 WORTH_OF_KNOWN = 0.5
+UNPRICED = "no latency prediction without prices (--hardware)"
 
 
 @plain
 class Weighed:
-    """Seconds to the end for pairs [prefill workers, decode workers], less what each prefill worker
-    spares others, and for decode workers alone (inf: not possible)."""
+    """Predicted costs of all choices, in seconds.
+
+    Attributes:
+        pairs: Time to the end [prefill workers, decode workers], minus `spared`.
+        spared: Prefill seconds that each prefill worker's cache saves for other requests.
+        local: Costs of prefilling on the decode workers, or None if none of them can.
+        alone: Time to the end on each decode worker alone (inf: not possible).
+    """
 
     prefills: PrefillCosts
     decodes: DecodeCosts
@@ -77,7 +81,15 @@ class Weighed:
 def decide(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> PlacementOutcome:
-    """The workers of an attempt, or that it must wait here, or that it would come too late."""
+    """Chooses the workers of an attempt.
+
+    Returns:
+        A `Decision`, a `Deferred` if the request must wait at the router, or a `Refusal` if its
+        first token would come after its limit.
+
+    Raises:
+        UnavailableError: No worker of a needed role takes requests.
+    """
     prefills, decodes = candidates(state, query, now, policy)
     if prefills.unknown or decodes.unknown:
         return _by_load(state, prefills, decodes, query, policy)
@@ -89,8 +101,8 @@ def decide(
 def another_prefill(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
-    """Who goes on with a prompt whose prefill worker failed: one of `avoid` only when there is no
-    other."""
+    """Returns the worker to continue a prompt whose prefill worker failed. A worker in `avoid` is
+    chosen only if there is no other."""
     some = usable(
         state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, policy
     )
@@ -102,7 +114,8 @@ def another_prefill(
 def another_decode(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
-    """Who takes a running sequence over: never one of `avoid`, nor one that is draining."""
+    """Returns the worker to take over a running sequence. Draining workers and those in `avoid` are
+    never chosen."""
     some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
     some = some.where(some.against < FAILED)
     if not len(some):
@@ -113,8 +126,8 @@ def another_decode(
 def witnesses(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy, most: int = 16
 ) -> frozenset[str]:
-    """Workers that a decision among them alone falls as it does among all: the best `most` of each
-    kind."""
+    """Returns workers among which alone the decision is the same as among all: the best `most` of
+    each role."""
     prefills, decodes = candidates(state, query, now, policy)
     if len(prefills) + len(decodes) <= 2 * most:
         rows = [*prefills.rows, *decodes.rows]
@@ -126,7 +139,7 @@ def witnesses(
         ]
         source, tokens = _source(state, prefills, decodes, query, policy)
         rows += [source] if tokens else []
-        # One of unknown speed, so that among them nothing is predicted either.
+        # Include a worker of unknown speed, so that the subset makes no predictions either.
         rows += [
             some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)
         ]
@@ -191,8 +204,8 @@ def weigh(
 
 
 def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:
-    """Seconds to the first token of pairs: [prefill workers, decode workers], or where these make
-    no difference [prefill workers, 1]."""
+    """Returns seconds to the first token of pairs [prefill workers, decode workers], or
+    [prefill workers, 1] if decode workers make no difference."""
     if decodes.room or not policy.decode_first:
         return (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
     return np.maximum(prefills.queue[:, None], decodes.queue[None, :]) + prefills.prefill[:, None]
@@ -207,10 +220,12 @@ def _weigh_alone(
     policy: PlacementPolicy,
     rest: Array,
 ) -> tuple[LocalCosts, Array]:
-    """Of prefilling where it is decoded: running streams wait as long as the prompt computes, and
-    what they lose is weighed as if this one lost it. Beside prefill workers no more than one chunk
-    is computed, never where a running stream would wait for a token longer than the bound, nor
-    before the streams have made good for what was computed there last."""
+    """Evaluates prefill on the decode worker itself.
+
+    Running streams stall while the prompt is computed, and their loss is charged to this request.
+    Where prefill workers exist, a decode worker computes at most one chunk. It computes none if a
+    stream would wait for a token longer than the bound, or has not yet recovered from the last one.
+    """
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
@@ -241,19 +256,21 @@ def _choose(
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
-    # the price counts the loss of one stream alone, and not that prefill workers then know less
+    # The margin covers what the price omits: the loss of other streams, and that prefill workers
+    # will not have this prompt cached.
     gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if local_cost + gain < pair_cost:
         return replace(
             local,
             reason=(
-                f"{local.reason}; {_ms(pair_cost - local_cost)} less than {pair.prefill} and"
-                f" {pair.decode}"
+                f"{local.reason}; {_ms(pair_cost - local_cost)} less in total than {pair.prefill}"
+                f" and {pair.decode}"
             ),
         )
     more = local_cost + gain - pair_cost
-    reason = f"{pair.reason}; on {local.decode} alone {_ms(more)} more"
-    return replace(pair, reason=f"{reason} with what must be gained" if gain else reason)
+    reason = f"{pair.reason}; on {local.decode} alone it would cost {_ms(more)} more"
+    margin = ", required gain included (routing.local_gain)"
+    return replace(pair, reason=reason + margin if gain else reason)
 
 
 def _said(
@@ -264,8 +281,8 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """The pair, with a word about its decode worker: why it may not compute the prompt, or that it
-    would have been better off alone but has no prefill program."""
+    """Adds to the pair's reason why its decode worker does not compute the prompt: the rule that
+    forbids it, or that the worker has no prefill programs although it would be cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -274,11 +291,15 @@ def _said(
         if query.whole:
             why = "does not compute log-probabilities of prompts"
         elif lacking > most:
-            why = f"lacks {lacking:.0f} tokens and appends {most:.0f} at the most"
+            why = (
+                f"would have to compute {lacking:.0f} tokens, more than --append_tokens={most:.0f}"
+            )
         elif longest > policy.tpot_slo_seconds:
-            why = f"does not append it: streams there would wait {_ms(longest)} for a token"
+            why = f"does not compute it: its streams would wait {_ms(longest)} for a token"
         else:
-            why = f"has just appended, and may again in {_ms(float(local.paced[at]))}"
+            why = (
+                f"has just computed a prompt, and may compute one in {_ms(float(local.paced[at]))}"
+            )
         return replace(pair, reason=f"{pair.reason}; {pair.decode} {why}")
     assert (
         pair.terms is not None
@@ -294,7 +315,7 @@ def _said(
     if pair.terms.decode_queue + prefill + pair.terms.step > (1.0 - policy.local_gain) * apart:
         return pair
     return replace(
-        pair, reason=f"{pair.reason}; cheaper on {pair.decode} alone, which cannot prefill"
+        pair, reason=f"{pair.reason}; {pair.decode} alone would be cheaper, but cannot prefill"
     )
 
 
@@ -338,7 +359,6 @@ def _pair(
 
 
 def _fetching(decision: Decision, peer: str, tokens: int) -> Decision:
-    """Its prefill worker may fetch what the peer knows."""
     reason = f"{decision.reason}; it fetches {tokens - decision.cached_tokens} tokens from {peer}"
     return replace(decision, reason=reason, peer=peer, peer_tokens=tokens)
 
@@ -378,10 +398,10 @@ def _decision(
     kind: str,
     cached: int,
 ) -> Decision:
-    who = f"{prefill} and {decode}" if prefill else f"{decode} prefills for itself"
+    who = f"{prefill} and {decode}" if prefill else f"{decode} alone"
     reason = (
-        f"{who}: first token in {_ms(ttft)}{_known(cached)}, hand-off {_ms(gap)}, steps of"
-        f" {_ms(terms.step)}"
+        f"{who}: predicted first token in {_ms(ttft)}{_known(cached)}, hand-off {_ms(gap)}, decode"
+        f" step {_ms(terms.step)}"
     )
     context = int(decodes.table["context_tokens"][at])
     return Decision(prefill, decode, context, reason, kind, terms, ttft, gap, terms.step, cached)
@@ -390,25 +410,25 @@ def _decision(
 def _admitted(
     decision: Decision, weighed: Weighed, query: PlacementQuery, policy: PlacementPolicy
 ) -> PlacementOutcome:
-    """Whether it comes in time, and whether it can begin now. Who is chosen for what it knows may
-    have a queue while others have none: that holds nobody back."""
+    """Checks whether the decision is in time and can start now. A worker chosen for its cached
+    prefix may have a queue while others have none, which does not defer the request."""
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
     if ttft > query.limit_seconds:
         reason = (
-            f"its first token would come {ttft:.3g} s after it arrived, and"
+            f"the first token is predicted {ttft:.3g} s after arrival, and"
             f" {query.limit_seconds:.3g} s is the limit; {decision.reason}"
         )
         return Refusal(reason, retry_after(ttft - query.limit_seconds))
     if decision.terms.decode_queue > 0 and (policy.decode_first or decision.prefill is None):
         return Deferred(
-            f"no decode worker has room; the first in {_ms(decision.terms.decode_queue)}"
+            f"no decode worker has room; the next is expected in {_ms(decision.terms.decode_queue)}"
         )
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))
     if queue > policy.hold_seconds:
-        return Deferred(f"every prefill worker has work for {_ms(queue)} or more")
+        return Deferred(f"every prefill worker has at least {_ms(queue)} of queued work")
     return decision
 
 
@@ -431,7 +451,7 @@ def _by_load(
     decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
     if decodes.table.flag("mixed")[at] or not len(prefills):
         held = known_to(decode, query)
-        reason = f"{decode} does both, load {loads[at]:.2f}{_known(held)}; its speed is not known"
+        reason = f"mixed worker {_loaded(decode, loads[at], held)}; {UNPRICED}"
         return Decision(
             None, decode, context, reason, "prefix" if held else "load", cached_tokens=held
         )
@@ -443,13 +463,13 @@ def _by_load(
     idle = table["running"][at] + table["waiting"][at] + table["open"][at] == 0
     if able[at] and idle and held > cached:
         reason = (
-            f"{decode} appends {lacking[at]:.0f} tokens to the {held} that it knows, and nothing"
-            " runs there; its speed is not known"
+            f"{decode} is idle and computes {lacking[at]:.0f} tokens after the {held} that it has"
+            f" cached; {UNPRICED}"
         )
         return Decision(None, decode, context, reason, "local", cached_tokens=held)
     reason = (
-        f"least loaded: {prefill} ({others[best]:.2f}{_known(cached)}) and {decode}"
-        f" ({loads[at]:.2f}{_known(held)}); their speed is not known"
+        f"{_loaded(prefill, others[best], cached)} and {_loaded(decode, loads[at], held)} are the"
+        f" least loaded; {UNPRICED}"
     )
     kind = "prefix" if cached or held else "load"
     chosen = Decision(prefill, decode, context, reason, kind, cached_tokens=cached)
@@ -464,8 +484,8 @@ def _source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[int, int]:
-    """Where no seconds are predicted: the row of the worker to fetch from, and how much it knows;
-    nothing where there is none. A decode worker is one that knows more than any prefill worker."""
+    """Without predictions: returns the row of the worker to fetch from and its cached tokens, or
+    (-1, 0). A decode worker is chosen only if it has more cached than any prefill worker."""
     found = -1, 0
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():
@@ -473,13 +493,13 @@ def _source(
         tokens = np.where(some.against[at] < BARRED, tokens, 0.0)
         most = int(tokens.max(initial=0.0))
         if most > found[1]:
-            # in whatever order they were told
+            # The lowest row, so that the order of reports does not matter.
             found = int(some.rows[at[tokens == most].min()]), most
     return found
 
 
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
-    """What decides where no seconds are predicted: load, less what is known of the prompt."""
+    """Returns the score that is minimised without predictions: load minus the cached share."""
     score = some.against + some.load
     at, tokens = known_at(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
@@ -487,7 +507,11 @@ def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) ->
 
 
 def _known(tokens: int) -> str:
-    return f", {tokens} tokens known" if tokens else ""
+    return f" with {tokens} tokens cached" if tokens else ""
+
+
+def _loaded(worker: str, load: float, cached: int) -> str:
+    return f"{worker} ({f'load {load:.2f}' if load else 'idle'}{_known(cached)})"
 
 
 def _ms(seconds: float) -> str:

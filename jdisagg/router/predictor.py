@@ -1,11 +1,9 @@
-"""How many tokens an answer will have: what reservations, placement and fairness count on before it
-is known.
+"""Predicts the length of answers for reservations, placement and fairness.
 
-`LearnedLengths` keeps the lengths seen lately, per tenant and class of prompt (its length, by
-powers of two), and answers with a quantile of them; where a class has been seen too seldom, the
-tenant's, then everybody's. `MaxTokens` believes the client. A prediction is never above what the
-client asked for. Answers that were cut at their limit count as so long: they were at least that.
-O(log n) a call; no clock."""
+`LearnedLengths` returns a quantile of recent lengths per tenant and class of prompt (its length, by
+powers of two). A class with too few samples falls back to the tenant, then to all tenants.
+`MaxTokens` uses the client's limit. A prediction never exceeds that limit. Answers cut at their
+limit count with that length. O(log n) per call, no clock."""
 
 import bisect
 from collections import deque
@@ -18,27 +16,27 @@ Key = TypeVar("Key", bound=Hashable)
 
 WINDOW = 256
 FEWEST = 16
-# of an answer while too few have been seen; clients ask for far more than they use
+# Prediction while there are too few samples: max_tokens of clients is mostly far too high.
 COLD_TOKENS = 512
 
 
 class LengthPredictor(Protocol):
-    """`most_tokens`: what the answer may have at most."""
+    """Predicts and observes lengths of answers, in tokens."""
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int: ...
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """An answer has ended by itself or at its limit."""
+        """Records an answer that ended by itself or at its limit."""
         ...
 
     @property
     def typical_tokens(self) -> float:
-        """Mean length of answers lately, of all tenants."""
+        """Mean length of recent answers of all tenants."""
         ...
 
 
 class MaxTokens:
-    """The longest that was asked for. `typical_tokens` is still learned: nobody states it."""
+    """Predicts the requested limit. `typical_tokens` is still learned."""
 
     def __init__(self) -> None:
         self._all = _Lengths()
@@ -55,8 +53,12 @@ class MaxTokens:
 
 
 class LearnedLengths:
-    """The `quantile` of what was seen. At most `classes` classes are kept; the one that was not
-    seen for longest makes room."""
+    """Predicts a quantile of observed lengths.
+
+    Args:
+        quantile: Share of answers that should not exceed the prediction.
+        classes: Most classes kept. The least recently observed is evicted.
+    """
 
     def __init__(self, quantile: float = 0.75, classes: int = 4096) -> None:
         self._quantile = quantile
@@ -86,7 +88,7 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths, in order of arrival and of size."""
+    """The last `WINDOW` lengths, by arrival and by size."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -98,7 +100,7 @@ class _Lengths:
 
     @property
     def mean(self) -> float:
-        """Of none yet: a usual length."""
+        """Mean length, or a typical length before the first sample."""
         return self._sum / len(self._latest) if self._latest else 256.0
 
     def add(self, length: int) -> None:
@@ -111,12 +113,11 @@ class _Lengths:
             self._sum -= oldest
 
     def quantile(self, part: float) -> int:
-        """The smallest length that at least this part of all do not exceed."""
         return of_sorted(self._sorted, part)
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
-    """The lengths under a key, which is now the latest of all."""
+    """Returns the lengths of a key and marks it as most recently used."""
     lengths = known[key] = known.pop(key, None) or _Lengths()
     if len(known) > most:
         del known[next(iter(known))]

@@ -1,9 +1,9 @@
-"""Which of many workers know how much of a chain of pages: the router's mirror of their trees.
+"""The router's index of the prefix caches: how many pages of a chain each worker has cached.
 
-One integer of bits for each page, a bit for each worker, so that a thousand workers are matched
-with one operation a page; and what is found is one array with a number for each worker
-(`ByWorker`), because a system prompt is known to most of them. May lag behind the trees: a wrong
-match costs time, no truth."""
+Each page has one integer with a bit per worker, so that a thousand workers are matched with one
+operation per page. The result is one array with a count per worker (`ByWorker`), because most
+workers have a system prompt cached. The index may lag behind the caches. A wrong match costs time
+and never changes a token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,15 +18,14 @@ Counts = npt.NDArray[np.int64]
 
 @plain
 class Roster:
-    """Workers by number; "" where a number is free. Never changed, so that it may be compared by
-    `is`."""
+    """Immutable mapping of numbers to workers ("" if free), so that it can be compared by `is`."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, int]
 
 
 class Numbering:
-    """Gives each worker the first number that is free. Several indices may share one."""
+    """Assigns each worker the first free number. Several indices may share one numbering."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -35,7 +34,6 @@ class Numbering:
 
     @property
     def roster(self) -> Roster:
-        """As it is now."""
         if self._roster is None:
             self._roster = Roster(tuple(self._names), dict(self._numbers))
         return self._roster
@@ -59,8 +57,7 @@ class Numbering:
 
 
 class ByWorker(Mapping[str, int]):
-    """A count for each worker of a roster, as an array [numbers]; those with 0 are left out where
-    it is read as a mapping."""
+    """A count per worker as an array [numbers]. As a mapping it omits workers with 0."""
 
     def __init__(self, roster: Roster, counts: Counts) -> None:
         self.roster = roster
@@ -86,7 +83,7 @@ class ByWorker(Mapping[str, int]):
         return int(np.count_nonzero(self.counts))
 
     def __add__(self, other: "ByWorker") -> "ByWorker":
-        """Of the same roster."""
+        """Adds counts over the same roster."""
         return ByWorker(self.roster, self.counts + other.counts)
 
     def __mul__(self, factor: int) -> "ByWorker":
@@ -97,8 +94,12 @@ class ByWorker(Mapping[str, int]):
 
 
 class PrefixIndex:
-    """`most_pages`: what all workers gain beyond so many, each counted for each worker, is not
-    noted. `numbering`: shared with other indices; a worker is in one of them."""
+    """Index of cached pages.
+
+    Args:
+        most_pages: Cap on entries summed over workers. Further insertions are dropped.
+        numbering: Numbering shared with other indices. A worker is in one of them.
+    """
 
     def __init__(self, most_pages: int | None = None, numbering: Numbering | None = None) -> None:
         self.refused_pages = 0
@@ -111,20 +112,20 @@ class PrefixIndex:
         self._last: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Pages known of anyone."""
+        """Distinct pages of all workers."""
         return len(self._holders)
 
     def pages(self, worker: str) -> int:
-        """Pages known of one."""
+        """Pages of one worker."""
         return len(self._pages.get(worker, ()))
 
     def last(self, worker: str) -> int:
-        """The number of its last event that was taken."""
+        """Number of the worker's last applied event."""
         return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """Takes a worker's next events. False: some are missing, nothing more was taken; ask the
-        worker for a snapshot."""
+        """Applies a worker's next events. Returns False at a gap, after which nothing is applied
+        and a snapshot is needed."""
         self._know(worker)
         for event in events:
             if event.number <= self._last[worker]:
@@ -136,7 +137,7 @@ class PrefixIndex:
         return True
 
     def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:
-        """Takes all that a worker has instead of what was known of it."""
+        """Replaces a worker's entries by a snapshot (event number, page hashes)."""
         self._know(worker)
         number, hashes = snapshot
         for page_hash in self._pages[worker] - hashes:
@@ -146,7 +147,7 @@ class PrefixIndex:
         self._last[worker] = number
 
     def forget(self, worker: str) -> None:
-        """A worker is gone, or was started anew: its tree counts from 1 again."""
+        """Removes a worker that is gone or restarted. A restarted one counts from 1 again."""
         if worker not in self._bits:
             return
         for page_hash in tuple(self._pages[worker]):
@@ -155,7 +156,7 @@ class PrefixIndex:
         self._numbering.free(worker)
 
     def matches(self, hashes: Sequence[int]) -> ByWorker:
-        """Pages of the chain that each worker knows, from the first on."""
+        """Returns how many pages of the chain, from the first on, each worker has cached."""
         roster = self._numbering.roster
         counts = np.zeros(len(roster.names), np.int64)
         knowing = self._holders.get(hashes[0], 0) if hashes else 0
@@ -197,6 +198,6 @@ class PrefixIndex:
 
 
 def _numbers(bits: int, most: int) -> npt.NDArray[np.intp]:
-    """Places of the ones among the lowest `most` bits."""
+    """Returns the positions of set bits among the lowest `most`."""
     packed = np.frombuffer(bits.to_bytes(-(-most // 8), "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, bitorder="little"))

@@ -242,7 +242,7 @@ async def test_an_id_is_free_again_once_its_request_has_ended() -> None:
     request = await frontend.build_request("x", request_id="a", max_tokens=2)
     events = frontend.stream(request)
     await anext(events)
-    with pytest.raises(InvalidRequestError, match="'a' is that of a request still running"):
+    with pytest.raises(InvalidRequestError, match="'a' is in use by a running request"):
         await anext(frontend.stream(request))
     assert len([event async for event in events]) == 1
     assert len([event async for event in frontend.stream(request)]) == 2

@@ -135,7 +135,7 @@ def test_two_processes_under_one_name_do_not_displace_each_other(
     clock.seconds += TIMEOUTS.suspect_seconds - 0.1
     with pytest.raises(
         NameTakenError,
-        match=r"worker 'd' at 127.0.0.1:2: a worker of that name lives at 127.0.0.1:1",
+        match=r"worker 'd' at 127.0.0.1:2: a worker with that name is alive at 127.0.0.1:1",
     ):
         membership.register(second)
     assert membership.cards() == (first,) and not factory.closed

@@ -71,7 +71,7 @@ async def test_a_token_is_accepted_once_however_often_it_comes() -> None:
 async def test_a_token_that_was_left_out_is_a_bug_of_ours() -> None:
     run = running(Letters())
     run.accept(0, 0, (5,), ())
-    with pytest.raises(DeliveryError, match="token 2 came, 1 was next"):
+    with pytest.raises(DeliveryError, match="token 2 arrived, but 1 was next"):
         run.accept(0, 2, (7,), ())
     await run.close(1.0)
 

@@ -262,7 +262,7 @@ def test_a_worker_that_never_comes_back_ends_the_wait_at_its_deadline() -> None:
         town = Town(2, 1)
         town.workers["p1"].silent = True
         with pytest.raises(
-            DeadlineExceededError, match="'p1' was not heard of as decode within 20 s"
+            DeadlineExceededError, match="'p1' did not report as decode within 20 s"
         ):
             await town.switcher.switch("p1", DECODE, None, 20.0)
         assert not town.switcher.changing and town.switcher.counters.snapshot() == {

@@ -246,7 +246,7 @@ async def test_a_request_id_that_runs_already_is_refused_and_the_first_goes_on(
     )
     seen = [await anext(first)]
     with pytest.raises(
-        InvalidRequestError, match="'mine' is that of a request still running; choose another"
+        InvalidRequestError, match="'mine' is in use by a running request; choose another"
     ):
         await door.client.complete("a dog", request_id="mine")
     assert (

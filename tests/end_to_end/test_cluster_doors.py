@@ -74,7 +74,7 @@ def test_a_cluster_with_tls_and_tokens_serves_who_shows_them(tmp_path: Path):
 def test_a_worker_that_no_router_takes_ends_and_says_why(tmp_path: Path):
     with cluster(tmp_path, "--mixed_workers=1") as running:
         for flags, why in (
-            (("--name=mixed-0",), "a worker of that name lives at 127.0.0.1:"),
+            (("--name=mixed-0",), "a worker with that name is alive at 127.0.0.1:"),
             (
                 ("--name=mixed-1", "--dtype=bfloat16"),
                 "its model's dtype is 'bfloat16', and this cluster serves 'float32'",

@@ -34,7 +34,7 @@ def test_what_is_missing_is_appended_where_the_history_is_kept() -> None:
     state = state_of(prefill_status("p0"), appends("d0"), appends("d1"))
     chosen = decision(state, TURN, POLICY)
     assert (chosen.prefill, chosen.decode, chosen.kind) == (None, "d0", "local")
-    assert chosen.cached_tokens == 4000 and "4000 tokens known" in chosen.reason
+    assert chosen.cached_tokens == 4000 and "4000 tokens cached" in chosen.reason
     seconds = Speed(H100).prefill_seconds(200, 4000, APPEND)
     assert chosen.ttft_seconds == pytest.approx(seconds, rel=0.06)
 
@@ -48,7 +48,7 @@ def test_what_is_more_than_one_chunk_goes_to_a_prefill_worker(missing: int) -> N
         assert chosen.prefill is None
     else:
         assert chosen.prefill == "p0"
-        assert f"d0 lacks {missing} tokens and appends {APPEND} at the most" in chosen.reason
+        assert f"compute {missing} tokens, more than --append_tokens={APPEND}" in chosen.reason
 
 
 @pytest.mark.parametrize("running", [1, 16, 64])
@@ -84,7 +84,7 @@ def test_no_stream_there_waits_for_a_token_longer_than_the_bound() -> None:
     for bound, prefill in ((1.07 * longest, None), (0.93 * longest, "p0")):
         chosen = decision(state, TURN, replace(POLICY, tpot_slo_seconds=bound))
         assert chosen.prefill == prefill
-    assert "streams there would wait" in chosen.reason
+    assert "its streams would wait" in chosen.reason
     idle = state_of(prefill_status("p0", 20_000), appends("d0"))
     alone = decision(idle, TURN, replace(POLICY, tpot_slo_seconds=0.93 * longest))
     assert alone.prefill is None, "nobody waits there"
@@ -108,7 +108,7 @@ def test_appends_are_as_far_apart_as_the_bound_leaves_time_for_and_others_go_els
     steps = (until - 1.0 - chunk) / first.terms.step
     assert (until - 1.0) / steps <= policy.tpot_slo_seconds
     second = decision(accounts.state, TURN, policy, now=(1.0 + until) / 2)
-    assert second.prefill == "p0" and "has just appended" in second.reason
+    assert second.prefill == "p0" and "has just computed a prompt" in second.reason
     assert decision(accounts.state, TURN, policy, now=until).prefill is None
 
 
@@ -139,7 +139,7 @@ def test_where_no_seconds_are_predicted_only_who_runs_nothing_appends() -> None:
     state = state_of(prefill_status("p0"), appends("d0"), kind=None)
     chosen = decision(state, TURN, POLICY)
     assert (chosen.prefill, chosen.decode, chosen.kind) == (None, "d0", "local")
-    assert "appends 200 tokens to the 4000" in chosen.reason
+    assert "computes 200 tokens after the 4000" in chosen.reason
     busy = state_of(prefill_status("p0"), appends("d0", 1, 500), kind=None)
     assert decision(busy, TURN, POLICY).prefill == "p0"
     long = replace(TURN, work=Work(4000 + APPEND + 1, expected_tokens=100))

@@ -350,9 +350,9 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
         None,
         "d0",
         "local",
-    ) and "less than p0" in local.reason
+    ) and "less in total than p0" in local.reason
     apart = decision(state_of(busy, unable), short)
-    assert apart.prefill == "p0" and "cheaper on d0 alone, which cannot prefill" in apart.reason
+    assert apart.prefill == "p0" and "d0 alone would be cheaper, but cannot prefill" in apart.reason
     assert "cannot" not in decision(state_of(prefill_status("p0"), unable), ASK).reason
     idle = state_of(prefill_status("p0"), able)
     gain = [decision(idle, short, PlacementPolicy(local_gain=part)).prefill for part in (0.0, 0.99)]
@@ -385,7 +385,7 @@ def test_one_worker_of_unknown_speed_makes_all_go_by_load() -> None:
     }
     state = accounts_of({**known, decode_status("d1"): Description("r")}).state
     chosen = decision(state)
-    assert chosen.kind == "load" and chosen.terms is None and "not known" in chosen.reason
+    assert chosen.kind == "load" and chosen.terms is None and "without prices" in chosen.reason
 
 
 def test_the_seconds_that_a_worker_will_still_load_programs_are_weighed_like_any_others() -> None:

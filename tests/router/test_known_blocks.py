@@ -194,7 +194,7 @@ def test_the_index_is_bounded_whatever_workers_tell() -> None:
 def test_what_are_no_news_is_refused_and_changes_nothing(news: KeptNews) -> None:
     known = KnownBlocks(SECRET)
     known.joined("w", KeptScheme("model", GRAIN, GRAIN))
-    with pytest.raises(InvalidRequestError, match="worker 'w' tells"):
+    with pytest.raises(InvalidRequestError, match="worker 'w' reports"):
         known.told(news)
     with pytest.raises(InvalidRequestError, match="are no multiple"):
         known.joined("x", KeptScheme("model", GRAIN, GRAIN + 1))

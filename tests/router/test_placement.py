@@ -64,9 +64,7 @@ def test_the_least_loaded_pair_is_chosen_and_said_why() -> None:
         "load",
     )
     assert (
-        "p1" in decision.reason
-        and "d1" in decision.reason
-        and "speed is not known" in decision.reason
+        "p1" in decision.reason and "d1" in decision.reason and "without prices" in decision.reason
     )
 
 

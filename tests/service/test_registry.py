@@ -142,7 +142,9 @@ async def test_the_second_of_a_name_is_refused_while_the_first_is_heard_and_take
                     timeouts=replace(QUICK, suspect_seconds=0.5, gone_seconds=1.0),
                 )
             )
-            await eventually(lambda: "a worker of that name lives at 127.0.0.1:1" in caplog.text)
+            await eventually(
+                lambda: "a worker with that name is alive at 127.0.0.1:1" in caplog.text
+            )
             assert not second.failed.done(), "the first may be on its way out"
             with pytest.raises(NameTakenError):
                 await asyncio.wait_for(asyncio.shield(second.failed), 5)

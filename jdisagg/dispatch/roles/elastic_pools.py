@@ -1,9 +1,9 @@
-"""The elastic controller at work: it is shown the workers at intervals, its advice is kept for
-whoever asks, and its switches are made.
+"""Runs the elastic controller: samples the workers at intervals, stores its advice, and makes its
+role changes.
 
-`acts` False: it advises only, and roles change when somebody asks for it (`switch`). After each
-change, also one that was asked for, the controller looks at the pools afresh. The same object runs
-in the live router and in the simulator, which has another clock and other ports."""
+With `acts` False it only advises, and roles change on request (`switch`). After each change, also a
+requested one, the controller starts a new observation window. The live router and the simulator run
+the same class with different clocks and ports."""
 
 import asyncio
 import logging
@@ -32,8 +32,16 @@ class SwitchesRoles(Protocol):
 
 
 class ElasticPools:
-    """Implements `ClusterRolesPort`. `statuses`: what the workers last reported. `say` hears of
-    each change, in words; `held`: how many requests the router keeps back."""
+    """Implements `ClusterRolesPort`.
+
+    Args:
+        controller: The controller.
+        switcher: Makes role changes.
+        statuses: Returns the last statuses of the workers.
+        acts: Whether the controller's role changes are made.
+        say: Receives a text about each change.
+        held: Returns how many requests wait at the router.
+    """
 
     def __init__(
         self,
@@ -58,7 +66,7 @@ class ElasticPools:
         self._task = asyncio.create_task(self.run())
 
     async def stop(self) -> None:
-        """A change under way goes on at its worker, unwatched."""
+        """Stops the loop. A change under way continues at its worker."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -81,7 +89,7 @@ class ElasticPools:
             report = await self._switcher.switch(name, role, layout, deadline_seconds)
             return report
         except JdisaggError as error:
-            # then nothing has changed, and what was seen holds
+            # A refused change leaves the observations valid.
             refused = not isinstance(error, DeadlineExceededError)
             raise
         finally:
@@ -92,11 +100,11 @@ class ElasticPools:
         return self.latest_advice()
 
     def latest_advice(self) -> AdviceReport:
-        """As of the last look."""
+        """Returns the advice of the last sample."""
         controller = self._controller
         verdict = controller.latest or self._look()
         view, slo, advice = controller.view, controller.config.slo, verdict.advice
-        assert view is not None, "it has looked"
+        assert view is not None, "the controller has sampled"
         return AdviceReport(
             prefill=advice.prefill,
             decode=advice.decode,
@@ -118,8 +126,7 @@ class ElasticPools:
         )
 
     async def run(self) -> None:
-        """For ever; `start` does it in a task of its own. A round that fails is told, and the next
-        one is tried."""
+        """Runs forever. A round that fails is logged, and the next one follows."""
         while True:
             try:
                 await self._round()
@@ -143,10 +150,10 @@ class ElasticPools:
         report: SwitchReport | None = None
         try:
             report = await self._switcher.switch(switch.name, switch.role, switch.layout)
-            became = f"is {report.role.value} after {report.total_seconds:.1f} s"
+            became = f"has role {report.role.value} after {report.total_seconds:.1f} s"
             self._say(
                 f"worker {switch.name}"
-                f" {became}{f', since it failed: {report.reason}' if report.reason else ''}"
+                f" {became}{f'; the change failed: {report.reason}' if report.reason else ''}"
             )
         except JdisaggError as error:
             self._say(f"worker {switch.name} did not change its role: {error.message}")

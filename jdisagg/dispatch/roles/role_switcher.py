@@ -1,12 +1,10 @@
-"""Changes of roles at a router: one worker at a time, and the caller gets a report of what became
-of it.
+"""Role changes at a router: one worker at a time, with a report of the outcome.
 
-It checks what a single worker cannot know (the last of a role stays), asks the worker, and watches
-until the worker serves in its new role and this router places requests there; or is back in its old
-one; or was started again meanwhile, which ends in the role of its command line. Between its two
-lives a worker answers nobody, so silence is waited out, within the deadline.
-
-Asyncio only. `open_port` gives the role port of the worker at an address."""
+The switcher checks what a single worker cannot (the last worker of a role stays), calls the worker,
+and polls it until one of three outcomes: it serves in its new role and this router places requests
+there; it is back in its old role; or its process was restarted, which ends in the role of its
+command line. A worker does not answer between two roles, so silence is tolerated until the
+deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 
 class Workers(Protocol):
-    """The part of a `Membership` that the switcher needs."""
+    """The part of a `Membership` that the switcher uses."""
 
     def statuses(self) -> tuple[WorkerStatus, ...]: ...
     def cards(self) -> tuple[WorkerCard, ...]: ...
@@ -35,7 +33,13 @@ class Workers(Protocol):
 
 
 class RoleSwitcher:
-    """`counters`: roles_switched, role_switches_failed."""
+    """Changes roles of workers. `counters`: roles_switched, role_switches_failed.
+
+    Args:
+        workers: The members.
+        open_port: Opens the role port of the worker at an address.
+        new_id: Makes ids of role changes.
+    """
 
     def __init__(
         self,
@@ -60,14 +64,23 @@ class RoleSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """`layout` None: the one that most workers of `role` have. The report says DONE or FAILED.
-        Raises InvalidRequestError and UnavailableError where the change may not be,
-        DeadlineExceededError when its outcome is not known after `seconds` (None: as configured).
+        """Changes a worker's role, and waits for the outcome.
+
+        Args:
+            layout: Layout in the new role (None: that of most workers with `role`).
+            seconds: Limit for the outcome (None: `timeouts.role_change_seconds`).
+
+        Returns:
+            A report with state DONE or FAILED.
+
+        Raises:
+            InvalidRequestError, UnavailableError: The change is not allowed now.
+            DeadlineExceededError: The outcome is not known in time.
         """
         seconds = seconds or self._timeouts.role_change_seconds
         if self._changing is not None:
             raise UnavailableError(
-                f"worker {self._changing!r} is changing its role; one at a time",
+                f"worker {self._changing!r} is changing its role; only one may at a time",
                 retry_after_seconds=5.0,
             )
         statuses = self._workers.statuses()
@@ -86,8 +99,8 @@ class RoleSwitcher:
         except TimeoutError:
             self.counters.add("role_switches_failed")
             raise DeadlineExceededError(
-                f"worker {name!r} was not heard of as {role.value} within {seconds:g} s; it may"
-                " still be draining or warming up"
+                f"worker {name!r} did not report as {role.value} within {seconds:g} s; it may still"
+                " be draining or warming up"
             ) from None
         finally:
             self._changing = None
@@ -97,8 +110,7 @@ class RoleSwitcher:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """A change whose answer was lost may have begun all the same: the worker's report says so,
-        as soon as it can be heard."""
+        """Starts the change. If the reply is lost, the worker's report shows whether it started."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):
@@ -125,11 +137,11 @@ class RoleSwitcher:
                 return msgspec.structs.replace(
                     report,
                     state=SwitchState.FAILED,
-                    reason="the process ended meanwhile, and was started again",
+                    reason="the worker's process was restarted during the change",
                 )
 
     async def _placed(self, report: SwitchReport) -> None:
-        """Until requests can be placed on it."""
+        """Waits until requests can be placed on the worker."""
         while True:
             live = any(
                 status.name == report.worker and not status.draining
@@ -141,7 +153,7 @@ class RoleSwitcher:
 
 
 async def _report(port: RolePort) -> SwitchReport | None:
-    """None: nobody answers."""
+    """Returns None if the worker does not answer."""
     try:
         return await port.switch_report()
     except JdisaggError:
