@@ -1,12 +1,12 @@
-"""Chaos for as long as one likes: random scenarios from a seed, each judged, with a table of
-recovery times at the end.
+"""Soak test: runs random fault scenarios from a seed on a cluster of processes under load, checks each,
+and prints a table of recovery times.
 
     python -m benchmarks.soak --minutes=10 --seed=1
-    python -m benchmarks.soak --minutes=10 --seed=1 --rate=0.05              # besides, every worker's channel goes wrong
+    python -m benchmarks.soak --minutes=10 --seed=1 --rate=0.05              # also, every worker's channel has faults
     python -m benchmarks.soak --minutes=10 --processes=2 --prefill=tp=2 --decode=dp=2
-    python -m benchmarks.soak --only="SIGSTOP prefill" --times=5             # these alone, in order, five times over
+    python -m benchmarks.soak --only="SIGSTOP prefill" --times=5             # only these, in order, five times
 
-Ends with 1 when the service broke its word in any of them."""  # noqa: E501
+Exits with 1 if a guarantee was broken in any scenario."""  # noqa: E501
 
 import argparse
 import asyncio

@@ -1,8 +1,7 @@
-"""The events of a chat with the model's answers taken apart: words, reasoning, calls of tools.
+"""Parses the answers of a chat into text, reasoning and tool calls.
 
-Beside the text nothing changes, but that usage says how many tokens were reasoning. A parser's
-state is a function of the text so far (rule 9): where a stream is resumed it is fed what the client
-has already."""
+Usage also counts reasoning tokens. All else of the events is unchanged. A parser's state is a
+function of the text so far, so at a resumption it is fed what the client already has."""
 
 import asyncio
 import dataclasses
@@ -18,15 +17,15 @@ from jdisagg.chat.reasoning_count import CountingParser, cut_by_token
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta, Usage
 
-# Of a prompt, where reasoning that has begun in it is looked for.
+# Tail of the prompt that is searched for an open reasoning marker.
 TAIL_TOKENS = 16
-REPLAYED_TOKENS = 64  # at once
+REPLAYED_TOKENS = 64  # without yielding to other tasks
 CALL_ID_CHARACTERS = 24
-MISTRAL_ID_CHARACTERS = 9  # its templates refuse others
+MISTRAL_ID_CHARACTERS = 9  # its templates reject other lengths
 
 
 class ChatAnswers:
-    """The answers to one request. `chat`: what it asks."""
+    """The answers to one request of `chat`."""
 
     def __init__(
         self, request: Request, chat: ChatPrompt, form: AnswerFormat, decoder: Detokenizer
@@ -38,7 +37,7 @@ class ChatAnswers:
         self._parsers = [
             None if parser is None else CountingParser(parser) for parser in self._new_parsers()
         ]
-        self._called: set[int] = set()  # children that called something
+        self._called: set[int] = set()  # children with tool calls
 
     def _new_parsers(self) -> list[AnswerParser | None]:
         children = range(self._request.sampling.n)
@@ -50,7 +49,7 @@ class ChatAnswers:
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """The same events, taken apart. Closing this iterator closes theirs."""
+        """Yields the same events, parsed. Closing this iterator closes theirs."""
         async with aclosing(events):
             await self._resume()
             async for event in events:
@@ -62,11 +61,11 @@ class ChatAnswers:
         if parser is None:
             return event
         delta = parser.push(self._by_token(event) if event.token_ids else [])
-        if not event.token_ids and event.text:  # was held back
+        if not event.token_ids and event.text:  # text that was held back
             delta = parser.parser.push(event.text)
         last = parser.parser.finish() if ended is not None else AnswerDelta()
         calls = self._named(child, (*delta.calls, *last.calls))
-        # As OpenAI, which says of a call that was named only that it stopped.
+        # OpenAI reports "stop" for a call that tool_choice names.
         unnamed = not self._chat.tool_name
         if ended is FinishReason.STOP and child in self._called and unnamed:
             ended = FinishReason.TOOL_CALLS
@@ -80,7 +79,7 @@ class ChatAnswers:
         )
 
     def _by_token(self, event: StreamEvent) -> list[str]:
-        """Of each token its part of the event's text."""
+        """Splits the event's text by token."""
         if len(event.token_ids) == 1:
             return [event.text]
         decode = self._decoder.decode
@@ -92,7 +91,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """With ids; where one call was allowed, the first."""
+        """Adds ids to calls. Drops all but the first if parallel calls are not allowed."""
         if not calls:
             return ()
         self._called.add(child)
@@ -103,8 +102,8 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """The same at every resumption. Kimi K2 knows its calls by name and number within the
-        conversation, as it wrote them."""
+        """Returns an id that is equal at each resumption. Kimi K2 numbers calls within the
+        conversation."""
         if self._form.tools == "kimi_k2":
             earlier = sum(len(message.tool_calls) for message in self._chat.messages)
             return f"functions.{call.name}:{earlier + call.index}"
@@ -115,7 +114,8 @@ class ChatAnswers:
         return f"call_{drawn[:CALL_ID_CHARACTERS]}"
 
     def _thinking(self) -> bool:
-        """Whether reasoning has begun in the prompt: templates write its marker for the model."""
+        """Returns whether the prompt ends inside reasoning: some templates write its opening
+        marker."""
         marks, chat = self._form.marks, self._chat
         if marks is None:
             return False
@@ -126,7 +126,8 @@ class ChatAnswers:
         return text.rstrip().endswith(marks.begin)
 
     async def _resume(self) -> None:
-        """Feeds the parsers what came before the stream broke; others have their turn meanwhile."""
+        """Feeds the parsers what came before the stream broke, and yields to other tasks
+        meanwhile."""
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)

@@ -1,14 +1,13 @@
-"""The router's snapshot of the cluster: one row of numbers for each worker, changed in place when a
-worker speaks or work is placed.
+"""The router's snapshot of the cluster: one row of numbers per worker, updated in place when a
+worker reports or work is placed.
 
-Three kinds of columns: what a worker said of itself last, what it is (place, role, how fast), and
-what this router has sent to it that it cannot have said yet (`own_`), so that a burst between two
-heartbeats spreads. `accounts.py` keeps the last kind. The truth is at the workers. Rows keep their
-order of arrival, so that ties fall alike in a replay. Knows no clock: instants are arguments;
-decides nothing.
+There are three kinds of columns: the worker's last status, its description (place, role, speed),
+and the work that this router has sent and no status can include yet (`own_`, maintained by
+`accounts.py`), so that a burst between two heartbeats spreads. Rows keep their order of arrival, so
+that ties are broken alike in a replay. Times are arguments. Nothing here makes decisions.
 
-Sums are over a worker's dp ranks unless the column's name says which: `best_` is of the rank with
-most free pages, which takes the next sequence; `most_` of the fullest."""
+Sums are over a worker's dp ranks unless the column's name says otherwise: `best_` is the rank
+with the most free pages, which takes the next sequence, and `most_` the fullest rank."""
 
 import hashlib
 import math
@@ -25,9 +24,9 @@ from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide
 from jdisagg.router.prefix_index import Roster
 
 PARTS = ("rack", "host", "domain", "process")
-UNKNOWN = -1  # no speed: the worker's hardware or model is not described
+UNKNOWN = -1  # the worker's hardware or model is not described
 
-# Said by the worker, in this order; then what it is; then what was sent to it.
+# From the status, in this order; then from the description; then the `own_` columns.
 SAID = (
     *(
         "heard_at",
@@ -69,7 +68,7 @@ COLUMNS = {
 }
 DESCRIBED = ("speed", *PARTS)
 HEARD_AT = COLUMNS["heard_at"]
-# what a worker seldom says anew, and what each of its words says
+# Values that rarely change, and values that change with each status.
 FORM = slice(COLUMNS["decodes"], COLUMNS["chunk_tokens"] + 1)
 FARES = slice(COLUMNS["running"], COLUMNS["loading_seconds"] + 1)
 
@@ -77,8 +76,8 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Table:
-    """Columns of numbers by name, one place for each worker. Flags are 0 or 1, `speed` is a place
-    in a list, places are codes."""
+    """Columns of numbers by name, with one entry per worker. Flags are 0 or 1, `speed` is an
+    index into a list, and places are codes."""
 
     def __init__(self, cells: Array) -> None:
         self.cells = cells
@@ -100,7 +99,7 @@ class Table:
         return self.cells[COLUMNS[column]].astype(np.int64)
 
     def take(self, which: "Indices | slice") -> "Table":
-        """Some workers' numbers: a copy, or where they lie together a view."""
+        """Returns the numbers of some workers: a copy, or a view if they are contiguous."""
         return Table(
             self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1)
         )
@@ -108,8 +107,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a worker is, from its card. `place` as in `WorkerCard`; `kind` None: how fast it is
-    nobody knows."""
+    """A worker's description from its card. `place` as in `WorkerCard`. `kind` is None if its
+    speed is unknown."""
 
     place: str = ""
     kind: Kind | None = None
@@ -117,12 +116,16 @@ class Description:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The workers of one kind: their `rows`, which ascend, and where these lie; sequences that each
-    may be given, a few more than there are slots, so that a freed slot finds its next sequence
-    ready (scheduler/reservations.py). What holds for all of them: `speed`, `chunk_tokens`,
-    `page_size`, each None where they differ; and whether there is any of unknown speed, mixed, able
-    to prefill, of several dp ranks, that drains, that loads programs. `table`: their numbers as
-    they are at any time, where the rows lie together. `zeros`: as many; nobody writes there."""
+    """The workers of one kind.
+
+    Attributes:
+        rows: Their rows, ascending.
+        room: Sequences that each may be given: a few more than slots, so that a freed slot finds
+            its next sequence ready (scheduler/reservations.py).
+        speed, chunk_tokens, page_size: Value common to all, or None if they differ.
+        table: Their current numbers, if the rows are contiguous.
+        zeros: A read-only array of zeros, one per worker.
+    """
 
     rows: Indices
     span: Indices | slice
@@ -141,8 +144,8 @@ class Side:
 
 
 class ClusterState:
-    """`update` takes in a worker at its first status; `describe` says what it is, before or
-    after."""
+    """The snapshot. `update` adds a worker at its first status. `describe` sets its
+    description, before or after."""
 
     def __init__(self) -> None:
         self.table = Table(np.zeros((len(COLUMNS), 16)))
@@ -154,11 +157,11 @@ class ClusterState:
         self._descriptions: dict[str, Description] = {}
         self._kinds: dict[Kind, int] = {}
         self._lives: dict[str, int] = {}
-        self._roster_rows: tuple[Roster, Indices] | None = None  # as long as the rows are the same
+        self._roster_rows: tuple[Roster, Indices] | None = None  # valid while the rows are the same
         self._last_life = 0
-        # as long as nobody comes, goes or becomes another
+        # Valid until a worker comes, goes or changes its description.
         self._sides: tuple[Side, Side] | None = None
-        self._heard_since = -math.inf  # an instant after which all were heard of
+        self._heard_since = -math.inf  # all workers were heard after this time
         self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # likewise
         self._peer_costs: dict[Link, LinkCosts] = {}
@@ -177,19 +180,19 @@ class ClusterState:
         return self._rows.get(name)
 
     def row_of(self, name: str) -> int:
-        """As `row`; -1 where it is not here."""
+        """Returns the row, or -1 if the worker is unknown."""
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """As `row_of`, of the workers of a roster. Not to be changed."""
+        """Returns `row_of` for all workers of a numbering. Read-only."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
         return self._roster_rows[1]
 
     def life(self, name: str) -> int:
-        """A number for this stay of a worker: one that was forgotten and came back has another. 0:
-        it is not here."""
+        """Returns a number of this registration of a worker, which changes when it returns
+        after it was forgotten. 0 if it is unknown."""
         return self._lives.get(name, 0)
 
     def name(self, row: int) -> str:
@@ -197,16 +200,16 @@ class ClusterState:
 
     @property
     def prefill(self) -> Side:
-        """The workers that do nothing but prefill."""
+        """The workers that only prefill."""
         return self._both()[0]
 
     @property
     def decode(self) -> Side:
-        """The workers that decode, those that do both among them."""
+        """The workers that decode, mixed ones included."""
         return self._both()[1]
 
     def link_costs(self, far: Link) -> LinkCosts:
-        """From the prefill workers to the decode workers, all of known speed."""
+        """Link costs from prefill to decode workers, all of known speed."""
         link_costs = self._link_costs.get(far)
         if link_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -214,7 +217,7 @@ class ClusterState:
         return link_costs
 
     def peer_costs(self, far: Link) -> LinkCosts:
-        """Between the prefill workers, all of known speed."""
+        """Link costs between prefill workers, all of known speed."""
         peer_costs = self._peer_costs.get(far)
         if peer_costs is None:
             prefill = self._ends(self._both()[0])
@@ -222,7 +225,7 @@ class ClusterState:
         return peer_costs
 
     def return_costs(self, far: Link) -> LinkCosts:
-        """From the decode workers to the prefill workers, all of known speed."""
+        """Link costs from decode to prefill workers, all of known speed."""
         return_costs = self._return_costs.get(far)
         if return_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -230,7 +233,7 @@ class ClusterState:
         return return_costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """What the workers said last, in their own words."""
+        """Returns the last statuses."""
         return tuple(self._statuses[name] for name in self._names)
 
     def description(self, name: str) -> Description:
@@ -243,8 +246,8 @@ class ClusterState:
             self._place(row, description)
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """A worker spoke. What it has been sent and cannot know yet stays in the `own_` columns:
-        whoever keeps those sees to that."""
+        """Takes a worker's status. The `own_` columns are not changed: `accounts` maintains
+        them."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -261,7 +264,7 @@ class ClusterState:
         self._statuses[status.name] = status
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = max(range(len(free)), key=free.__getitem__) if len(free) > 1 else 0
-        # an older worker says no more than their number
+        # Older workers report only their number.
         if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
         cells[HEARD_AT, row] = now
@@ -275,7 +278,7 @@ class ClusterState:
         self._heard_since = min(self._heard_since, now)
 
     def forget(self, name: str) -> None:
-        """A worker is gone. Rows behind its own move up; names are what lasts. Idempotent."""
+        """Removes a worker. Later rows move up, so only names are stable. Idempotent."""
         row = self._rows.pop(name, None)
         self._statuses.pop(name, None)
         self._forms.pop(name, None)
@@ -293,14 +296,14 @@ class ClusterState:
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A worker's row, but for what follows from its description."""
+        """Returns a worker's row without what follows from its description."""
         row = self._rows[name]
         return {
             column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
         }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """A row as `numbers` gave it. Raises KeyError for a column that there is not."""
+        """Adds a row from `numbers`. Raises KeyError for an unknown column."""
         self._descriptions[name] = description
         row = self._rows.get(name)
         if row is None:
@@ -312,17 +315,17 @@ class ClusterState:
         self._change_form()
 
     def bar(self, row: int, until: float) -> None:
-        """Nothing is placed there before that instant, while there are others."""
+        """Avoids a worker until that time, while there are others."""
         self.table["barred_until"][row] = until
         self.barred_until = max(self.barred_until, until)
 
     def hear(self, row: int, at: float) -> None:
-        """As if it had spoken then."""
+        """Counts the worker as heard at that time."""
         self.table["heard_at"][row] = at
         self._heard_since = min(self._heard_since, at)
 
     def silent_for(self, now: float, most: float) -> bool:
-        """Whether any worker may not have been heard of for more than `most` seconds."""
+        """Returns whether any worker may have been silent for more than `most` seconds."""
         if now - self._heard_since > most:
             heard = [self.table["heard_at"][side.span] for side in self._both()]
             self._heard_since = min(float(column.min(initial=now)) for column in heard)
@@ -407,7 +410,7 @@ class ClusterState:
 
 
 def _form(status: WorkerStatus) -> object:
-    """What of a status says what the worker is, and what it seldom says of how it fares."""
+    """Returns the parts of a status that describe the worker and rarely change."""
     return (
         status.role,
         status.page_size,
@@ -422,13 +425,13 @@ def _form(status: WorkerStatus) -> object:
 
 
 def _only(column: Array) -> float | None:
-    """The number that all have."""
+    """Returns the common value, or None."""
     return float(column[0]) if len(column) and (column == column[0]).all() else None
 
 
 def _codes(place: str) -> list[int]:
-    """A number for each beginning of the place, equal where the beginnings are; 0 for what is
-    missing."""
+    """Returns a code for each prefix of the place, equal for equal prefixes, and 0 for missing
+    parts."""
     parts = place.split("/")[: len(PARTS)] if place else []
     beginnings = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     codes = [

@@ -1,16 +1,15 @@
-"""A decision as JSON, and back: what was asked, what the snapshot said of the workers that
-mattered, what was answered.
+"""A placement decision as JSON, and back: the query, the snapshot of the relevant workers, and the
+answer.
 
     record = record_of(state, query, now, policy, answer)  # dicts, lists, numbers, texts
     assert replay(record) == answer_of(record)
 
-A record stands alone: `replay` builds the snapshot that it holds and decides again, with the same
-code and to the same answer, wherever it is read: beside the router that wrote it, in the simulator,
-in a test. It keeps the workers that the decision among them alone depends on
-(`placement.witnesses`), not a thousand. It holds lengths and names of workers; neither tokens nor
-who asked.
+A record is self-contained: `replay` restores its snapshot and decides again with the current code.
+It contains only the workers on which the decision depends (`placement.witnesses`), and lengths and
+worker names, but neither tokens nor callers.
 
-Raises ConfigError for what is no record."""
+Raises ConfigError for malformed records.
+"""
 
 import dataclasses
 import math
@@ -46,7 +45,7 @@ _ANSWERS: dict[str, type[Decision] | type[Deferred] | type[Refusal]] = {
     "hold": Deferred,
     "refusal": Refusal,
 }
-_ENDLESS = ("tpot_slo_seconds", "limit_seconds")  # JSON knows no infinity: null
+_ENDLESS = ("tpot_slo_seconds", "limit_seconds")  # JSON has no infinity: null
 
 
 def record_of(
@@ -56,7 +55,7 @@ def record_of(
     policy: PlacementPolicy,
     answer: PlacementOutcome,
 ) -> Record:
-    """Must be made before the snapshot changes."""
+    """Makes a record. Call it before the snapshot changes."""
     mattered = witnesses(state, query, now, policy)
     names = [name for name in state if name in mattered]
     kinds: list[Kind] = []
@@ -86,7 +85,7 @@ def record_of(
 
 
 def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
-    """What was answered when it was recorded."""
+    """Returns the recorded answer."""
     with _Reading():
         fields = dict(record["answer"])
         kind = _ANSWERS[fields.pop("kind_of_answer")]
@@ -96,11 +95,11 @@ def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
 
 
 def replay(record: Mapping[str, Any]) -> PlacementOutcome:
-    """Decides again on what was recorded. Raises what `decide` raises, too."""
+    """Decides again on a record. Also raises what `decide` raises."""
     with _Reading():
         if record["version"] != VERSION:
             raise ConfigError(
-                f"the record is of version {record['version']!r}, and version {VERSION} is read;"
+                f"the record has version {record['version']!r}, but version {VERSION} is required;"
                 " record it again"
             )
         kinds = [_kind(fields) for fields in record["kinds"]]
@@ -132,7 +131,7 @@ def _kind(fields: Mapping[str, Any]) -> Kind:
     attention = LatentAttention if "kv_rank" in shape["attention"] else GroupedAttention
     shape["attention"] = attention(**shape["attention"])
     shape["experts"] = Experts(**shape["experts"]) if shape["experts"] else None
-    linear = shape.get("linear")  # which older records lack
+    linear = shape.get("linear")  # absent in older records
     shape["linear"] = LinearAttention(**linear) if linear else None
     hardware = accelerator_from_fields(fields["hardware"], "the record's hardware")
     return Kind(
@@ -159,7 +158,7 @@ def _with_infinities(fields: Mapping[str, Any]) -> Record:
 
 
 class _Reading:
-    """Whatever goes wrong while a record is taken apart is the record's fault."""
+    """Turns any error while a record is read into a ConfigError."""
 
     def __enter__(self) -> None: ...
 
@@ -171,6 +170,6 @@ class _Reading:
         ):
             return
         raise ConfigError(
-            f"this is no record of a decision ({type(error).__name__}: {error}); give a line of a"
+            f"not a record of a decision ({type(error).__name__}: {error}); pass a line of a"
             " decision log"
         ) from error

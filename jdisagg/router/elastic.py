@@ -1,25 +1,28 @@
-"""The elastic controller: which worker should change its role, and how many of each role an
-autoscaler should run. Pure.
+"""The elastic controller: decides which worker should change its role, and advises how many workers
+of each role an autoscaler should run. Pure.
 
-Each pool's need is put in workers. A pool is short when the objective is missed for its sake or it
-is full: TTFT misses that the queue alone explains, with prompts waiting at prefill workers, or at
-the router while those are busy, are prefill's; with requests waiting for room to decode, decode's
-(they wait for pages before they wait for prefill, so waiting prompts are always prefill's); a
-missed TPOT is decode's, as long as a smaller batch could help. A pool of which nobody is left is
-short of all: without one of each nothing is served, so the other gives one, whatever it lacks
-itself. What a fluid model says of the share of requests served well, min(1, n / need) in either
-pool, is compared with and without a switch:
+The need of each pool is expressed in workers. A pool is short if the objective is missed because of
+it, or if it is full. TTFT misses that queueing alone explains are attributed to prefill if prompts
+wait at prefill workers, or at the router while those are busy. They are attributed to decode if
+requests wait for room to decode: requests wait for pages before they wait for prefill, so waiting
+prompts are always prefill's. A missed TPOT is attributed to decode, as long as a smaller batch
+could help. An empty pool is short in any case, and the other one gives a worker, whatever it lacks
+itself. A fluid model of the share of requests served well, min(1, n / need) over both pools, is
+compared with and without a switch:
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
-    the running sequences
+        the running sequences
 
-and must exceed `least_gain` of the horizon's requests. So draining, re-laying the weights and
-warming up are charged, and a switch that would make the other pool short is none. Hysteresis: a
-pool must be short for `patience_seconds`, spare for `calm_seconds` before less is advised; after a
-switch nothing happens for `cooldown_seconds`, and what was seen before it does not count. The model
-may be wrong: a pool that was short with n workers under some load is not brought back to n under a
-like load for `remember_seconds`, so that a mistake is undone once and not repeated. At zero traffic
-nothing is short and nothing is gained: no switch. A role's last taking worker never leaves it."""
+The gain must exceed `least_gain` of the horizon's requests. Draining, re-sharding the weights and
+warm-up are thus charged, and a switch that would make the other pool short is not made.
+
+Hysteresis: a pool must be short for `patience_seconds`, and spare for `calm_seconds` before
+fewer workers are advised. After a switch nothing happens for `cooldown_seconds`, and earlier
+observations are discarded. The model may be wrong: a pool that was short with n workers is not
+brought back to n under a similar load for `remember_seconds`, so a mistake is undone once and
+not repeated. Without traffic there is no switch. The last worker of a role that takes requests
+never leaves it.
+"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -30,17 +33,22 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic_signals import EndedRequest, PoolView, SloTarget, SloWindow, View
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
-LIKE_LOAD = 0.75  # loads are compared across pool sizes, and use is not quite proportional to them
-# a need beyond twice the pool is not believed: it follows from the worst moments of a queue
+LIKE_LOAD = 0.75  # tolerance between pool sizes, as use is not quite proportional to load
+# Cap on the need over the pool's size: larger values come from the worst moments of a queue.
 MOST_OVER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """`target_use`: how full a pool may be on average; `full_use`: at the quantile, and it is
-    short. `least_requests`: fewer outcomes in the window say nothing. `move_harm`: what part of a
-    running request's worth is lost when it has to move. `switch_seconds`: what is assumed of a
-    switch until one was seen."""
+    """Settings of the controller.
+
+    Attributes:
+        target_use: Mean use that a pool should have.
+        full_use: Use at the quantile above which a pool is short.
+        least_requests: Outcomes in the window below which they are ignored.
+        move_harm: Share of a running request's value that a migration costs.
+        switch_seconds: Assumed duration of a switch until one was observed.
+    """
 
     slo: SloTarget = field(default_factory=SloTarget)
     window_seconds: float = 60.0
@@ -97,8 +105,8 @@ class ElasticConfig:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Worker `name` is to take `role`, in `layout`. `gain`: requests served well within the
-    horizon, beyond those without it."""
+    """Worker `name` should take `role` in `layout`. `gain`: Additional requests served well
+    within the horizon."""
 
     name: str
     role: WorkerRole
@@ -108,8 +116,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How many workers of each role there should be. `needs`: the same as the model sees it, in
-    parts of workers."""
+    """Workers that each role should have. The needs are the model's values, in fractions of
+    workers."""
 
     prefill: int
     decode: int
@@ -120,7 +128,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class WasShort:
-    """A pool of `size` workers was short at `at`, under `load` (in workers)."""
+    """A pool of `size` workers was short at time `at` under `load` (in workers)."""
 
     size: int
     load: float
@@ -129,8 +137,8 @@ class WasShort:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a decision has to know of those before it. `short_since`, `spare_since`, `was_short`:
-    per role, prefill first; None: never."""
+    """State between decisions. `short_since`, `spare_since` and `was_short` are per role,
+    prefill first, and None if never."""
 
     short_since: tuple[float | None, float | None] = (None, None)
     spare_since: tuple[float | None, float | None] = (None, None)
@@ -142,7 +150,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`switch` None: nobody changes its role now, because of `reason`."""
+    """A decision. `switch` is None if no worker should change its role now, for `reason`."""
 
     switch: Switch | None
     advice: Advice
@@ -164,7 +172,7 @@ class _Pool:
 
 
 def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool = True) -> Verdict:
-    """One look at the window. `may_switch` False: advice alone."""
+    """Decides on one view of the window. With `may_switch` False it only advises."""
     pools = (_prefill(config, view), _decode(config, view))
     memory = replace(
         memory,
@@ -190,8 +198,8 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
 
 
 def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole) -> WorkerStatus:
-    """The worker that is to take `role`, where it may. Raises InvalidRequestError,
-    UnavailableError: the last of its role stays."""
+    """Returns the worker that is to take `role`. Raises InvalidRequestError or UnavailableError
+    if it must not: the last worker of its role stays."""
     worker = next((one for one in workers if one.name == name), None)
     if worker is None:
         raise InvalidRequestError(
@@ -199,22 +207,22 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
         )
     if WorkerRole.MIXED in (worker.role, role):
         raise InvalidRequestError(
-            f"worker {name!r} is {worker.role.value} and was asked to be {role.value}: prefill and"
-            " decode change places alone"
+            f"worker {name!r} is {worker.role.value} and was asked to become {role.value}; only"
+            " prefill and decode workers can change roles"
         )
     if worker.role is role:
         raise InvalidRequestError(f"worker {name!r} is a {role.value} worker already")
     if worker.draining:
         raise UnavailableError(
-            f"worker {name!r} is draining; it changes no role now", retry_after_seconds=1.0
+            f"worker {name!r} is draining and cannot change its role now", retry_after_seconds=1.0
         )
     others = [
         one for one in workers if one.role is worker.role and not one.draining and one.name != name
     ]
     if not others:
         raise UnavailableError(
-            f"worker {name!r} is the last {worker.role.value} worker that takes requests: without"
-            " it none would be served"
+            f"worker {name!r} is the last {worker.role.value} worker that takes requests; start"
+            " another one first"
         )
     return worker
 
@@ -222,8 +230,7 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
 def usual_layout(
     workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
 ) -> Layout:
-    """The layout that most workers of `role` have, where `worker`'s devices are enough for it; else
-    its own."""
+    """Returns the layout of most workers of `role` that fits `worker`'s devices, else its own."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -231,8 +238,7 @@ def usual_layout(
 
 
 class Controller:
-    """The window, the memory and the decision in one place, for whoever runs them: the live router
-    and the simulator alike."""
+    """Window, memory and decision in one object, for the live router and the simulator."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
@@ -247,9 +253,9 @@ class Controller:
     def look(
         self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
     ) -> Verdict:
-        """Samples the workers and how many requests the router holds, and decides. When it names a
-        switch, no other follows until `switched` says what became of it. Where it may name none
-        (nobody would make it), what a switch would mend is advised instead."""
+        """Samples the workers and the number of held requests, and decides. After it returns a
+        switch, no other follows until `switched` is called. With `may_switch` False it advises
+        what a switch would fix."""
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -257,8 +263,8 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """The switch under way ended: after `seconds`, or (None) it failed. Then the pools are
-        looked at afresh."""
+        """Records that a switch ended after `seconds`, or failed (None). A new observation
+        window starts."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
         self._memory = Memory(
@@ -312,7 +318,7 @@ def _nobody_left(config: ElasticConfig, view: View, pool: PoolView) -> str:
     return (
         ""
         if pool.taking or not _told(config, view)
-        else f"no worker takes requests, and {view.requests} have ended lately"
+        else f"no worker takes requests, and {view.requests} requests ended recently"
     )
 
 
@@ -321,7 +327,8 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
-    """TTFT is missed, and would be met more often had nobody queued: more workers would help."""
+    """Returns whether TTFT is missed and would be met more often without queueing, so that more
+    workers would help."""
     return (
         view.ttft_attainment < config.slo.quantile
         and view.ttft_without_queue > view.ttft_attainment
@@ -329,8 +336,7 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """In workers. A pool that is short needs more than it has, however little of it is in use on
-    average, and one at least."""
+    """Returns the need in workers. A short pool needs more than it has, and at least one."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )
@@ -339,7 +345,7 @@ def _need(size: int, load: float, short: bool, over: float) -> float:
 def _remembered(
     config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
 ) -> tuple[WasShort | None, WasShort | None]:
-    """A pool that has been short for the patience is remembered with its size and load."""
+    """Remembers size and load of a pool that was short for the patience."""
 
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
         if since is not None and now - since >= config.patience_seconds:
@@ -360,7 +366,7 @@ def _choose(
     if view.now < memory.quiet_until:
         return (
             None,
-            f"{memory.quiet_until - view.now:.0f} s until the last change has shown its effect",
+            f"{memory.quiet_until - view.now:.0f} s until the effect of the last change is known",
         )
     short = [pool for pool in pools if pool.short]
     empty = [pool for pool in short if not pool.size]
@@ -373,12 +379,15 @@ def _choose(
     if since is None or view.now - since < config.patience_seconds:
         return (
             None,
-            f"{to.role.value} is short, not for {config.patience_seconds:g} s yet: {to.short}",
+            (
+                f"{to.role.value} is short, but for less than {config.patience_seconds:g} s:"
+                f" {to.short}"
+            ),
         )
     if donor.size <= max(1, config.least(donor.role)):
         return (
             None,
-            f"{to.role.value} is short, and {donor.role.value} has none to give: {to.short}",
+            f"{to.role.value} is short, but {donor.role.value} has no worker to spare: {to.short}",
         )
     was_short = memory.was_short[ROLES.index(donor.role)]
     if (
@@ -391,7 +400,7 @@ def _choose(
             None,
             (
                 f"{to.role.value} is short, but so was {donor.role.value} with {was_short.size}"
-                f" under such a load: {to.short}"
+                f" workers under a similar load: {to.short}"
             ),
         )
     worker = min(
@@ -404,8 +413,8 @@ def _choose(
         return (
             None,
             (
-                f"{to.role.value} is short, but a change would gain {gain:.1f} requests in"
-                f" {config.horizon_seconds:g} s: {to.short}"
+                f"{to.role.value} is short, but a change would gain only {gain:.1f} requests"
+                f" in {config.horizon_seconds:g} s: {to.short}"
             ),
         )
     everyone = (*view.prefill.taking, *view.decode.taking)
@@ -418,8 +427,8 @@ def _choose(
 def _gain(
     config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus
 ) -> float:
-    """Requests served well within the horizon, by the fluid model, minus what the change itself
-    costs."""
+    """Returns the additional requests served well within the horizon by the fluid model, minus
+    the cost of the change."""
     now = _served(to.size, to.need, donor.size, donor.need)
     meanwhile = _served(to.size, to.need, donor.size - 1, donor.need)
     after = _served(to.size + 1, to.need, donor.size - 1, donor.need)
@@ -432,7 +441,7 @@ def _gain(
 
 
 def _served(a: int, a_need: float, b: int, b_need: float) -> float:
-    """Share of the requests that two pools in a row serve well."""
+    """Returns the share of requests that two pools in series serve well."""
     return min(1.0, a / a_need if a_need > 0 else 1.0, b / b_need if b_need > 0 else 1.0)
 
 
@@ -443,8 +452,8 @@ def _advise(
     pools: tuple[_Pool, _Pool],
     switch: Switch | None,
 ) -> Advice:
-    """More at once where a role is short and no switch helps; one less where it was spare for long.
-    Never below the least."""
+    """Advises more workers for a short role that no switch helps, or one less for a role that
+    was spare for long."""
     wanted: list[int] = []
     reasons: list[str] = []
     for pool, short_since, spare_since in zip(
@@ -452,7 +461,7 @@ def _advise(
     ):
         count = pool.size
         if switch is not None or memory.switching is not None:
-            pass  # the pools are about to change by themselves
+            pass  # the pools are about to change
         elif short_since is not None and view.now - short_since >= config.patience_seconds:
             count = max(pool.size + 1, math.ceil(pool.need - 1e-9))
             reasons.append(f"{pool.role.value} is short: {pool.short}")
@@ -464,16 +473,12 @@ def _advise(
             )
         wanted.append(max(count, config.least(pool.role)))
     return Advice(
-        wanted[0],
-        wanted[1],
-        pools[0].need,
-        pools[1].need,
-        "; ".join(reasons) or "as many as there are",
+        wanted[0], wanted[1], pools[0].need, pools[1].need, "; ".join(reasons) or "no change"
     )
 
 
 def _spare(config: ElasticConfig, pool: _Pool) -> int:
-    """How many workers would do."""
+    """Returns how many workers would be enough."""
     return max(
         config.least(pool.role),
         (

@@ -1,14 +1,13 @@
-"""What the elastic controller looks at: how requests fared and how busy the pools were, over a
-sliding window.
+"""Input of the elastic controller: outcomes of requests and use of the pools over a sliding window.
 
-Requests are judged at quantiles, never by their mean: the question is which share of them met the
-objective, and whether those that did not would have met it without their queue. A pool's use is
-sampled: of a prefill worker the share of the time in which it had work, of a decode worker the
-fuller of its pages and its slots. Pages and slots of sequences whose KV has not come yet are not
-the decode pool's own load: while prefill is short they fill it up.
+Requests are evaluated at quantiles, not by their mean: the question is which share met the
+objective, and whether the others would have met it without their queue. The use of a pool is
+sampled: for a prefill worker the share of time with work, for a decode worker the fuller of its
+pages and slots. Sequences whose KV has not arrived do not count as load of the decode pool, because
+they fill it while prefill is short.
 
-Pure bookkeeping: time is an argument, and what comes out (`View`) is plain data. Nothing here
-decides."""
+Pure bookkeeping: times are arguments and the result (`View`) is plain data. Nothing here makes
+decisions."""
 
 import math
 from collections import deque
@@ -22,8 +21,8 @@ from jdisagg.router.quantiles import quantile
 
 @dataclass(frozen=True, slots=True)
 class SloTarget:
-    """A share of `quantile` of all requests is to have its first token within `ttft_seconds`, and
-    at most `tpot_seconds` per further token."""
+    """Objective: a share `quantile` of all requests has its first token within `ttft_seconds`
+    and at most `tpot_seconds` per further token."""
 
     ttft_seconds: float = 2.0
     tpot_seconds: float = 0.2
@@ -42,9 +41,14 @@ class SloTarget:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """One request that ended at `at`. `ttft_seconds` is infinite for one that was refused, or never
-    had a token; `queue_seconds` of it were spent waiting at the router, for pages and for a place
-    in a prefill batch. `tpot_seconds` None: there was no second token."""
+    """A request that ended at time `at`.
+
+    Attributes:
+        ttft_seconds: Infinite if it was refused or had no token.
+        tpot_seconds: None without a second token.
+        queue_seconds: Part of the TTFT spent waiting at the router, for pages and for a prefill
+            batch.
+    """
 
     at: float
     ttft_seconds: float
@@ -54,9 +58,15 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """One role over the window. `taking`: its workers that take new requests now; `use` in [0, 1],
-    `peak_use` its quantile over the samples; `waiting`: mean number of requests in its queues, or
-    held for it; `batch`: mean number of sequences that run on a dp rank."""
+    """One role over the window.
+
+    Attributes:
+        taking: Workers that take new requests now.
+        use: Mean use in [0, 1].
+        peak_use: Quantile of the use over the samples.
+        waiting: Mean number of requests queued or held for the pool.
+        batch: Mean number of running sequences per dp rank.
+    """
 
     taking: tuple[WorkerStatus, ...]
     use: float = 0.0
@@ -67,9 +77,11 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the controller decides from. Attainments are shares of the requests that meet the
-    objective, 1 where there were none; `ttft_without_queue` is what the share would be had nobody
-    queued. `ttft_quantile`, `tpot_quantile`: seconds, 0 where none."""
+    """What the controller decides from.
+
+    Attainments are shares of the requests that meet the objective, or 1 without requests.
+    `ttft_without_queue` is the share without any queueing. The quantiles are in seconds, 0
+    without requests."""
 
     now: float
     requests: int
@@ -105,13 +117,13 @@ class SloWindow:
         self._since: float | None = None
 
     def outcome(self, outcome: EndedRequest) -> None:
-        """In order of `at`."""
+        """Adds an outcome. They must arrive in order of `at`."""
         self._outcomes.append(outcome)
 
     def sample(self, now: float, statuses: Iterable[WorkerStatus], held: int = 0) -> None:
-        """What the workers say of themselves, at about equal intervals. Mixed workers are nobody's
-        to switch, and not counted. `held`: requests that the router keeps back: while all prefill
-        workers are busy for their sake, else for want of room to decode."""
+        """Adds a sample of the workers, at about equal intervals. Mixed workers never switch
+        and are not counted. `held`: Requests that wait at the router, because of prefill while
+        all prefill workers are busy, else for room to decode."""
         self._latest = tuple(statuses)
         self._since = now if self._since is None else self._since
         busy = all(map(use_of, _taking(self._latest, WorkerRole.PREFILL)))
@@ -128,7 +140,7 @@ class SloWindow:
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
-        """What was seen says nothing any more: the pools are others now."""
+        """Discards all observations after a change of the pools."""
         self._outcomes.clear()
         for samples in self._samples.values():
             samples.clear()
@@ -139,7 +151,7 @@ class SloWindow:
         outcomes = self._outcomes
         waits = [outcome.ttft_seconds for outcome in outcomes]
         paces = [outcome.tpot_seconds for outcome in outcomes if outcome.tpot_seconds is not None]
-        # A refusal says nothing of how long the prefill itself would have taken: it is the queue's.
+        # A refusal is caused by the queue and says nothing about the prefill time.
         alone = [
             one.ttft_seconds - one.queue_seconds if math.isfinite(one.ttft_seconds) else 0.0
             for one in outcomes
@@ -180,7 +192,7 @@ class SloWindow:
 
 
 def use_of(worker: WorkerStatus) -> float:
-    """How much of a worker is in use now, in [0, 1]."""
+    """Returns the current use of a worker, in [0, 1]."""
     if worker.role is WorkerRole.PREFILL:
         return 1.0 if worker.running or worker.waiting else 0.0
     total = sum(worker.total_pages)
@@ -192,7 +204,8 @@ def use_of(worker: WorkerStatus) -> float:
 
 
 def _at_work(worker: WorkerStatus) -> int:
-    """Its sequences without those of hand-offs under way, which wait for a prefill worker."""
+    """Returns its sequences without those of hand-offs in progress, which wait for a prefill
+    worker."""
     return max(0, worker.running - worker.handoffs)
 
 

@@ -1,19 +1,18 @@
-"""Who goes next when requests wait at the router: tenants by weighted virtual time, each tenant's
-own by urgency. A pure queue.
+"""Fair order of the requests that wait at the router: weighted virtual time between tenants,
+urgency within a tenant. A pure queue.
 
-Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request,
-as VTC counts them (Sheng et al., OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by
-cost / weight with each request served; the one that is least far is served next; who was idle
-begins at the present virtual time, so that idleness saves nothing up. The present goes on with all
-that is served, by cost / the weights of all that wait (as in Parekh and Gallager, 1993) and not, as
-there, by who is served alone: tenants that come one after another, each for the first time, would
-else all begin at one instant, before everybody who was served since. A tenant with requests waiting
-is therefore served after at most the others' head requests and their share: nobody starves,
+Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request as
+in VTC (Sheng et al., OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by cost / weight
+with each request served, and the tenant with the least is served next. An idle tenant resumes at
+the present virtual time, so idleness saves nothing up. The present grows by cost / sum of the
+weights of all waiting tenants (as in Parekh and Gallager, 1993) and not by the tenant served alone:
+else new tenants that arrive one after another would all start at one time, before everyone served
+since. A waiting tenant is therefore served after at most the others' head requests and their share,
 whatever the others send.
 
-Within a tenant: by the instant by which the first token is wanted, moved forward by
-`PRIORITY_SECONDS` for each step of priority (at most `MOST_PRIORITY` steps): an old request of low
-priority comes before young ones of high priority in the end."""
+Within a tenant: by the time at which the first token is due, minus `PRIORITY_SECONDS` for each
+step of priority, at most `MOST_PRIORITY` steps. An old request of low priority therefore
+eventually precedes new ones of high priority."""
 
 import heapq
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ MOST_PRIORITY = 10
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A place in the queue. `due`: when its first token is wanted; `cost` in tokens."""
+    """An entry of the queue. `due`: Time at which its first token is due. `cost`: In tokens."""
 
     key: int
     tenant: str
@@ -35,14 +34,14 @@ class Ticket:
 
     @property
     def urgency(self) -> tuple[float, int]:
-        """Smaller is sooner."""
+        """Sort key within a tenant. Smaller is sooner."""
         steps = max(-MOST_PRIORITY, min(MOST_PRIORITY, self.priority))
         return self.due - PRIORITY_SECONDS * steps, self.key
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """`passed`: its virtual time. `cost`: of all that waits, `count` requests."""
+    """`passed`: Its virtual time. `cost` and `count`: Of its waiting requests."""
 
     passed: float
     cost: float = 0.0
@@ -51,12 +50,12 @@ class _Tenant:
 
 
 class FairQueue:
-    """`weights` by tenant; 1 where none is given."""
+    """`weights`: By tenant, 1 for others."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, _Tenant] = {}
-        # of equals who came first, whatever they are called
+        # Ties go to the tenant that arrived first, whatever its name.
         self._order: list[tuple[float, int, str]] = []
         self._turns = 0
         self._tickets: dict[int, Ticket] = {}
@@ -78,7 +77,7 @@ class FairQueue:
         self._tickets[ticket.key] = ticket
 
     def head(self) -> Ticket | None:
-        """Who is next; stays until it is removed or served."""
+        """Returns the next entry, which stays until it is removed or served."""
         while self._order:
             name = self._order[0][-1]
             tenant = self._tenants.get(name)
@@ -96,7 +95,7 @@ class FairQueue:
         return None
 
     def serve(self) -> Ticket:
-        """Takes the head off, and counts it to its tenant."""
+        """Removes the head and charges its tenant."""
         ticket = self.head()
         assert ticket is not None, "nobody waits"
         tenant = self._tenants[ticket.tenant]
@@ -106,17 +105,18 @@ class FairQueue:
         self._passed = max(self._passed, tenant.passed) + ticket.cost / weights
         tenant.passed += ticket.cost / self._weight(ticket.tenant)
         heapq.heapreplace(self._order, self._turn(ticket.tenant, tenant))
-        self.head()  # forgets a tenant that nobody waits of
+        self.head()  # removes tenants without waiting requests
         return ticket
 
     def remove(self, key: int) -> None:
-        """It was refused, or waits no more: nobody is charged. Idempotent."""
+        """Removes an entry without a charge. Idempotent."""
         ticket = self._tickets.get(key)
         if ticket is not None:
             self._drop(ticket, self._tenants[ticket.tenant])
 
     def ahead(self, tenant: str, cost: float, due: float, priority: int = 0) -> float:
-        """Cost that would be served before a request that came now, if nobody else came."""
+        """Returns the cost that would be served before a request that arrived now, if no other
+        arrived."""
         mine = self._tenants.get(tenant)
         passed = mine.passed if mine else max(self._passed, self._ends.get(tenant, 0.0))
         urgency = Ticket(1 << 62, tenant, due, cost, priority).urgency
@@ -134,7 +134,7 @@ class FairQueue:
         for name, other in self._tenants.items():
             if name != tenant and other.count and other.passed <= begins:
                 mean = other.cost / other.count
-                # whole requests
+                # Whole requests only.
                 others += mean * min(
                     other.count, 1 + (begins - other.passed) * self._weight(name) // mean
                 )
@@ -153,7 +153,8 @@ class FairQueue:
         tenant.count -= 1
 
     def _idle(self, name: str, tenant: _Tenant) -> None:
-        """Nobody waits of this tenant; how far it is, is kept while that is ahead of the others."""
+        """Removes a tenant without waiting requests. Its virtual time is kept while it is ahead
+        of the others."""
         del self._tenants[name]
         self._ends = (
             {other: end for other, end in self._ends.items() if end > self._passed}

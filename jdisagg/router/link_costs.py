@@ -1,9 +1,8 @@
-"""How KV goes from each prefill worker to each decode worker (or between others): the closest link
-that their places have in common, and how many lanes of it.
+"""Cost of moving KV between each pair of workers: the best link that their places share, and the
+number of its lanes.
 
-It follows from what the workers are, not from what they do, so it is worked out once for each
-prefill worker that is ever weighed, and kept until a worker comes, goes or is described anew
-(`ClusterState.ways`). Matrices are [prefill workers, decode workers]."""
+It depends only on descriptions, so it is computed once per prefill worker and kept until a
+worker comes, goes or changes its description. Matrices are [prefill workers, decode workers]."""
 
 import functools
 from collections.abc import Sequence
@@ -20,23 +19,23 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkSide:
-    """One side of all ways: `places` [parts, workers] as codes (0: not said), `speeds`: of each
-    worker, as a place in the list of them."""
+    """One side of all pairs. `places`: Codes [parts, workers], 0 if unknown. `speeds`: For each
+    worker an index into the list of speeds."""
 
     places: Array
     speeds: Indices
 
 
 class LinkCosts:
-    """From workers `prefill` to workers `decode`, `far` being the link between those that share not
-    even a rack."""
+    """Costs from workers `prefill` to workers `decode`. `far` is the link between workers that
+    share no rack."""
 
     def __init__(
         self, prefill: LinkSide, decode: LinkSide, speeds: Sequence[Speed], far: Link
     ) -> None:
         self._prefill, self._decode = prefill, decode
         self._links = [_links(speed, far) for speed in speeds]
-        # A sequence lies on the tensor-parallel devices of one rank; each moves its own part.
+        # A sequence is sharded over the tensor-parallel devices of one rank. Each moves its part.
         tp = np.array([float(speed.kind.layout.tp) for speed in speeds])
         self._from_lanes, self._to_lanes = tp[prefill.speeds], tp[decode.speeds]
         self._wire_bytes = np.array([speed.wire_bytes_per_token for speed in speeds])[
@@ -49,8 +48,8 @@ class LinkCosts:
         self._alike: tuple[float, float, float] | None = None  # of all pairs
 
     def seconds(self, prefills: Indices, decodes: Indices | slice, missing: Array | float) -> Array:
-        """Of moving `missing` tokens (of each decode worker, or of all) between workers at these
-        places: [prefills, decodes]."""
+        """Returns the seconds to move `missing` tokens (of each decode worker, or of all)
+        between workers at these places, [prefills, decodes]."""
         if self._alike is not None and isinstance(missing, float) and isinstance(decodes, slice):
             latency, lanes, per_byte = self._alike
             each = latency + float(self._wire_bytes[0]) * missing / lanes * per_byte
@@ -85,8 +84,8 @@ class LinkCosts:
 
 @functools.lru_cache(maxsize=1024)
 def _links(speed: Speed, far: Link) -> tuple[Array, Array]:
-    """Latencies and seconds a byte, by how many parts of their places two workers share: none,
-    rack, host, domain, process."""
+    """Returns latencies and seconds per byte by how many parts of their places two workers
+    share: none, rack, host, domain, process."""
     hardware = speed.kind.hardware
     links = (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
     return np.array([link.latency_seconds for link in links]), np.array(

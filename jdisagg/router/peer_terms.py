@@ -1,12 +1,12 @@
-"""What a prefill worker may fetch of a prompt from a worker that knows more of it
-(`worker/peer_fetch.py`), and what that does to the predicted seconds of each candidate.
+"""Effect of fetching cached KV from another worker (`worker/peer_fetch.py`) on the predicted
+seconds of each candidate.
 
-A holder is the prefill worker that knows most, of several the one with the least to do; another is
-the decode worker that knows most (`PlacementPolicy.fetch_from_decode`), of several the one with the
-shortest steps under way. Each candidate pays the least of computing what it does not know itself,
-and, from either holder, moving that over what the two share, behind what either mesh has issued,
-while its own queue passes, and computing what that holder does not know. Pure arithmetic on the
-match that exists; the holder decides what it gives when it is asked."""
+One holder is the prefill worker with the most cached tokens, the least busy of several. Another
+is the decode worker with the most (`PlacementPolicy.fetch_from_decode`), of several the one
+with the shortest steps in progress. Each candidate pays the least of two ways: compute what it
+lacks itself, or fetch from a holder and compute what that holder lacks. The fetch follows what
+either mesh has issued and overlaps with the candidate's own queue. Pure arithmetic. The holder
+decides what it gives when it is asked."""
 
 from dataclasses import replace
 
@@ -25,8 +25,7 @@ CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 @plain
 class Trusted:
-    """Which of the prefill workers and of the decode workers that are weighed may be asked; None:
-    all of them."""
+    """Which prefill and decode workers KV may be fetched from, or None if all."""
 
     prefills: Flags | None = None
     decodes: Flags | None = None
@@ -42,7 +41,7 @@ def with_fetches(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
-    """The costs of prefill workers, some or all of `side`, where each may fetch."""
+    """Returns the costs of prefill workers, some or all of `side`, where each may fetch."""
     queue = np.maximum(0.0, costs.queue)
     waiting = np.minimum(queue, _issued(state, side, table))
     holders = _prefill_holders(costs, waiting, trusted)
@@ -73,12 +72,12 @@ def with_fetches(
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
-    """One or none. `waiting`: by worker, seconds until what it has issued is done."""
+    """Returns one holder or none. `waiting`: By worker, seconds until its issued steps are done."""
     at, known = _asked(costs.known, trusted.prefills)
     if not len(at) or len(costs.rows) < 2:
         return ()
     tokens = known.max()
-    most = np.sort(at[known == tokens])  # in whatever order they were told
+    most = np.sort(at[known == tokens])  # independent of the order of reports
     place = int(most[costs.queue[most].argmin()])
     return (Holder(int(costs.rows[place]), int(tokens), float(waiting[place])),)
 
@@ -86,7 +85,7 @@ def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> t
 def _decode_holders(
     state: ClusterState, costs: DecodeCosts, trusted: Trusted, query: PlacementQuery
 ) -> tuple[Holder, ...]:
-    """One or none."""
+    """Returns one holder or none."""
     at, known = _asked(known_at(state, costs.rows, query), trusted.decodes)
     if not len(at):
         return ()
@@ -106,7 +105,7 @@ def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices
 
 
 def _issued(state: ClusterState, side: Side, table: Table) -> Array:
-    """Seconds that each prefill worker at work takes for the chunks that it has issued."""
+    """Returns the seconds of issued chunks of each busy prefill worker."""
     seconds = np.empty(len(table))
     for speed, chunk, which in alike(state, side, table):
         seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk
@@ -116,7 +115,7 @@ def _issued(state: ClusterState, side: Side, table: Table) -> Array:
 def _computing(
     state: ClusterState, side: Side, table: Table, query: PlacementQuery, holder: Holder
 ) -> Array:
-    """Seconds of each prefill worker for what the holder does not know."""
+    """Returns the seconds of each prefill worker for what the holder lacks."""
     seconds = np.empty(len(table))
     new, known = np.array([query.work.tokens - holder.tokens]), np.array([holder.tokens])
     for speed, chunk, which in alike(state, side, table):

@@ -403,7 +403,9 @@ def test_the_last_worker_of_a_role_and_mixed_ones_keep_theirs():
         check_switch(workers, "d1", DECODE)
     with pytest.raises(InvalidRequestError, match="no worker 'x'; known: d0, d1, p0, p1"):
         check_switch(workers, "x", DECODE)
-    with pytest.raises(InvalidRequestError, match="prefill and decode change places alone"):
+    with pytest.raises(
+        InvalidRequestError, match="only prefill and decode workers can change roles"
+    ):
         check_switch((*workers, status("m", WorkerRole.MIXED)), "m", DECODE)
 
 
