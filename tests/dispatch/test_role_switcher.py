@@ -237,7 +237,7 @@ def test_the_last_of_a_role_stays_and_nobody_is_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("fails", "no room"), ("dies", "the process ended meanwhile")]
+    ("how", "reason"), [("fails", "no room"), ("dies", "process was restarted during the change")]
 )
 def test_a_change_that_did_not_work_is_told_as_such_once_the_worker_is_back(
     how: str, reason: str

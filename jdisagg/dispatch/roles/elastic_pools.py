@@ -150,7 +150,7 @@ class ElasticPools:
         report: SwitchReport | None = None
         try:
             report = await self._switcher.switch(switch.name, switch.role, switch.layout)
-            became = f"has role {report.role.value} after {report.total_seconds:.1f} s"
+            became = f"is {report.role.value} after {report.total_seconds:.1f} s"
             self._say(
                 f"worker {switch.name}"
                 f" {became}{f'; the change failed: {report.reason}' if report.reason else ''}"
