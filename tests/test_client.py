@@ -24,12 +24,13 @@ from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import generation_pb2_grpc
 from jdisagg.service.server import GenerationServer
 from tests.service.conftest import door  # noqa: F401  (a fixture)
-from tests.service.doors import Door, FakePath, eventually, expected_tokens, make_frontend, text_of
+from tests.service.doors import FakePath, eventually, expected_tokens, make_frontend, text_of
+from tests.service.http_doors import HttpDoor
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-async def test_the_sync_client_does_all_that_the_service_offers(door: Door) -> None:  # noqa: F811
+async def test_the_sync_client_does_all_that_the_service_offers(door: HttpDoor) -> None:  # noqa: F811
     def use() -> None:
         with Client(door.target) as client:
             events = list(client.generate("Once", max_tokens=4))
@@ -53,7 +54,7 @@ async def test_the_sync_client_does_all_that_the_service_offers(door: Door) -> N
     await asyncio.to_thread(use)
 
 
-async def test_a_client_learns_what_the_server_calls_its_request(door: Door) -> None:  # noqa: F811
+async def test_a_client_learns_what_the_server_calls_its_request(door: HttpDoor) -> None:  # noqa: F811
     async with AsyncClient(door.target) as client:
         assert (await client.complete("x", request_id="mine")).request_id == "mine"
         drawn = (await client.complete("x", max_tokens=2)).request_id
@@ -62,7 +63,7 @@ async def test_a_client_learns_what_the_server_calls_its_request(door: Door) -> 
     assert [event.request_id for event in events] == [door.path.requests[2].request_id, "", ""]
 
 
-async def test_a_foreign_client_learns_the_id_that_the_server_drew(door: Door) -> None:  # noqa: F811
+async def test_a_foreign_client_learns_the_id_that_the_server_drew(door: HttpDoor) -> None:  # noqa: F811
     async with grpc.aio.insecure_channel(door.target) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         call = stub.Generate(pb.GenerateRequest(text="x"))
@@ -78,7 +79,7 @@ async def test_a_foreign_client_learns_the_id_that_the_server_drew(door: Door) -
         assert trailing["jdisagg-error"] == "OverloadedError"
 
 
-async def test_closing_a_sync_stream_cancels_the_request(door: Door) -> None:  # noqa: F811
+async def test_closing_a_sync_stream_cancels_the_request(door: HttpDoor) -> None:  # noqa: F811
     door.path.gate.clear()
 
     def use() -> None:
@@ -139,7 +140,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(options, message) -> 
         client.generate(**options)
 
 
-async def test_a_bias_is_given_by_a_mapping_or_by_pairs(door: Door) -> None:  # noqa: F811
+async def test_a_bias_is_given_by_a_mapping_or_by_pairs(door: HttpDoor) -> None:  # noqa: F811
     async with AsyncClient(door.target) as client:
         for biases in ({3: 100.0, 5: -1.0}, [(3, 100.0), (5, -1.0)]):
             await client.complete("x", max_tokens=1, logit_bias=biases)
@@ -159,7 +160,7 @@ async def test_a_target_that_is_no_address_is_refused_at_once() -> None:
                 kind(target)
 
 
-async def test_a_closed_client_says_that_it_is_closed(door: Door) -> None:  # noqa: F811
+async def test_a_closed_client_says_that_it_is_closed(door: HttpDoor) -> None:  # noqa: F811
     def use() -> None:
         with Client(door.target) as client:
             client.model()
@@ -213,7 +214,7 @@ async def test_a_client_waits_for_a_server_that_comes_late_and_for_one_that_come
         answer.cancel()
 
 
-async def test_a_token_that_is_missing_is_an_error_and_not_an_answer(door: Door) -> None:  # noqa: F811
+async def test_a_token_that_is_missing_is_an_error_and_not_an_answer(door: HttpDoor) -> None:  # noqa: F811
     async def gap(request):
         yield StreamEvent(child=0, first_index=0, token_ids=(1,))
         yield StreamEvent(child=0, first_index=2, token_ids=(3,))
@@ -240,7 +241,7 @@ async def ask(*flags: str, stdin: bytes = b"") -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_ask_streams_the_text_to_stdout_and_timings_to_stderr(door: Door) -> None:  # noqa: F811
+async def test_ask_streams_the_text_to_stdout_and_timings_to_stderr(door: HttpDoor) -> None:  # noqa: F811
     code, out, err = await ask(
         f"--target={door.target}", "--prompt=Once", "--max_tokens=12", "--temperature=0", "--seed=3"
     )
@@ -250,7 +251,7 @@ async def test_ask_streams_the_text_to_stdout_and_timings_to_stderr(door: Door) 
     assert "4 + 12 tokens, TTFT 250 ms" in err and "640 KV bytes moved" in err
 
 
-async def test_ask_reads_stdin_and_speaks_chat(door: Door) -> None:  # noqa: F811
+async def test_ask_reads_stdin_and_speaks_chat(door: HttpDoor) -> None:  # noqa: F811
     code, out, _ = await ask(
         f"--target={door.target}",
         "--prompt=-",
@@ -268,7 +269,7 @@ async def test_ask_reads_stdin_and_speaks_chat(door: Door) -> None:  # noqa: F81
     )
 
 
-async def test_ask_reports_an_error_and_fails(door: Door) -> None:  # noqa: F811
+async def test_ask_reports_an_error_and_fails(door: HttpDoor) -> None:  # noqa: F811
     code, out, err = await ask(f"--target={door.target}", "--prompt=x", "--max_tokens=600")
     assert (code, out) == (1, "")
     assert err.startswith("error: max_tokens=600"), "no empty line before it where no text came"

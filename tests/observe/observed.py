@@ -1,10 +1,12 @@
 """A cluster on fake meshes with everything observed that can be."""
 
+from collections.abc import Awaitable, Callable
+
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.request import Request
 from tests.fakes.cluster import Cluster, Collected
-from tests.fakes.virtual_time import VirtualClock
+from tests.fakes.virtual_time import VirtualClock, run_virtually
 
 
 class ObservedCluster(Cluster):
@@ -32,3 +34,22 @@ class ObservedCluster(Cluster):
         async for event in self.observed.stream(request):
             collected.add(event)
         return collected
+
+
+def on_a_cluster(
+    **options: object,
+) -> Callable[[Callable[[ObservedCluster], Awaitable[None]]], Callable[[], None]]:
+    """Makes a test of a coroutine that gets a cluster with these options, in virtual time."""
+
+    def decorate(test: Callable[[ObservedCluster], Awaitable[None]]) -> Callable[[], None]:
+        def run() -> None:
+            async def main() -> None:
+                async with ObservedCluster(**options) as cluster:  # type: ignore[arg-type]
+                    await test(cluster)
+
+            run_virtually(main)
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__  # type: ignore[attr-defined]
+        return run
+
+    return decorate

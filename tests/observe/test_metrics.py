@@ -15,8 +15,7 @@ from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import Faults, toy_limits
-from tests.fakes.virtual_time import run_virtually
-from tests.observe.observed import ObservedCluster
+from tests.observe.observed import ObservedCluster, on_a_cluster
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -52,189 +51,150 @@ def at(samples: Samples, name: str, **labels: str) -> float:
     return samples[(name, frozenset(labels.items()))]
 
 
-def test_what_is_scraped_equals_what_was_counted_and_delivered() -> None:
-    async def main() -> None:
-        async with ObservedCluster() as cluster:
-            before = parse(await cluster.observer.metrics.scrape())
-            assert not any(name.startswith("jdisagg_generated") for name, _ in before)
-            answers = await asyncio.gather(
-                *(cluster.collect(toy_request(number, prompt_tokens=20)) for number in range(6))
-            )
-            samples = parse(await cluster.observer.metrics.scrape())
-            tokens = sum(len(answer.tokens[0]) for answer in answers)
-            assert at(samples, "jdisagg_generated_tokens_total") == tokens
-            assert at(samples, "jdisagg_prompt_tokens_total") == 6 * 20
-            assert at(samples, "jdisagg_request_prompt_tokens_sum") == 6 * 20
-            assert at(samples, "jdisagg_request_generation_tokens_sum") == tokens
-            assert at(samples, "jdisagg_request_generation_tokens_count") == 6
-            assert at(samples, "jdisagg_requests_finished_total", result="length") == 6
-            completed = cluster.decode.counters["handoffs_completed"]
-            assert (
-                at(samples, "jdisagg_handoffs_total", owner="decode0", result="completed")
-                == completed
-                == 6
-            )
-            moved = cluster.decode.counters["kv_bytes_received"]
-            by_link = [
-                value
-                for (name, labels), value in samples.items()
-                if name == "jdisagg_kv_bytes_total"
-            ]
-            assert sum(by_link) == moved > 0
-            assert at(samples, "jdisagg_compilations_total", worker="decode0") == 7
-
-    run_virtually(main)
+@on_a_cluster()
+async def test_what_is_scraped_equals_what_was_counted_and_delivered(
+    cluster: ObservedCluster,
+) -> None:
+    before = parse(await cluster.observer.metrics.scrape())
+    assert not any(name.startswith("jdisagg_generated") for name, _ in before)
+    answers = await asyncio.gather(
+        *(cluster.collect(toy_request(number, prompt_tokens=20)) for number in range(6))
+    )
+    samples = parse(await cluster.observer.metrics.scrape())
+    tokens = sum(len(answer.tokens[0]) for answer in answers)
+    assert at(samples, "jdisagg_generated_tokens_total") == tokens
+    assert at(samples, "jdisagg_prompt_tokens_total") == 6 * 20
+    assert at(samples, "jdisagg_request_prompt_tokens_sum") == 6 * 20
+    assert at(samples, "jdisagg_request_generation_tokens_sum") == tokens
+    assert at(samples, "jdisagg_request_generation_tokens_count") == 6
+    assert at(samples, "jdisagg_requests_finished_total", result="length") == 6
+    completed = cluster.decode.counters["handoffs_completed"]
+    assert (
+        at(samples, "jdisagg_handoffs_total", owner="decode0", result="completed") == completed == 6
+    )
+    moved = cluster.decode.counters["kv_bytes_received"]
+    by_link = [
+        value for (name, labels), value in samples.items() if name == "jdisagg_kv_bytes_total"
+    ]
+    assert sum(by_link) == moved > 0
+    assert at(samples, "jdisagg_compilations_total", worker="decode0") == 7
 
 
-def test_histograms_hold_the_instants_of_the_virtual_clock() -> None:
-    async def main() -> None:
-        async with ObservedCluster() as cluster:
-            answer = await cluster.collect(toy_request(1, prompt_tokens=20))
-            samples = parse(await cluster.observer.metrics.scrape())
-            timings = answer.timings
-            assert timings is not None
-            close = 1e-9
-            assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 1
-            assert (
-                abs(at(samples, "jdisagg_time_to_first_token_seconds_sum") - timings.ttft_seconds)
-                < close
-            )
-            assert (
-                abs(at(samples, "jdisagg_time_per_output_token_seconds_sum") - timings.tpot_seconds)
-                < close
-            )
-            assert (
-                abs(at(samples, "jdisagg_handoff_gap_seconds_sum") - timings.handoff_gap_seconds)
-                < close
-            )
-            gaps = timings.total_seconds - timings.ttft_seconds
-            assert abs(at(samples, "jdisagg_time_between_tokens_seconds_sum") - gaps) < close
-            assert at(samples, "jdisagg_exposed_transfer_seconds_count", destination="decode0") == 1
-            assert (
-                0
-                < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0")
-                <= timings.handoff_gap_seconds
-            )
-            assert (
-                at(
-                    samples,
-                    "jdisagg_step_seconds_count",
-                    worker="prefill0",
-                    command="prefill_chunk",
-                )
-                >= 2
-            )
-
-    run_virtually(main)
+@on_a_cluster()
+async def test_histograms_hold_the_instants_of_the_virtual_clock(cluster: ObservedCluster) -> None:
+    answer = await cluster.collect(toy_request(1, prompt_tokens=20))
+    samples = parse(await cluster.observer.metrics.scrape())
+    timings = answer.timings
+    assert timings is not None
+    close = 1e-9
+    assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 1
+    assert (
+        abs(at(samples, "jdisagg_time_to_first_token_seconds_sum") - timings.ttft_seconds) < close
+    )
+    assert (
+        abs(at(samples, "jdisagg_time_per_output_token_seconds_sum") - timings.tpot_seconds) < close
+    )
+    assert abs(at(samples, "jdisagg_handoff_gap_seconds_sum") - timings.handoff_gap_seconds) < close
+    gaps = timings.total_seconds - timings.ttft_seconds
+    assert abs(at(samples, "jdisagg_time_between_tokens_seconds_sum") - gaps) < close
+    assert at(samples, "jdisagg_exposed_transfer_seconds_count", destination="decode0") == 1
+    assert (
+        0
+        < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0")
+        <= timings.handoff_gap_seconds
+    )
+    assert (
+        at(samples, "jdisagg_step_seconds_count", worker="prefill0", command="prefill_chunk") >= 2
+    )
 
 
-def test_what_was_not_seen_of_a_request_is_not_measured() -> None:
+@on_a_cluster()
+async def test_what_was_not_seen_of_a_request_is_not_measured(cluster: ObservedCluster) -> None:
     """The first token of a stream that is resumed came to another door, or to an earlier call; some
     answers have no second one."""
 
-    async def main() -> None:
-        async with ObservedCluster() as cluster:
-            request = toy_request(1)
-            had = cluster.collect(replace(request, request_id="whole"))
-            resumption = Resumption(1, (AcceptedChild(tuple((await had).tokens[0][:-1])),))
-            assert [
-                len(event.token_ids)
-                async for event in cluster.observed.stream(replace(request, resumption=resumption))
-            ] == [1]
-            await cluster.collect(toy_request(2, n=3, max_tokens=1))
-            samples = parse(await cluster.observer.metrics.scrape())
-            assert at(samples, "jdisagg_requests_finished_total", result="length") == 3
-            assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 2
-            assert (
-                at(samples, "jdisagg_time_per_output_token_seconds_count")
-                == at(samples, "jdisagg_handoff_gap_seconds_count")
-                == 1
-            )
-
-    run_virtually(main)
+    request = toy_request(1)
+    had = cluster.collect(replace(request, request_id="whole"))
+    resumption = Resumption(1, (AcceptedChild(tuple((await had).tokens[0][:-1])),))
+    assert [
+        len(event.token_ids)
+        async for event in cluster.observed.stream(replace(request, resumption=resumption))
+    ] == [1]
+    await cluster.collect(toy_request(2, n=3, max_tokens=1))
+    samples = parse(await cluster.observer.metrics.scrape())
+    assert at(samples, "jdisagg_requests_finished_total", result="length") == 3
+    assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 2
+    assert (
+        at(samples, "jdisagg_time_per_output_token_seconds_count")
+        == at(samples, "jdisagg_handoff_gap_seconds_count")
+        == 1
+    )
 
 
-def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run() -> None:
-    async def main() -> None:
-        async with ObservedCluster(decode=toy_limits(ranks=2)) as cluster:
-            running = [
-                asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)
+@on_a_cluster(decode=toy_limits(ranks=2))
+async def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run(
+    cluster: ObservedCluster,
+) -> None:
+    running = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)]
+    used, reserved = 0.0, 0.0
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+        samples = parse(await cluster.observer.metrics.scrape())
+        for rank in "01":
+            labels = {"worker": "decode0", "role": "decode", "rank": rank}
+            states = [
+                at(samples, "jdisagg_pages", state=state, **labels)
+                for state in ("free", "reserved", "used")
             ]
-            used, reserved = 0.0, 0.0
-            for _ in range(20):
-                await asyncio.sleep(0.005)
-                samples = parse(await cluster.observer.metrics.scrape())
-                for rank in "01":
-                    labels = {"worker": "decode0", "role": "decode", "rank": rank}
-                    states = [
-                        at(samples, "jdisagg_pages", state=state, **labels)
-                        for state in ("free", "reserved", "used")
-                    ]
-                    assert sum(states) == 64 and min(states) >= 0
-                    reserved += states[1]
-                    used += states[2]
-            assert used > 0 and reserved > 0, (
-                "the requests held pages while we looked, before and after their KV came"
-            )
-            await asyncio.gather(*running)
-
-    run_virtually(main)
+            assert sum(states) == 64 and min(states) >= 0
+            reserved += states[1]
+            used += states[2]
+    assert used > 0 and reserved > 0, (
+        "the requests held pages while we looked, before and after their KV came"
+    )
+    await asyncio.gather(*running)
 
 
-def test_retries_are_counted_by_what_ended_the_attempt_before() -> None:
-    async def main() -> None:
-        faults = Faults(pull_error=lambda nth: "the wire broke" if nth < 12 else "")
-        async with ObservedCluster(decode_faults=faults) as cluster:
-            request = toy_request(1)
-            cluster.check(request, await cluster.collect(request))
-            samples = parse(await cluster.observer.metrics.scrape())
-            failed = cluster.decode.counters["pulls_failed"]
-            assert failed > 0, "the fault took effect"
-            assert (
-                at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed")
-                == failed
-            )
-            attempts = (
-                cluster.path.counters["attempts_failed"]
-                + cluster.decode.counters["sources_replaced"]
-            )
-            retries = {
-                dict(labels)["cause"]: value
-                for (name, labels), value in samples.items()
-                if name == "jdisagg_retries_total"
-            }
-            assert sum(retries.values()) == attempts
-            assert attempts > 0 and set(retries) <= {"HandoffError", "source_lost"}
-
-    run_virtually(main)
+@on_a_cluster(decode_faults=Faults(pull_error=lambda nth: "the wire broke" if nth < 12 else ""))
+async def test_retries_are_counted_by_what_ended_the_attempt_before(
+    cluster: ObservedCluster,
+) -> None:
+    request = toy_request(1)
+    cluster.check(request, await cluster.collect(request))
+    samples = parse(await cluster.observer.metrics.scrape())
+    failed = cluster.decode.counters["pulls_failed"]
+    assert failed > 0, "the fault took effect"
+    assert at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed") == failed
+    attempts = (
+        cluster.path.counters["attempts_failed"] + cluster.decode.counters["sources_replaced"]
+    )
+    retries = {
+        dict(labels)["cause"]: value
+        for (name, labels), value in samples.items()
+        if name == "jdisagg_retries_total"
+    }
+    assert sum(retries.values()) == attempts
+    assert attempts > 0 and set(retries) <= {"HandoffError", "source_lost"}
 
 
-def test_preemptions_are_a_cause_of_their_own() -> None:
-    async def main() -> None:
-        async with ObservedCluster(
-            decode=toy_limits(pages_per_rank=10), growth_tokens=1
-        ) as cluster:
-            requests = [toy_request(number, prompt_tokens=8, max_tokens=24) for number in range(3)]
-            await asyncio.gather(*(cluster.collect(request) for request in requests))
-            samples = parse(await cluster.observer.metrics.scrape())
-            preemptions = cluster.path.counters["preemptions"]
-            assert preemptions > 0, "pages were too few for all"
-            assert at(samples, "jdisagg_retries_total", cause="preempted") == preemptions
-
-    run_virtually(main)
+@on_a_cluster(decode=toy_limits(pages_per_rank=10), growth_tokens=1)
+async def test_preemptions_are_a_cause_of_their_own(cluster: ObservedCluster) -> None:
+    requests = [toy_request(number, prompt_tokens=8, max_tokens=24) for number in range(3)]
+    await asyncio.gather(*(cluster.collect(request) for request in requests))
+    samples = parse(await cluster.observer.metrics.scrape())
+    preemptions = cluster.path.counters["preemptions"]
+    assert preemptions > 0, "pages were too few for all"
+    assert at(samples, "jdisagg_retries_total", cause="preempted") == preemptions
 
 
-def test_a_client_that_goes_away_is_counted_as_cancelled() -> None:
-    async def main() -> None:
-        async with ObservedCluster(mode=Mode.CHUNKED) as cluster:
-            events = cluster.observed.stream(toy_request(1))
-            await anext(events)
-            await events.aclose()
-            samples = parse(await cluster.observer.metrics.scrape())
-            assert at(samples, "jdisagg_requests_finished_total", result="cancelled") == 1
-            await cluster.check_quiet()
-
-    run_virtually(main)
+@on_a_cluster(mode=Mode.CHUNKED)
+async def test_a_client_that_goes_away_is_counted_as_cancelled(cluster: ObservedCluster) -> None:
+    events = cluster.observed.stream(toy_request(1))
+    await anext(events)
+    await events.aclose()
+    samples = parse(await cluster.observer.metrics.scrape())
+    assert at(samples, "jdisagg_requests_finished_total", result="cancelled") == 1
+    await cluster.check_quiet()
 
 
 async def test_a_worker_that_does_not_answer_is_down_and_hides_nothing_else() -> None:
@@ -297,18 +257,15 @@ async def test_every_series_of_ours_bears_the_models_name_and_the_build_is_told(
     assert at(samples, "process_cpu_seconds_total") > 0
 
 
-def test_a_resumption_is_no_retry() -> None:
-    async def main() -> None:
-        async with ObservedCluster() as cluster:
-            whole = await cluster.collect(replace(toy_request(1), request_id="whole"))
-            resumption = Resumption(1 << 20, (AcceptedChild(tuple(whole.tokens[0][:2])),))
-            resumed = replace(toy_request(1), resumption=resumption)
-            assert [event async for event in cluster.observed.stream(resumed)]
-            samples = parse(await cluster.observer.metrics.scrape())
-            assert at(samples, "jdisagg_resumptions_total") == 1
-            assert not [labels for name, labels in samples if name == "jdisagg_retries_total"]
-
-    run_virtually(main)
+@on_a_cluster()
+async def test_a_resumption_is_no_retry(cluster: ObservedCluster) -> None:
+    whole = await cluster.collect(replace(toy_request(1), request_id="whole"))
+    resumption = Resumption(1 << 20, (AcceptedChild(tuple(whole.tokens[0][:2])),))
+    resumed = replace(toy_request(1), resumption=resumption)
+    assert [event async for event in cluster.observed.stream(resumed)]
+    samples = parse(await cluster.observer.metrics.scrape())
+    assert at(samples, "jdisagg_resumptions_total") == 1
+    assert not [labels for name, labels in samples if name == "jdisagg_retries_total"]
 
 
 async def test_two_processes_metrics_do_not_mix() -> None:

@@ -1,5 +1,5 @@
-"""What the door's tests stand on: a real tokenizer made here, a path whose tokens are known, a
-server on a free port."""
+"""A byte tokenizer, a request path with known tokens, and a frontend over both, for tests of the
+APIs. `http_doors.py` serves them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,6 @@ from jdisagg.request import (
     TokenLogprobs,
     Usage,
 )
-from jdisagg.service.server import GenerationServer
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from models.tokenizer import Tokenizer
 from tests.time_scale import seconds as seconds_of
@@ -210,18 +209,6 @@ def make_frontend(
         answers=AnswerFormat.of(template),
         grammars=byte_grammars(),
     )
-
-
-@dataclass
-class Door:
-    path: FakePath
-    frontend: Frontend
-    server: GenerationServer
-    port: int
-
-    @property
-    def target(self) -> str:
-        return f"127.0.0.1:{self.port}"
 
 
 async def eventually(condition, seconds: float = 10.0) -> None:

@@ -1,5 +1,5 @@
-"""A real server with both doors on free loopback ports, over a path whose tokens are known, and
-ways to speak to it: OpenAI's own client, and bytes."""
+"""A real server of both APIs on free loopback ports, over a path with known tokens, and ways to
+call it: OpenAI's client, and raw bytes."""
 
 import asyncio
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import openai
 
 from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.frontend import Frontend
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.server import GenerationServer
 from tests.service.doors import TEMPLATE, FakePath, make_frontend
@@ -35,8 +36,16 @@ class Answer:
 
 @dataclass
 class HttpDoor:
+    """A running server. `port` is that of HTTP, `target` the address of gRPC."""
+
     path: FakePath
     server: GenerationServer
+    made_of: Frontend | None = None
+
+    @property
+    def frontend(self) -> Frontend:
+        assert self.made_of is not None
+        return self.made_of
 
     @property
     def port(self) -> int:
@@ -45,7 +54,11 @@ class HttpDoor:
 
     @property
     def target(self) -> str:
-        return f"127.0.0.1:{self.server.listens.port}"
+        return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def grpc_port(self) -> int:
+        return self.server.listens.port
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
         url = f"http://127.0.0.1:{self.port}/v1"
@@ -117,11 +130,13 @@ def events(body: bytes) -> list[str]:
 
 
 @asynccontextmanager
-async def running(path: FakePath, server: GenerationServer) -> AsyncIterator[HttpDoor]:
-    """A server's HTTP door, from its start to its end."""
+async def running(
+    path: FakePath, server: GenerationServer, frontend: Frontend | None = None
+) -> AsyncIterator[HttpDoor]:
+    """Starts a server, and shuts it down without waiting for what runs."""
     await server.start()
     try:
-        yield HttpDoor(path, server)
+        yield HttpDoor(path, server, frontend)
     finally:
         server.force()
         await server.drain()
@@ -133,9 +148,11 @@ async def http_door(
     service: ServiceConfig | None = None,
     log: RequestLog | None = None,
     template: str = TEMPLATE,
+    port: int = 0,
 ) -> AsyncIterator[HttpDoor]:
+    """A server of both APIs. `port` is for gRPC."""
     path = path or FakePath()
-    config = replace(service or ServiceConfig(), port=0, http_port=0)
-    server = GenerationServer(make_frontend(path, template=template), config, log=log)
-    async with running(path, server) as door:
+    frontend = make_frontend(path, template=template)
+    config = replace(service or ServiceConfig(), port=port, http_port=0)
+    async with running(path, GenerationServer(frontend, config, log=log), frontend) as door:
         yield door

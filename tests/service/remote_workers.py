@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import JdisaggError, UnavailableError
@@ -13,6 +13,7 @@ from jdisagg.service.internal.span_sessions import SpanSessions
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from tests.service.doors import eventually
 from tests.service.port_worker import Worker
 
 
@@ -90,10 +91,38 @@ async def until_usable(remote: RemoteWorker, seconds: float) -> None:
             await asyncio.sleep(0.05)
 
 
-async def read(
-    sessions: SpanSessions, session_id: int, write: Callable[[SpanBatch], Awaitable[None]]
-) -> None:
-    """Opens a session and hands on its batches, as a stream's handler does."""
-    async with contextlib.aclosing(sessions.spans(session_id)) as batches:
-        async for batch in batches:
-            await write(batch)
+class OpenSession:
+    """A session that is read as a stream's handler reads it; `batches` are what came. While `reads`
+    is not set, the reader does not return from its batch number `stops_at`."""
+
+    def __init__(self, sessions: SpanSessions, session_id: int, stops_at: int) -> None:
+        self.batches: list[SpanBatch] = []
+        self.reads = asyncio.Event()
+        self._stops_at = stops_at
+        self._reading = asyncio.ensure_future(self._read(sessions, session_id))
+
+    def cancel(self) -> None:
+        self._reading.cancel()
+
+    async def end(self) -> None:
+        self.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self, sessions: SpanSessions, session_id: int) -> None:
+        async with contextlib.aclosing(sessions.spans(session_id)) as batches:
+            async for batch in batches:
+                self.batches.append(batch)
+                if len(self.batches) == self._stops_at:
+                    await self.reads.wait()
+
+
+@contextlib.asynccontextmanager
+async def session(
+    sessions: SpanSessions, session_id: int = 1, stops_at: int = 0
+) -> AsyncIterator[OpenSession]:
+    opened = OpenSession(sessions, session_id, stops_at)
+    await eventually(lambda: opened.batches)
+    try:
+        yield opened
+    finally:
+        await opened.end()

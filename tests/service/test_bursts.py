@@ -5,8 +5,6 @@ import collections
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
-import grpc.aio
 import pytest
 
 from jdisagg.client import AsyncClient
@@ -15,15 +13,13 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import OverloadedError
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.router.admission import UNKNOWN_WAIT_SECONDS
-from jdisagg.service.grpc import common_pb2, generation_pb2_grpc
-from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.server import GenerationServer
-from tests import time_scale
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs
 from tests.fakes.virtual_time import run_virtually
 from tests.observe.observed import ObservedCluster
-from tests.service.doors import MODEL, byte_tokenizer
+from tests.service.doors import MODEL, FakePath, byte_tokenizer
+from tests.service.http_doors import running
 
 CALLS = 3_000
 
@@ -51,11 +47,8 @@ async def busy_server() -> AsyncIterator[tuple[str, BusyCluster]]:
     async with BusyCluster() as cluster:
         frontend = Frontend(cluster.observed, byte_tokenizer(), MODEL, cluster.limits)
         server = GenerationServer(frontend, ServiceConfig(port=0))
-        try:
-            yield f"127.0.0.1:{await server.start()}", cluster
-        finally:
-            server.force()
-            await server.drain()
+        async with running(FakePath(), server) as door:
+            yield door.target, cluster
 
 
 async def counted(cluster: ObservedCluster) -> collections.Counter[str]:
@@ -70,31 +63,6 @@ def check(outcomes: collections.Counter[str], cluster_counts: collections.Counte
     assert set(outcomes) == {"length", "OverloadedError"}, outcomes
     assert outcomes.total() == CALLS
     assert outcomes == cluster_counts
-
-
-@pytest.mark.ci  # the next test asks the same door the same, with our client
-async def test_a_foreign_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_burst() -> None:
-    async with busy_server() as (target, cluster), grpc.aio.insecure_channel(target) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-
-        async def outcome() -> str:
-            request = pb.GenerateRequest(
-                token_ids=pb.TokenIds(ids=[3, 4]),
-                sampling=common_pb2.SamplingParams(max_tokens=2, temperature=0),
-            )
-            call = stub.Generate(request, timeout=time_scale.seconds(300))
-            try:
-                async for _ in call:
-                    pass
-                return "length"
-            except grpc.aio.AioRpcError as error:
-                cluster.refused.set()
-                trailing = dict(error.trailing_metadata() or ())
-                assert float(trailing["retry-after"]) > 0, error
-                return str(trailing["jdisagg-error"])
-
-        outcomes = collections.Counter(await asyncio.gather(*(outcome() for _ in range(CALLS))))
-        check(outcomes, await counted(cluster))
 
 
 @pytest.mark.ci

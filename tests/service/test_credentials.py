@@ -24,7 +24,7 @@ from jdisagg.dispatch.membership import Membership, WorkerPorts
 from jdisagg.errors import ConfigError, UnauthenticatedError, UnavailableError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvPlanePort
-from jdisagg.messages.ports import DecodePort, GenerateCall, PeerPort, PrefillPort
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.messages.registry import RegistryPort
 from jdisagg.messages.spans import SpanSessionPort
 from jdisagg.service import reread
@@ -33,15 +33,10 @@ from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
-from jdisagg.service.server import (
-    GenerationServer,
-    GrpcServer,
-    check_address,
-    cluster_credentials,
-    read_tokens,
-)
-from tests.service.doors import STATUS, FakePath, make_frontend
-from tests.service.port_worker import HELLO, PREFILL, Worker
+from jdisagg.service.server import GrpcServer, check_address, cluster_credentials, read_tokens
+from tests.service.doors import STATUS
+from tests.service.http_doors import http_door
+from tests.service.port_worker import HELLO, Worker
 
 OPENSSL = shutil.which("openssl")
 
@@ -62,48 +57,18 @@ class CertificateFiles:
 
 def certificates_in(folder: pathlib.Path) -> CertificateFiles:
     assert OPENSSL is not None
-    new = [
-        OPENSSL,
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    root = [
-        "-keyout",
-        f"{folder}/ca.key",
-        "-out",
-        f"{folder}/ca.pem",
-        "-subj",
-        "/CN=test authority",
-    ]
-    leaf = [
-        "-keyout",
-        f"{folder}/own.key",
-        "-out",
-        f"{folder}/own.pem",
-        "-subj",
-        "/CN=test process",
-    ]
-    signed = [
-        "-CA",
-        f"{folder}/ca.pem",
-        "-CAkey",
-        f"{folder}/ca.key",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-    ]
-    subprocess.run([*new, *root], check=True, capture_output=True)
-    subprocess.run(
-        [*new, *leaf, *signed, "-addext", "basicConstraints=critical,CA:FALSE"],
-        check=True,
-        capture_output=True,
+    new = (
+        f"{OPENSSL} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+        " -keyout {0}/{1}.key -out {0}/{1}.pem -subj"
     )
+    signed = (
+        f"-CA {folder}/ca.pem -CAkey {folder}/ca.key -addext subjectAltName=IP:127.0.0.1"
+        " -addext basicConstraints=critical,CA:FALSE"
+    )
+    root = [*new.format(folder, "ca").split(), "/CN=test authority"]
+    leaf = [*new.format(folder, "own").split(), "/CN=test process", *signed.split()]
+    for command in (root, leaf):
+        subprocess.run(command, check=True, capture_output=True)
     return CertificateFiles(f"{folder}/ca.pem", f"{folder}/own.key", f"{folder}/own.pem")
 
 
@@ -123,11 +88,8 @@ def theirs(tmp_path_factory) -> CertificateFiles:
 
 @contextlib.asynccontextmanager
 async def door(config: ServiceConfig) -> AsyncIterator[str]:
-    server = GenerationServer(make_frontend(FakePath()), replace(config, port=0, drain_seconds=0.0))
-    try:
-        yield f"127.0.0.1:{await server.start()}"
-    finally:
-        await server.drain()
+    async with http_door(service=config) as one:
+        yield one.target
 
 
 @contextlib.asynccontextmanager
@@ -252,27 +214,6 @@ async def test_a_client_without_a_known_token_is_refused_at_every_method_but_hea
             health = health_pb2_grpc.HealthStub(channel)
             reply = await health.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_processes_show_each_other_the_clusters_token() -> None:
-    async with workers(ServiceConfig(), ("between us",)) as address:
-        ours, stranger = (
-            RemoteWorker(address, Credentials(token="between us")),
-            RemoteWorker(address),
-        )
-        assert await ours.decode.status() == STATUS
-        calls = (
-            lambda: stranger.prefill.prefill(PREFILL),
-            stranger.decode.status,
-            lambda: stranger.peer.hello(HELLO),
-            lambda: anext(stranger.peer.offers(1, 1)),
-            lambda: anext(stranger.decode.generate(GenerateCall(1, 1, 5.0))),
-        )
-        for call in calls:
-            with pytest.raises(UnauthenticatedError):
-                await call()
-        await ours.aclose()
-        await stranger.aclose()
 
 
 async def test_processes_of_one_configuration_reach_each_other(

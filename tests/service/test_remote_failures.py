@@ -26,18 +26,17 @@ from jdisagg.messages.ports import (
     ResumeCall,
     Span,
 )
-from jdisagg.messages.spans import SpanBatch
 from jdisagg.service.internal.span_sessions import SpanSessions
 from jdisagg.timeouts import CallTimeouts
 from tests.service.doors import STATUS, eventually
-from tests.service.port_worker import HELLO, PREFILL, REPLY, REQUEST, Worker
+from tests.service.port_worker import HELLO, REQUEST, Worker
 from tests.service.remote_workers import (
     Spanner,
     call_of,
     collect,
     connected,
-    read,
     serving,
+    session,
     until_usable,
 )
 
@@ -143,34 +142,26 @@ async def test_a_session_that_ends_before_its_stream_was_followed_still_frees_th
 ):
     worker = Worker()
     sessions = SpanSessions(worker)
-
-    async def write(batch: SpanBatch) -> None: ...
-
-    serving_it = asyncio.create_task(read(sessions, 9, write))
-    await asyncio.sleep(0)
-    serving_it.cancel()
-    # in the same turn of the loop: the task that follows the reservation is cancelled before it
-    # begins
-    await sessions.start(9, call_of(5))
-    await eventually(lambda: worker.told == [(5, None)], seconds=1.0)
+    async with session(sessions) as opened:
+        opened.cancel()
+        # In the same turn of the loop: the task that follows the reservation is cancelled before
+        # it begins.
+        await sessions.start(1, call_of(5))
+        await eventually(lambda: worker.told == [(5, None)], seconds=1.0)
 
 
 async def test_a_reservation_that_is_cancelled_before_its_stream_was_followed_ends_and_may_be_forgotten() -> (  # noqa: E501
     None
 ):
     sessions = SpanSessions(Worker())
-    ended: list[int] = []
-
-    async def write(batch: SpanBatch) -> None:
-        ended.extend(news.reservation_id for news in batch.reservations if news.ended)
-
-    serving_it = asyncio.create_task(read(sessions, 9, write))
-    await asyncio.sleep(0)
-    await sessions.start(9, call_of(5))
-    await sessions.cancel(5, None)  # in the same turn of the loop
-    await eventually(lambda: ended == [5], seconds=1.0)
-    assert not sessions._sessions[9].running
-    serving_it.cancel()
+    async with session(sessions) as opened:
+        await sessions.start(1, call_of(5))
+        await sessions.cancel(5, None)  # in the same turn of the loop
+        await eventually(lambda: len(opened.batches) > 1, seconds=1.0)
+        assert [(news.reservation_id, news.ended) for news in opened.batches[1].reservations] == [
+            (5, True)
+        ]
+        assert not sessions._sessions[1].running
 
 
 async def test_reservations_that_nobody_started_are_forgotten_after_their_lease() -> None:
@@ -182,16 +173,11 @@ async def test_reservations_that_nobody_started_are_forgotten_after_their_lease(
 
     worker = Brief()
     sessions = SpanSessions(worker)
-
-    async def write(batch: SpanBatch) -> None: ...
-
-    serving_it = asyncio.create_task(read(sessions, 9, write))
-    await asyncio.sleep(0)
-    for _ in range(3):
-        await sessions.reserve_in(9, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
-    await asyncio.sleep(0.02)
-    await sessions.reserve_in(9, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
-    serving_it.cancel()
+    async with session(sessions):
+        for _ in range(3):
+            await sessions.reserve_in(1, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
+        await asyncio.sleep(0.02)
+        await sessions.reserve_in(1, ReserveCall(REQUEST, 1, (Child(0),), 2.0))
     await eventually(lambda: worker.told == [(3, None)])
 
 
@@ -233,26 +219,3 @@ async def test_a_worker_that_stopped_in_its_tracks_is_noticed() -> None:
     finally:
         process.kill()
         await process.wait()
-
-
-async def test_garbage_on_the_port_disturbs_no_one() -> None:
-    worker = Worker()
-    async with serving(worker) as (address, _), connected(address) as (remote,):
-        host, _, port = address.rpartition(":")
-        open_ones = []
-        for garbage in (
-            b"",
-            b"\x00" * 64,
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
-            os.urandom(4096),
-        ):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            with contextlib.suppress(ConnectionError):
-                writer.write(garbage)
-                await writer.drain()
-            open_ones.append((reader, writer))
-        assert await remote.decode.status() == STATUS
-        assert await remote.prefill.prefill(PREFILL) == REPLY
-        for _, writer in open_ones:
-            writer.close()

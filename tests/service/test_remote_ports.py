@@ -16,13 +16,12 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.packed import pack
 from jdisagg.messages.ports import Child, Reservation, ReserveCall, Span, SpanEnd, close_stream
-from jdisagg.messages.spans import SpanBatch
 from jdisagg.request import MAX_TOP_LOGPROBS, Request, TokenLogprobs
 from jdisagg.service.internal.connection import MAX_MESSAGE_BYTES
 from jdisagg.service.internal.span_sessions import SpanSessions
 from tests.service.doors import STATUS, eventually
 from tests.service.port_worker import HELLO, OFFERS, PREFILL, REPLY, REQUEST, SPANS, Worker
-from tests.service.remote_workers import Spanner, call_of, collect, connected, read, serving
+from tests.service.remote_workers import Spanner, call_of, collect, connected, serving, session
 
 
 async def test_the_prefill_port_says_what_the_worker_says() -> None:
@@ -193,94 +192,66 @@ async def test_what_a_router_had_reserved_is_freed_when_it_goes_away() -> None:
 
 async def test_the_tokens_of_one_step_cost_one_message() -> None:
     worker = Spanner()
-    sessions, batches = SpanSessions(worker), []
-
-    async def write(batch: SpanBatch) -> None:
-        batches.append([entry.reservation_id for entry in batch.reservations])
-
-    serving_it = asyncio.ensure_future(read(sessions, 1, write))
-    await eventually(lambda: batches == [[]])
-    for number in range(30):
-        await sessions.start(1, call_of(number))
-    await asyncio.sleep(0.01)
-    for step in range(4):
+    sessions = SpanSessions(worker)
+    async with session(sessions) as opened:
         for number in range(30):
-            worker.of(number).put_nowait(Span(0, step, (7,)))
+            await sessions.start(1, call_of(number))
         await asyncio.sleep(0.01)
-    assert batches[1:] == [list(range(30))] * 4
-    serving_it.cancel()
-    await asyncio.gather(serving_it, return_exceptions=True)
+        for step in range(4):
+            for number in range(30):
+                worker.of(number).put_nowait(Span(0, step, (7,)))
+            await asyncio.sleep(0.01)
+        ids = [[one.reservation_id for one in batch.reservations] for batch in opened.batches]
+        assert ids == [[]] + [list(range(30))] * 4
     await eventually(lambda: sorted(worker.dropped) == list(range(30)))
 
 
 @pytest.mark.ci
 async def test_spans_of_many_tokens_with_all_logprobs_go_out_in_messages_that_can_be_sent() -> None:
-    worker, reads, batches = Spanner(), asyncio.Event(), []
+    worker = Spanner()
     sessions = SpanSessions(worker)
-
-    async def write(batch: SpanBatch) -> None:
-        batches.append(batch)
-        await reads.wait()
-
-    serving_it = asyncio.ensure_future(read(sessions, 1, write))
-    await eventually(lambda: batches)
-    await sessions.start(1, call_of(1))
-    logprobs = tuple(
-        TokenLogprobs(-1.5, tuple((200_000 + rank, -2.5) for rank in range(MAX_TOP_LOGPROBS)))
-        for _ in range(64)
-    )
-    for index in range(1000):
-        worker.of(1).put_nowait(Span(0, 64 * index, tuple(range(64)), logprobs))
-    worker.of(1).put_nowait(None)
-    await eventually(lambda: worker.dropped == [1], 100.0)  # a million log-probabilities
-    reads.set()
-    await eventually(lambda: batches[-1].reservations and batches[-1].reservations[0].ended, 100.0)
+    async with session(sessions, stops_at=1) as opened:
+        batches = opened.batches
+        await sessions.start(1, call_of(1))
+        logprobs = tuple(
+            TokenLogprobs(-1.5, tuple((200_000 + rank, -2.5) for rank in range(MAX_TOP_LOGPROBS)))
+            for _ in range(64)
+        )
+        for index in range(1000):
+            worker.of(1).put_nowait(Span(0, 64 * index, tuple(range(64)), logprobs))
+        worker.of(1).put_nowait(None)
+        await eventually(lambda: worker.dropped == [1], 100.0)  # a million log-probabilities
+        opened.reads.set()
+        await eventually(
+            lambda: batches[-1].reservations and batches[-1].reservations[0].ended, 100
+        )
     assert sum(len(entry.spans) for batch in batches for entry in batch.reservations) == 1000
     assert max(len(pack(batch)) for batch in batches) < MAX_MESSAGE_BYTES / 4
-    serving_it.cancel()
-    await asyncio.gather(serving_it, return_exceptions=True)
 
 
 async def test_a_router_that_does_not_read_holds_up_nobody_and_misses_nothing() -> None:
     worker = Spanner()
     sessions = SpanSessions(worker)
-    reads, batches = asyncio.Event(), {1: [], 2: []}
-
-    async def write_slow(batch: SpanBatch) -> None:
-        batches[1].append(batch)
-        if len(batches[1]) == 2:
-            await reads.wait()
-
-    async def write_quick(batch: SpanBatch) -> None:
-        batches[2].append(batch)
-
-    serving_both = [
-        asyncio.ensure_future(read(sessions, 1, write_slow)),
-        asyncio.ensure_future(read(sessions, 2, write_quick)),
-    ]
-    await eventually(lambda: batches[1] and batches[2])
-    await sessions.start(1, call_of(1))
-    await sessions.start(2, call_of(2))
-    for index in range(3000):
-        worker.of(1).put_nowait(Span(0, index, (index,)))
-        await asyncio.sleep(0)
-    worker.of(1).put_nowait(None)
-    worker.of(2).put_nowait(Span(0, 0, (5,)))
-    worker.of(2).put_nowait(None)
-    await eventually(lambda: sorted(worker.dropped) == [1, 2])
-    assert len(batches[1]) == 2, "the slow one is stuck"
-    assert batches[2][-1].reservations[0].ended
-    reads.set()
-    await eventually(lambda: batches[1][-1].reservations[0].ended)
+    async with session(sessions, 1, stops_at=2) as slow, session(sessions, 2) as quick:
+        await sessions.start(1, call_of(1))
+        await sessions.start(2, call_of(2))
+        for index in range(3000):
+            worker.of(1).put_nowait(Span(0, index, (index,)))
+            await asyncio.sleep(0)
+        worker.of(1).put_nowait(None)
+        worker.of(2).put_nowait(Span(0, 0, (5,)))
+        worker.of(2).put_nowait(None)
+        await eventually(lambda: sorted(worker.dropped) == [1, 2])
+        assert len(slow.batches) == 2, "the slow one is stuck"
+        assert quick.batches[-1].reservations[0].ended
+        slow.reads.set()
+        await eventually(lambda: slow.batches[-1].reservations[0].ended)
     tokens = [
         token
-        for batch in batches[1][1:]
+        for batch in slow.batches
         for entry in batch.reservations
         for span in entry.spans
         for token in span.token_ids
     ]
     assert tokens == list(range(3000))
-    assert 4 <= len(batches[1]) < 10, "what waited goes out in few messages, of bounded size"
-    for session in serving_both:
-        session.cancel()
-    await asyncio.gather(*serving_both, return_exceptions=True)
+    assert 4 <= len(slow.batches) < 10, "what waited goes out in few messages, of bounded size"

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -14,8 +15,7 @@ from jdisagg.config import ServiceConfig
 from jdisagg.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from jdisagg.observe import request_log
 from jdisagg.observe.request_log import RequestLog
-from jdisagg.service.server import GenerationServer
-from tests.service.doors import Door, FakePath, make_frontend
+from tests.service.http_doors import HttpDoor, http_door
 
 LOGGER = "jdisagg.observe.request_log"
 
@@ -33,13 +33,9 @@ def counted(caplog: pytest.LogCaptureFixture) -> Counted:
 
 
 @pytest.fixture
-async def logged(counted: Counted) -> AsyncIterator[Door]:
-    path = FakePath()
-    frontend = make_frontend(path)
-    server = GenerationServer(frontend, ServiceConfig(port=0), log=counted.log)
-    yield Door(path, frontend, server, await server.start())
-    server.force()
-    await server.drain()
+async def logged(counted: Counted) -> AsyncIterator[HttpDoor]:
+    async with http_door(log=counted.log) as one:
+        yield one
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict]:
@@ -47,7 +43,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict]:
 
 
 async def test_every_request_that_ends_has_a_line(
-    logged: Door, counted: Counted, caplog: pytest.LogCaptureFixture
+    logged: HttpDoor, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncClient(logged.target) as client:
         done = await client.complete("abcd", max_tokens=3, request_id="r1", tenant="team")
@@ -69,7 +65,7 @@ async def test_every_request_that_ends_has_a_line(
 
 
 async def test_a_client_that_goes_away_is_cancelled_and_no_error(
-    logged: Door, counted: Counted, caplog: pytest.LogCaptureFixture
+    logged: HttpDoor, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     logged.path.gate.clear()
     async with AsyncClient(logged.target) as client:
@@ -83,25 +79,21 @@ async def test_a_client_that_goes_away_is_cancelled_and_no_error(
 
 
 async def test_calls_that_never_become_requests_are_counted_too(
-    counted: Counted, tmp_path: object, caplog: pytest.LogCaptureFixture
+    counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    token = f"{tmp_path}/token"
-    with open(token, "w") as file:
-        file.write("secret")
-    config = ServiceConfig(port=0, token_file=token)
-    server = GenerationServer(make_frontend(FakePath()), config, log=counted.log)
-    target = f"127.0.0.1:{await server.start()}"
-    async with AsyncClient(target) as client:
-        with pytest.raises(UnauthenticatedError):
-            await client.complete("abcd")
-    async with grpc.aio.insecure_channel(target) as channel:
-        call = channel.unary_stream("/jdisagg.v1.GenerationService/Generate")
-        with pytest.raises(grpc.aio.AioRpcError):
-            metadata = (("authorization", "Bearer secret"),)
-            async for _ in call(b"\xff\xff", metadata=metadata):
-                pass
-    server.force()
-    await server.drain()
+    token = tmp_path / "token"
+    token.write_text("secret")
+    service = ServiceConfig(token_file=str(token))
+    async with http_door(service=service, log=counted.log) as one:
+        async with AsyncClient(one.target) as client:
+            with pytest.raises(UnauthenticatedError):
+                await client.complete("abcd")
+        async with grpc.aio.insecure_channel(one.target) as channel:
+            call = channel.unary_stream("/jdisagg.v1.GenerationService/Generate")
+            with pytest.raises(grpc.aio.AioRpcError):
+                metadata = (("authorization", "Bearer secret"),)
+                async for _ in call(b"\xff\xff", metadata=metadata):
+                    pass
     assert counted.errors == [
         ("UNAUTHENTICATED", "UnauthenticatedError"),
         ("INVALID_ARGUMENT", "InvalidRequestError"),
@@ -110,7 +102,7 @@ async def test_calls_that_never_become_requests_are_counted_too(
 
 
 async def test_work_has_a_line_now_and_then_and_idleness_none(
-    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    door: HttpDoor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(request_log, "EVERY_SECONDS", 0.05)
     caplog.set_level(logging.INFO, LOGGER)
@@ -127,7 +119,7 @@ async def test_work_has_a_line_now_and_then_and_idleness_none(
 
 
 async def test_listing_health_is_refused_without_a_traceback(
-    door: Door, caplog: pytest.LogCaptureFixture
+    door: HttpDoor, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with grpc.aio.insecure_channel(door.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -3,15 +3,12 @@ stream, each token once, or a typed error."""
 
 import asyncio
 import contextlib
-import pathlib
-import sys
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
-from jdisagg.client import AsyncClient, Client
-from jdisagg.config import ServiceConfig
+from jdisagg.client import AsyncClient
 from jdisagg.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -24,10 +21,9 @@ from jdisagg.service.client.stream import ResumableStream
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire_generation
 from jdisagg.service.grpc.wire_generation import ClientRequest
-from jdisagg.service.server import GenerationServer
 from tests.service.doors import FakePath, eventually, expected_tokens, make_frontend, text_of
+from tests.service.http_doors import http_door
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROMPT = tuple(b"once")
 
 
@@ -37,13 +33,8 @@ def expected(child: int, max_tokens: int) -> tuple[int, ...]:
 
 @contextlib.asynccontextmanager
 async def door(path: FakePath, port: int = 0) -> AsyncIterator[int]:
-    """Ends without a drain: what runs is cut."""
-    server = GenerationServer(make_frontend(path), ServiceConfig(port=port, drain_seconds=0.0))
-    try:
-        yield await server.start()
-    finally:
-        server.force()
-        await server.drain()
+    async with http_door(path, port=port) as one:
+        yield one.grpc_port
 
 
 def held() -> FakePath:
@@ -91,21 +82,6 @@ async def test_a_request_cut_short_before_its_first_token_is_asked_again() -> No
     assert first.made_events == 0 and tuple(completion.choices[0].token_ids) == expected(0, 9)
 
 
-async def test_a_client_that_knows_two_servers_goes_on_with_the_other() -> None:
-    first, second = held(), FakePath()
-    async with contextlib.AsyncExitStack() as stack:
-        other = await stack.enter_async_context(door(second))
-        async with door(first) as port:
-            client = await stack.enter_async_context(
-                AsyncClient(f"ipv4:127.0.0.1:{port},127.0.0.1:{other}")
-            )
-            answer = asyncio.ensure_future(client.complete("once", max_tokens=9))
-            await eventually(lambda: first.made_events == 1)
-        completion = await asyncio.wait_for(answer, 20)
-    assert tuple(completion.choices[0].token_ids) == expected(0, 9)
-    assert len(first.requests) == len(second.requests) == 1
-
-
 async def test_each_child_goes_on_where_it_was() -> None:
     first, second = held(), FakePath()
     async with contextlib.AsyncExitStack() as stack:
@@ -121,45 +97,6 @@ async def test_each_child_goes_on_where_it_was() -> None:
     assert [choice.text for choice in completion.choices] == [
         text_of(expected(child, 6)) for child in range(3)
     ]
-
-
-@pytest.mark.ci
-async def test_the_blocking_client_goes_on_when_the_servers_process_is_killed_and_started_again() -> (  # noqa: E501
-    None
-):
-    async def start(port: int) -> tuple[asyncio.subprocess.Process, int]:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.service.resume_server",
-            str(port),
-            cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        return process, int(await asyncio.wait_for(process.stdout.readline(), 60))
-
-    process, port = await start(0)
-    seen: list[StreamEvent] = []
-
-    def watch() -> None:
-        with Client(f"127.0.0.1:{port}") as client:
-            for event in client.generate("once", max_tokens=150, temperature=0):
-                seen.append(event)
-
-    asking = asyncio.ensure_future(asyncio.to_thread(watch))
-    try:
-        await eventually(lambda: len(seen) > 5)
-        process.kill()
-        await process.wait()
-        assert len(seen) < 150, "killed in mid-stream"
-        process, _ = await start(port)
-        await asyncio.wait_for(asking, 30)
-    finally:
-        process.kill()
-        await process.wait()
-    assert [event.first_index for event in seen] == list(range(150))
-    assert tuple(token for event in seen for token in event.token_ids) == expected(0, 150)
 
 
 class Cancelled(grpc.RpcError):

@@ -3,7 +3,6 @@
 import asyncio
 import pathlib
 import signal
-import subprocess
 import sys
 
 import grpc
@@ -18,8 +17,8 @@ from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.service.server import GenerationServer
-from tests.service.doors import Door, FakePath, eventually, make_frontend
-from tests.time_scale import seconds
+from tests.service.doors import FakePath, make_frontend
+from tests.service.http_doors import HttpDoor, http_door
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -34,12 +33,12 @@ async def health(target: str, service: str = "jdisagg.v1.GenerationService") -> 
     return reply.status
 
 
-async def test_a_running_server_is_healthy(door: Door) -> None:
+async def test_a_running_server_is_healthy(door: HttpDoor) -> None:
     assert await health(door.target) == SERVING
     assert await health(door.target, "") == SERVING
 
 
-async def test_reflection_describes_the_service(door: Door) -> None:
+async def test_reflection_describes_the_service(door: HttpDoor) -> None:
     def look() -> tuple[list[str], list[str]]:
         with grpc.insecure_channel(door.target) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)
@@ -60,20 +59,22 @@ async def test_reflection_describes_the_service(door: Door) -> None:
     ]
 
 
-async def test_a_port_that_is_taken_is_a_clear_error(door: Door) -> None:
-    second = GenerationServer(make_frontend(FakePath()), ServiceConfig(port=door.port))
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{door.port}"):
+async def test_a_port_that_is_taken_is_a_clear_error(door: HttpDoor) -> None:
+    second = GenerationServer(make_frontend(FakePath()), ServiceConfig(port=door.grpc_port))
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{door.grpc_port}"):
         await second.start()
 
 
 async def test_what_outlasts_the_drain_is_cut_with_a_typed_error() -> None:
     path = FakePath()
     path.gate.clear()
-    server = GenerationServer(make_frontend(path), ServiceConfig(port=0, drain_seconds=0.1))
-    async with AsyncClient(f"127.0.0.1:{await server.start()}", resume_seconds=0.0) as client:
+    async with (
+        http_door(path, ServiceConfig(drain_seconds=0.1)) as one,
+        AsyncClient(one.target, resume_seconds=0.0) as client,
+    ):
         events = client.generate("x", request_id="long")
         await anext(events)
-        draining = asyncio.ensure_future(server.drain())
+        draining = asyncio.ensure_future(one.server.drain())
         with pytest.raises(UnavailableError, match="shut down before the request had ended"):
             await anext(events)
         assert path.closed == ["long"]
@@ -91,7 +92,9 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
     )
     try:
         assert process.stdin is not None and process.stdout is not None
-        target = f"127.0.0.1:{int(await asyncio.wait_for(process.stdout.readline(), 60))}"
+        port, frozen = map(int, (await asyncio.wait_for(process.stdout.readline(), 60)).split())
+        assert frozen > 10_000, "what a server keeps for good is not collected again and again"
+        target = f"127.0.0.1:{port}"
         async with AsyncClient(target) as client:
             events = client.generate("x", max_tokens=30, request_id="running")
             received = [await anext(events)]
@@ -123,43 +126,3 @@ async def test_a_drain_without_work_ends_at_once() -> None:
     await server.start()
     await asyncio.wait_for(server.drain(), 30)
     await server.drain()
-
-
-async def test_streams_that_end_make_a_drain_end(door: Door) -> None:
-    door.path.gate.clear()
-    async with AsyncClient(door.target) as client:
-        answer = asyncio.ensure_future(client.complete("x", max_tokens=5))
-        await eventually(lambda: len(door.path.requests) == 1)
-        draining = asyncio.ensure_future(door.server.drain())
-        await asyncio.sleep(0)
-        assert not draining.done()
-        door.path.gate.set()
-        assert len((await answer).choices[0].token_ids) == 5
-        await asyncio.wait_for(draining, 20)
-
-
-SERVES = """
-import asyncio, gc, os, signal
-from jdisagg.config import ServiceConfig
-from jdisagg.node.serving import serve_until_signalled
-from tests.service.doors import FakePath, make_frontend
-
-def ready(service):
-    print(gc.get_freeze_count() > 10_000)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-asyncio.run(serve_until_signalled(make_frontend(FakePath()), ServiceConfig(port=0), ready))
-"""
-
-
-def test_a_server_that_is_ready_is_looked_through_for_garbage_no_more() -> None:
-    """In a process of its own: what is kept so is kept for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", SERVES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-        check=False,
-    )
-    assert done.stdout.split() == ["True"], done.stderr

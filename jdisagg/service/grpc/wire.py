@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 import msgspec
-from google.protobuf.message import DecodeError, EncodeError, Message
+from google.protobuf.message import EncodeError, Message
 
 from jdisagg import errors
 from jdisagg.errors import (
@@ -85,18 +85,6 @@ def error_from_status(status: WireStatus) -> JdisaggError:
     return _BY_CODE.get(status.code, JdisaggError)(
         f"{status.code}: {status.details}", retry_after_seconds=retry_after_seconds
     )
-
-
-def parse(kind: type[AnyMessage], data: bytes) -> AnyMessage:
-    """Decodes bytes from outside."""
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        name = kind.DESCRIPTOR.full_name
-        raise InvalidRequestError(
-            f"the message is not a valid {name}: it is malformed or has text that is not UTF-8;"
-            " send valid protobuf"
-        ) from None
 
 
 def build(

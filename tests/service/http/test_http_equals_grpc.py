@@ -4,7 +4,6 @@ requests over all parameters, and what a client leaves is freed; over workers on
 import asyncio
 import contextlib
 import json
-import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,8 +27,8 @@ from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
 from tests.fakes.toy_grammars import GRAMMARS
 from tests.fakes.toy_model import VOCABULARY
-from tests.service.doors import MODEL, FakePath, byte_tokenizer, eventually
-from tests.service.http_doors import HttpDoor, events, http_door, request
+from tests.service.doors import MODEL, FakePath, byte_tokenizer
+from tests.service.http_doors import HttpDoor, events, http_door, running
 from tests.time_scale import seconds
 
 COSTS = Costs(prefill_token=1e-6, decode_step=1e-5, pull=1e-5, other=1e-6)
@@ -72,12 +71,8 @@ async def toy_door(costs: Costs = COSTS) -> AsyncIterator[tuple[HttpDoor, Cluste
         server = GenerationServer(
             frontend, ServiceConfig(port=0, http_port=0), log=RequestLog(True)
         )
-        await server.start()
-        try:
-            yield HttpDoor(FakePath(), server), cluster
-        finally:
-            server.force()
-            await server.drain()
+        async with running(FakePath(), server) as door:
+            yield door, cluster
 
 
 def some_request(draw: random.Random, number: int) -> dict[str, Any]:
@@ -327,40 +322,28 @@ async def test_prompts_that_are_sent_together_get_what_each_gets_alone(stream: b
             await quiet(cluster)
 
 
-@pytest.mark.parametrize(
-    "options", [{"allowed_token_ids": [65, 66, 70]}, {"bad_words": ["a b", "é"]}], ids=str
-)
-async def test_what_restricts_an_answer_is_the_same_at_both_doors(options: Any) -> None:
-    async with http_door() as door, AsyncClient(door.target) as client:
-        asked: Any = {"prompt": "A", "seed": 1, "max_tokens": 4, **options}
-        await client.complete(**asked)
-        assert (await door.ask("/v1/completions", asked)).status == 200
-        one, other = (request.sampling for request in door.path.requests)
-        assert one == other and one.grammar is not None
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_away_frees_its_slots_and_its_pages(
-    stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    async with toy_door(replace(COSTS, decode_step=0.1)) as (door, cluster):
-        connections = [await door.connect() for _ in range(2)]
-        for _, writer in connections:
-            asked = {"prompt": "A", "max_tokens": 60, "n": 2, "ignore_eos": True}
-            writer.write(request("/v1/completions", asked | {"stream": stream}))
-        async with asyncio.timeout(seconds(20)):
-            while (await cluster.decode.status()).running < 3:  # of both requests
-                await asyncio.sleep(0.005)
-        for _, writer in connections:
-            writer.close()
-        await quiet(cluster)
-        await eventually(lambda: len(ended(caplog)) == 2)
-        assert ended(caplog) == ["CANCELLED"] * 2
-
-
-def ended(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.code for one in caplog.records if one.getMessage() == "request ended"]  # type: ignore[attr-defined]
+async def test_both_apis_make_one_request_of_the_same_parameters() -> None:
+    """Of random ones, and of those that only one field of HTTP has."""
+    draw = random.Random(7)
+    requests = [some_request(draw, number) for number in range(40)]
+    requests += [
+        {"prompt": "A", "seed": 1, "max_tokens": 4, "allowed_token_ids": [65, 66, 70]},
+        {"prompt": "A", "seed": 1, "max_tokens": 4, "bad_words": ["a b", "é"]},
+    ]
+    async with http_door(template=TEMPLATE) as door, AsyncClient(door.target) as client:
+        for asked in requests:
+            asked = asked | {"request_id": "r"}
+            await client.complete(**asked)
+            path, fields = as_http(asked)
+            answer = await door.ask(
+                path, fields | {"user": "me", "n": asked.get("n"), "best_of": None}
+            )
+            assert answer.status == 200, answer.body
+            one, other = door.path.requests[-2:]
+            assert replace(one, life=0) == replace(other, life=0), asked
+        every = {"prompt": "A", "seed": 1, "max_tokens": 1, "top_k": -1, "best_of": 1}
+        assert (await door.ask("/v1/completions", every)).status == 200
+        assert door.path.requests[-1].sampling.top_k == 0
 
 
 async def quiet(cluster: Cluster) -> None:

@@ -43,15 +43,6 @@ async def test_a_client_that_goes_away_closes_the_streams_of_all_its_prompts() -
         await eventually(lambda: sorted(door.path.closed) == ["gone", "gone-1", "gone-2"])
 
 
-async def test_closing_openais_stream_closes_the_paths() -> None:
-    async with http_door() as door, door.client() as client:
-        door.path.gate.clear()
-        stream = await client.completions.create(model="tiny", prompt="x", stream=True)
-        await anext(stream)
-        await stream.close()
-        await eventually(lambda: len(door.path.closed) == 1)
-
-
 async def test_a_client_that_does_not_read_holds_the_path_back() -> None:
     async with http_door() as door:
         door.path.filler = "." * 100_000

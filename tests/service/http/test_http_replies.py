@@ -198,17 +198,6 @@ async def test_a_prompt_is_text_or_ids_or_several_of_a_kind(
     assert [streamed[index] for index in sorted(streamed)] == texts
 
 
-async def test_a_completion_may_begin_with_its_prompt(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    whole = await client.completions.create(model="tiny", prompt="ab", max_tokens=3, echo=True)
-    assert whole.choices[0].text == "ab" + made(door.path)
-    stream = await client.completions.create(
-        model="tiny", prompt=[97, 98], max_tokens=3, echo=True, stream=True
-    )
-    assert "".join([chunk.choices[0].text async for chunk in stream]) == "ab" + made(door.path)
-
-
 async def test_token_ids_come_where_they_are_asked_for(door: HttpDoor) -> None:
     asked = {"max_tokens": 3, "return_token_ids": True, "prompt": "ab"}
     choice = (await door.ask("/v1/completions", asked)).fields["choices"][0]
@@ -225,47 +214,6 @@ async def test_token_ids_come_where_they_are_asked_for(door: HttpDoor) -> None:
         f'"token_ids":[{token}]' in one for token, one in zip(expected, data, strict=False)
     ] == [True] * 3
     assert not any("prompt_token_ids" in one for one in data[1:])
-
-
-async def test_the_path_gets_what_was_asked_for(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    await client.completions.create(
-        model="tiny",
-        prompt="x",
-        max_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
-        seed=9,
-        stop=["end", "."],
-        logit_bias={"3": 1.5},
-        best_of=1,
-        user="me",
-        extra_body={
-            "top_k": -1,
-            "min_p": 0.1,
-            "repetition_penalty": 1.5,
-            "min_tokens": 1,
-            "stop_token_ids": [7],
-            "ignore_eos": True,
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "priority": 2,
-            "tenant": "t",
-            "request_id": "r",
-            "deadline_seconds": 20,
-        },
-    )
-    request = door.path.requests[0]
-    sampling = request.sampling
-    assert (request.request_id, request.tenant, request.priority) == ("r", "t", 2)
-    assert (request.deadline_seconds, request.stop_ids) == (20.0, (7,))
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 0, 0.9)
-    assert (sampling.min_p, sampling.seed, sampling.stop) == (0.1, 9, ("end", "."))
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
-    assert (sampling.repetition_penalty, sampling.logit_bias) == (1.5, ((3, 1.5),))
-    assert (sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos) == (1, (7,), True)
-    assert sampling.include_stop_str_in_output and not sampling.skip_special_tokens
 
 
 @pytest.mark.parametrize(

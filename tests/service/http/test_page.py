@@ -17,7 +17,6 @@ from tests.service.http.page_doors import (
     TRACEPARENT,
     ManyWorkers,
     page_door,
-    some_workers,
 )
 from tests.service.http_doors import request
 
@@ -171,10 +170,3 @@ async def test_a_token_of_a_tenant_is_not_told_of_others_requests(tmp_path) -> N
     assert told.fields == {"requests": []}
     assert len(by_trace.fields["spans"]) == 2
     assert len(everybody.fields["requests"]) == 1
-
-
-async def test_the_status_of_two_hundred_workers_is_one_reply() -> None:
-    async with page_door(ManyWorkers(workers=some_workers(200))) as door:
-        answer = await door.ask("/api/status")
-        assert len(answer.fields["workers"]) == 200
-        assert len(answer.body) < 200_000
