@@ -336,6 +336,17 @@ ROUND: Any = [
 ]
 
 
+async def responses(client: openai.AsyncOpenAI, **asked: Any) -> tuple[Response, list[Any]]:
+    """A response as it comes whole, and the events of the same one; both as their types say."""
+    reply = await client.responses.create(**asked)
+    Response.model_validate(reply.model_dump(warnings=False), strict=True)
+    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    for event in events:
+        type(event).model_validate(event.model_dump(warnings=False), strict=True)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return reply, events
+
+
 @pytest.mark.parametrize(("words", "cut"), [("Let me see.\n", False), ("", False), ("", True)])
 @pytest.mark.parametrize("characters", [3, 60, 1000])
 async def test_a_response_calls_tools_whole_and_streamed(
@@ -345,8 +356,7 @@ async def test_a_response_calls_tools_whole_and_streamed(
     assert isinstance(path, Script)
     path.text, path.cut, path.characters = words + CALLS, cut, characters
     asked: dict[str, Any] = {"model": "tiny", "input": ROUND, "tools": [FLAT]}
-    reply = await client.responses.create(**asked)
-    Response.model_validate(reply.model_dump(warnings=False), strict=True)
+    reply, events = await responses(client, **asked)
     called = [(item.name, item.arguments) for item in reply.output if item.type == "function_call"]
     assert called == [("weather", '{"city": "Köln"}'), ("weather", "{}")]
     assert reply.output_text == words.strip() and len(reply.output) == 2 + bool(words)
@@ -355,11 +365,7 @@ async def test_a_response_calls_tools_whole_and_streamed(
     assert prompt.endswith(
         "<user>hi<assistant><tool_call>weather Rom c1</tool_call><tool>wet(c1)<assistant>"
     )
-    events = [event async for event in await client.responses.create(**asked, stream=True)]
-    for event in events:
-        type(event).model_validate(event.model_dump(warnings=False), strict=True)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    last: Any = events[-1]
+    last = events[-1]
     assert [(item.type, getattr(item, "arguments", None)) for item in last.response.output] == [
         (item.type, getattr(item, "arguments", None)) for item in reply.output
     ]
@@ -388,18 +394,13 @@ async def test_a_response_shows_reasoning_words_and_calls_of_gpt_oss(characters:
         http_door(path, template="{# <|channel|> #}" + TEMPLATE) as door,
         door.client() as client,
     ):
-        reply = await client.responses.create(**asked)
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
-    Response.model_validate(reply.model_dump(warnings=False), strict=True)
+        reply, events = await responses(client, **asked)
     thought, said, call = (item.model_dump(exclude={"id"}) for item in reply.output)
     assert thought["content"] == [{"type": "reasoning_text", "text": "hmm"}]
     assert (thought["type"], thought["status"]) == ("reasoning", "completed")
     assert (said["type"], reply.output_text) == ("message", "Let me see.")
     assert (call["name"], call["arguments"]) == ("weather", '{"city": "Köln"}')
-    for event in events:
-        type(event).model_validate(event.model_dump(warnings=False), strict=True)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    last: Any = events[-1]
+    last = events[-1]
     assert [item.model_dump(exclude={"id", "call_id"}) for item in last.response.output] == [
         item.model_dump(exclude={"id", "call_id"}) for item in reply.output
     ]

@@ -3,7 +3,7 @@ oracle's tokens, and nothing left over."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +12,9 @@ from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.ports import PeerPort
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
+from jdisagg.observe import wrap
+from jdisagg.observe.observer import Observer
 from jdisagg.request import Request
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
@@ -55,13 +57,17 @@ class Router:
 class Served:
     cluster: Cluster
     addresses: tuple[str, str]
+    observer: Observer | None = None  # of routers
 
     def router(self) -> Router:
         prefill, decode = map(RemoteWorker, self.addresses)
-        cluster = self.cluster
+        cluster, observer = self.cluster, self.observer
         text = lambda request: ToyText(request.sampling.stop)  # noqa: E731
         path = RequestPath(
-            ClusterPorts({"prefill0": prefill.prefill}, {"decode0": decode.decode}),
+            ClusterPorts(
+                {"prefill0": wrap.prefill("prefill0", prefill.prefill, observer)},
+                {"decode0": wrap.decode("decode0", decode.decode, observer)},
+            ),
             text,
             cluster.limits,
             cluster.clock,
@@ -78,22 +84,32 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[Served]:
-    late = LatePeer()
-    cluster = Cluster(costs=COSTS, wrap_peer=lambda _: late)  # type: ignore[arg-type, return-value]
+async def served(observers: Mapping[str, Observer] | None = None) -> AsyncIterator[Served]:
+    """`observers`: of "router", "prefill0" and "decode0"."""
+    late, observer = LatePeer(), (observers or {}).get
+    cluster = Cluster(
+        costs=COSTS,
+        wrap_peer=lambda _: late,  # type: ignore[arg-type, return-value]
+        wrap_mesh=lambda name, mesh: wrap.mesh(name, mesh, observer(name)),
+    )
     async with cluster:
+        own = "prefill0", cluster.prefill, observer("prefill0")
+        decoding = wrap.served(DecodePort, "decode0", cluster.decode, observer("decode0"))
         config = ServiceConfig(port=0, drain_seconds=0.0)
         prefill = GrpcServer(
-            (prefill_service(cluster.prefill), peer_service(cluster.prefill)),
+            (
+                prefill_service(wrap.served(PrefillPort, *own)),
+                peer_service(wrap.served(PeerPort, *own)),
+            ),
             config,
             cluster.prefill.boot_id,
         )
-        decode = GrpcServer((decode_service(cluster.decode),), config, cluster.decode.boot_id)
+        decode = GrpcServer((decode_service(decoding),), config, cluster.decode.boot_id)
         addresses = f"127.0.0.1:{await prefill.start()}", f"127.0.0.1:{await decode.start()}"
         peer = RemoteWorker(addresses[0])
-        late.target = peer.peer
+        late.target = wrap.peer("decode0", peer.peer, observer("decode0"))
         try:
-            yield Served(cluster, addresses)
+            yield Served(cluster, addresses, observer("router"))
         finally:
             await decode.drain()
             await prefill.drain()

@@ -8,21 +8,14 @@ from pathlib import Path
 import grpc.aio
 
 from jdisagg.client import AsyncClient
-from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.request_context import ClusterPorts
-from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.trace_events import merge, read_timelines
-from jdisagg.service.guard import Service
 from jdisagg.service.internal.remote_ports import RemoteWorker
-from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
-from jdisagg.service.server import GrpcServer
 from jdisagg.trace_context import incoming, outgoing, within
-from tests.fakes.cluster import Cluster, ToyText, toy_request
-from tests.service.test_cluster_over_grpc import COSTS, LatePeer
+from tests.fakes.cluster import toy_request
+from tests.service.test_cluster_over_grpc import served
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
@@ -30,46 +23,14 @@ CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
 
 async def test_router_and_workers_add_to_the_trace_that_their_client_began(tmp_path: Path) -> None:
     observers = {name: Observer(name, timelines=True) for name in ("router", "prefill0", "decode0")}
-    late = LatePeer()
-    cluster = Cluster(
-        costs=COSTS,
-        wrap_peer=lambda _: late,  # type: ignore[arg-type, return-value]
-        wrap_mesh=lambda name, mesh: wrap.mesh(name, mesh, observers[name]),
-    )
-    router, prefill, decode = observers.values()
-
-    async def serve(ends: contextlib.AsyncExitStack, *services: Service) -> RemoteWorker:
-        server = GrpcServer(services, ServiceConfig(port=0, drain_seconds=0.0))
-        worker = RemoteWorker(f"127.0.0.1:{await server.start()}")
-        ends.push_async_callback(server.drain)
-        ends.push_async_callback(worker.aclose)
-        return worker
-
-    async with cluster, contextlib.AsyncExitStack() as ends:
-        to_prefill = await serve(
-            ends,
-            prefill_service(wrap.served(PrefillPort, "prefill0", cluster.prefill, prefill)),
-            peer_service(wrap.served(PeerPort, "prefill0", cluster.prefill, prefill)),
-        )
-        to_decode = await serve(
-            ends, decode_service(wrap.served(DecodePort, "decode0", cluster.decode, decode))
-        )
-        late.target = wrap.peer("decode0", to_prefill.peer, decode)
-        path = RequestPath(
-            ClusterPorts(
-                {"prefill0": wrap.prefill("prefill0", to_prefill.prefill, router)},
-                {"decode0": wrap.decode("decode0", to_decode.decode, router)},
-            ),
-            lambda request: ToyText(request.sampling.stop),
-            cluster.limits,
-            cluster.clock,
-            new_id=cluster.new_id,
-        )
-        whole = wrap.path(path, router)
+    async with served(observers) as cluster:
+        router = cluster.router()
+        whole = wrap.path(router.path, observers["router"])
         request = toy_request(1, prompt_tokens=20)
         with within(incoming(CLIENT)):
             assert [event async for event in whole.stream(request)]
         await asyncio.sleep(0.1)
+        await router.close()
     for observer in observers.values():
         observer.tracing.flush()
         assert observer.timeline is not None

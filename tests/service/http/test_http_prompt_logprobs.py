@@ -2,22 +2,15 @@
 field, and OpenAI's echo, as those who score texts ask for it."""
 
 import json
-from collections.abc import AsyncIterator
 from operator import itemgetter
 from typing import Any
 
 import pytest
 
 from tests.service.doors import expected_tokens
-from tests.service.http_doors import HttpDoor, events, http_door
+from tests.service.http_doors import HttpDoor, events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[HttpDoor]:
-    async with http_door() as one:
-        yield one
 
 
 async def choices(door: HttpDoor, **asked: Any) -> list[dict[str, Any]]:

@@ -28,12 +28,6 @@ CHAT: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[HttpDoor]:
-    async with http_door() as one:
-        yield one
-
-
-@pytest.fixture
 async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
     async with door.client() as one:
         yield one
