@@ -196,7 +196,6 @@ async def test_calls_and_reasoning_are_told_from_words_at_both_doors(
 
 @pytest.mark.parametrize("characters", [1, 1000])
 async def test_usage_says_how_many_tokens_were_reasoning(door: HttpDoor, characters: int) -> None:
-    """Of bytes each."""
     path = door.path
     assert isinstance(path, Script)
     path.text, path.characters = "<think>hm</think>yes", characters
@@ -222,11 +221,8 @@ async def test_without_tools_nothing_is_a_call(
     door: HttpDoor, client: openai.AsyncOpenAI, asked: dict[str, Any]
 ) -> None:
     door.path.text = CALLS  # type: ignore[attr-defined]
-    for said in (
-        await whole(client, **asked),
-        await streamed(client, **asked),
-        await over_grpc(door, **asked),
-    ):
+    http = await whole(client, **asked), await streamed(client, **asked)
+    for said in (*http, await over_grpc(door, **asked)):
         assert said == [Said(CALLS, end="stop")]
     prompts = [bytes(request.prompt_token_ids).decode() for request in door.path.requests]
     assert prompts == ["<user>hi<assistant>"] * 3
