@@ -251,12 +251,12 @@ class PullTargets:
         """Returns the destination of a pull.
 
         Args:
-          block: The pull.
-          layers: Layers of the block.
-          granule: Heads of a piece; 0: as the block's peer sends them.
+            block: The pull.
+            layers: Layers of the block.
+            granule: Heads of a piece; 0: as the block's peer sends them.
 
         Raises:
-          HandoffError: The peer is not connected.
+            HandoffError: The peer is not connected.
         """
         spec, how = self.spec, codec(block.codec)
         granule = granule or self._granule(block.peer)
@@ -443,11 +443,11 @@ class MeshBlocks:
         """Inserts a block in pieces of each size that peers may send.
 
         Args:
-          groups: Layer groups of the block.
-          tokens: Tokens of the block.
-          kind: What it holds.
-          codec: Encoding of its pieces.
-          blanks: Whether pieces arrive in arrays that are allocated first (`warm_blanks`).
+            groups: Layer groups of the block.
+            tokens: Tokens of the block.
+            kind: What it holds.
+            codec: Encoding of its pieces.
+            blanks: Whether pieces arrive in arrays that are allocated first (`warm_blanks`).
         """
         programs, targets = self._kinds[kind].programs, self._kinds[kind].targets
         pull, insert = _empty(groups, tokens, kind, codec)

@@ -49,11 +49,11 @@ class Chosen(NamedTuple):
     """The choice for each row; only shaped variants fill more than `token`.
 
     Attributes:
-      token: int32 [B]; NO_TOKEN if the row is not active, BROKEN_TOKEN if its logits are not
-        finite, STUCK_TOKEN if its mask allows no token.
-      logprob: Log-probability of the token, [B].
-      top_ids, top_logprobs: The most likely tokens, [B, 20].
-      counts: New token counts of the rows, [B, V].
+        token: int32 [B]; NO_TOKEN if the row is not active, BROKEN_TOKEN if its logits are not
+            finite, STUCK_TOKEN if its mask allows no token.
+        logprob: Log-probability of the token, [B].
+        top_ids, top_logprobs: The most likely tokens, [B, 20].
+        counts: New token counts of the rows, [B, V].
     """
 
     token: jax.Array
@@ -108,16 +108,16 @@ def choose(
     """Chooses a token for each active row.
 
     Args:
-      variant: What the rows need.
-      rows: Format of `ints_BI` and `floats_BF`.
-      logits_BV: Of `logits`.
-      ints_BI, floats_BF: Packed parameters of the rows.
-      position_B: Position that the token will have.
-      active_B: Rows that choose a token.
-      counts_BV: Token counts, for shaped variants.
-      shard: Of `logits`.
-      platform: Of the mesh.
-      mask_BW: Allowed tokens as bits, for masked variants (`mask_logits`).
+        variant: What the rows need.
+        rows: Format of `ints_BI` and `floats_BF`.
+        logits_BV: Of `logits`.
+        ints_BI, floats_BF: Packed parameters of the rows.
+        position_B: Position that the token will have.
+        active_B: Rows that choose a token.
+        counts_BV: Token counts, for shaped variants.
+        shard: Of `logits`.
+        platform: Of the mesh.
+        mask_BW: Allowed tokens as bits, for masked variants (`mask_logits`).
     """
     if variant is Variant.GREEDY:
         return Chosen(_mark(greedy(logits_BV, shard), active_B))

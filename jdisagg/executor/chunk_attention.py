@@ -24,14 +24,14 @@ class RankChunk:
     """A rank's part of a chunk: T tokens of up to R rows with N pages each.
 
     Attributes:
-      positions_T: Position of each token in its sequence.
-      segment_T: Row of each token; -1 for padding.
-      table_RN: Page table.
-      past_R: Tokens that each row has in pages already.
-      continuing: Number of rows with a past, which come first.
-      sampling_R: Index of the last token of each row that samples.
-      columns: Columns of the table that may hold a past; 0: all, None: no row has one.
-      packed: Whether there may be several rows.
+        positions_T: Position of each token in its sequence.
+        segment_T: Row of each token; -1 for padding.
+        table_RN: Page table.
+        past_R: Tokens that each row has in pages already.
+        continuing: Number of rows with a past, which come first.
+        sampling_R: Index of the last token of each row that samples.
+        columns: Columns of the table that may hold a past; 0: all, None: no row has one.
+        packed: Whether there may be several rows.
     """
 
     positions_T: jax.Array
@@ -64,9 +64,9 @@ class ChunkAttention:
         """Returns the attention of the next layer.
 
         Args:
-          layer_pages: The layer's pages.
-          rows_alone: Whether queries come only from the tokens that sample.
-          sends: Whether the layer's KV is handed off with the chunk.
+            layer_pages: The layer's pages.
+            rows_alone: Whether queries come only from the tokens that sample.
+            sends: Whether the layer's KV is handed off with the chunk.
         """
 
         def attend(

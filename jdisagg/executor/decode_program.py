@@ -312,9 +312,9 @@ class DecodePrograms:
         """Returns the body of a step.
 
         Args:
-          variant: What the rows need; None for the forward pass alone.
-          chosen_rows: Number of leading rows of `run_rows` that have logits; None if the batch is
-            slots, all of which have logits.
+            variant: What the rows need; None for the forward pass alone.
+            chosen_rows: Number of leading rows of `run_rows` that have logits; None if the batch is
+                slots, all of which have logits.
         """
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)

@@ -63,11 +63,11 @@ class _Row:
     """A slot whose sequence has a grammar.
 
     Attributes:
-      matcher: Has consumed all known tokens, `run` included; None if the grammar did not compile.
-      position: Position of the slot's token after all issued steps.
-      limit: First position that may not be written.
-      longest: Longest run; 1 disables runs.
-      run: The slot's token, if it was forced, and the forced tokens that follow it.
+        matcher: Has consumed all known tokens, `run` included; None if the grammar did not compile.
+        position: Position of the slot's token after all issued steps.
+        limit: First position that may not be written.
+        longest: Longest run; 1 disables runs.
+        run: The slot's token, if it was forced, and the forced tokens that follow it.
     """
 
     matcher: TokenMatcher | None
@@ -85,8 +85,8 @@ class GrammarRows:
     """The slots with a grammar. Called by the dispatch thread alone.
 
     Attributes:
-      compiler: Compiles grammars; None without a tokenizer. A grammar then allows no token, but
-        workers refuse such requests before.
+        compiler: Compiles grammars; None without a tokenizer. A grammar then allows no token, but
+            workers refuse such requests before.
     """
 
     def __init__(self, vocabulary: int, longest: int, platform: str) -> None:

@@ -35,10 +35,10 @@ class Places(NamedTuple):
     """Where a block's tokens lie on this rank.
 
     Attributes:
-      stamp_5: `transfer.codec.stamp_array` of the block.
-      page_N: Pages of the block, the first token's page first.
-      page_size: Tokens of a page.
-      nowhere: Page number out of range, to which nothing is written.
+        stamp_5: `transfer.codec.stamp_array` of the block.
+        page_N: Pages of the block, the first token's page first.
+        page_size: Tokens of a page.
+        nowhere: Page number out of range, to which nothing is written.
     """
 
     stamp_5: jax.Array

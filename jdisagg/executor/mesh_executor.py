@@ -62,14 +62,14 @@ class MeshRole:
     """What an instance does.
 
     Attributes:
-      prefill, decode: Which programs it runs.
-      emit: Whether prefilled KV is returned and offered.
-      codec: Encoding of the blocks that it receives.
-      extracts: Whether it sends blocks out of its pages: running sequences, or its prefix cache.
-      host_tokens: Longest block of its prefix cache in host memory; 0: none.
-      spills: Whether sequences are swapped out to host memory.
-      disk: Directory of its prefix cache on disk; "": none.
-      peer_tokens: Longest block that a prefill mesh fetches from peers; 0: none.
+        prefill, decode: Which programs it runs.
+        emit: Whether prefilled KV is returned and offered.
+        codec: Encoding of the blocks that it receives.
+        extracts: Whether it sends blocks out of its pages: running sequences, or its prefix cache.
+        host_tokens: Longest block of its prefix cache in host memory; 0: none.
+        spills: Whether sequences are swapped out to host memory.
+        disk: Directory of its prefix cache on disk; "": none.
+        peer_tokens: Longest block that a prefill mesh fetches from peers; 0: none.
     """
 
     prefill: bool

@@ -44,13 +44,13 @@ class ChunkForm:
     """The static properties of a chunk's program.
 
     Attributes:
-      packed: Whether some rank has several rows, or one that is not first.
-      past: Whether rows may continue earlier chunks. On a CPU a packed chunk's rows always may; a
-        whole new prompt is 1 % faster without.
-      samples: Whether rows may sample. Only chunks of the largest bucket, which earlier parts of
-        prompts fill, are also compiled without.
-      columns: Columns of the page table that the past may reach; 0: all of them.
-      every_token: Whether the last layer is computed for all tokens.
+        packed: Whether some rank has several rows, or one that is not first.
+        past: Whether rows may continue earlier chunks. On a CPU a packed chunk's rows always may; a
+            whole new prompt is 1 % faster without.
+        samples: Whether rows may sample. Only chunks of the largest bucket, which earlier parts of
+            prompts fill, are also compiled without.
+        columns: Columns of the page table that the past may reach; 0: all of them.
+        every_token: Whether the last layer is computed for all tokens.
     """
 
     packed: bool = False
@@ -202,10 +202,10 @@ class PrefillPrograms:
         """Issues the chain.
 
         Returns:
-          The last activations of the rows that sample, [ranks, R, D], numbered as in
-          `ChunkArrays.sampling` (if no row may sample, an array to wait for), or of every token,
-          [ranks, T, D], if the form says so. If chunks are handed off, also one KV block for each
-          group, and its sums.
+            The last activations of the rows that sample, [ranks, R, D], numbered as in
+            `ChunkArrays.sampling` (if no row may sample, an array to wait for), or of every token,
+            [ranks, T, D], if the form says so. If chunks are handed off, also one KV block for each
+            group, and its sums.
         """
         on_host = (
             chunk.tokens,
@@ -239,13 +239,13 @@ class PrefillPrograms:
         """Cuts the block of one offer out of a chunk's blocks.
 
         Args:
-          blocks: Blocks [ranks, C, K, T, H] of consecutive layer groups.
-          rank: dp rank of the sequence; the other ranks' part of the result is unspecified.
-          offset: First token.
-          tokens: Number of tokens.
+            blocks: Blocks [ranks, C, K, T, H] of consecutive layer groups.
+            rank: dp rank of the sequence; the other ranks' part of the result is unspecified.
+            offset: First token.
+            tokens: Number of tokens.
 
         Returns:
-          One block with all components; the input block itself if it is wanted whole.
+            One block with all components; the input block itself if it is wanted whole.
         """
         if len(blocks) == 1 and blocks[0].shape[3] == tokens:
             return blocks[0]

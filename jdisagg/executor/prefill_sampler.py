@@ -59,13 +59,13 @@ class PrefillSampler:
         """Issues the choice of the chunk's samples.
 
         Args:
-          command: The chunk.
-          x: Last activations [ranks, R, D] of each row's last token, rows numbered on their rank in
-            the command's order; with `every_token` those of all tokens [ranks, T, D].
-          every_token: Form of `x`.
+            command: The chunk.
+            x: Last activations [ranks, R, D] of each row's last token, rows numbered on their rank
+                in the command's order; with `every_token` those of all tokens [ranks, T, D].
+            every_token: Form of `x`.
 
         Returns:
-          The choice, or None if no row samples.
+            The choice, or None if no row samples.
         """
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:

@@ -108,12 +108,12 @@ class Programs:
         """Compiles a `shard_map` of `body` over the mesh.
 
         Args:
-          body: Runs on each device with its shards.
-          arguments: Arrays or shapes.
-          in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf by
-            leaf. Donated arguments and their results need equal, explicit shardings; otherwise XLA
-            does not alias them.
-          donate: Indices of donated arguments.
+            body: Runs on each device with its shards.
+            arguments: Arrays or shapes.
+            in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf
+                by leaf. Donated arguments and their results need equal, explicit shardings;
+                otherwise XLA does not alias them.
+            donate: Indices of donated arguments.
         """
         lowered = self._lower(self.mesh, body, arguments, in_specs, out_specs, donate)
         return lowered.compile(compiler_options=self.compiler_options)

@@ -25,11 +25,11 @@ def recur_over(
     """Returns the function that a layer calls to advance its states.
 
     Args:
-      pages: States of the layer.
-      slot_R: Slot of each row.
-      fresh_R: Rows that begin a sequence, whose state is zero; None: no row does.
-      runs: Tokens of each row; None: each token is a row.
-      keep: Called with the new states.
+        pages: States of the layer.
+        slot_R: Slot of each row.
+        fresh_R: Rows that begin a sequence, whose state is zero; None: no row does.
+        runs: Tokens of each row; None: each token is a row.
+        keep: Called with the new states.
     """
 
     def read(part_PK1H: jax.Array) -> jax.Array:
@@ -55,10 +55,10 @@ def runs_of(segment_T: jax.Array, positions_T: jax.Array, past_R: jax.Array, gra
     """Returns the tokens of a chunk's rows.
 
     Args:
-      segment_T: Row of each token; -1 for padding.
-      positions_T: Position of each token.
-      past_R: Position of each row's first token.
-      grain: Tokens of a recurrence step; rows begin at multiples of it.
+        segment_T: Row of each token; -1 for padding.
+        positions_T: Position of each token.
+        past_R: Position of each row's first token.
+        grain: Tokens of a recurrence step; rows begin at multiples of it.
     """
     row_R = jnp.arange(past_R.shape[0], dtype=jnp.int32)
     mine_RT = segment_T[None, :] == row_R[:, None]

@@ -61,11 +61,11 @@ class WorkThreads:
         """Queues a job.
 
         Args:
-          issue: Starts device work on the dispatch thread.
-          beside: Whether `quiet` ignores the job.
+            issue: Starts device work on the dispatch thread.
+            beside: Whether `quiet` ignores the job.
 
         Returns:
-          A future of the result on the running event loop.
+            A future of the result on the running event loop.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()

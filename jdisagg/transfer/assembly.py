@@ -21,11 +21,11 @@ class Assembly:
     """Assembles one pull. Used by one thread at a time.
 
     Args:
-      target: Destination of the block.
-      wanted: All devices of the receiving rank.
+        target: Destination of the block.
+        wanted: All devices of the receiving rank.
 
     Attributes:
-      assembled: Whether `assemble` has run.
+        assembled: Whether `assemble` has run.
     """
 
     def __init__(self, target: PullTarget, wanted: tuple[Wanted, ...]) -> None:
@@ -49,11 +49,11 @@ class Assembly:
         """Accepts announced pieces and returns the shapes of their leaves, in the sender's order.
 
         Args:
-          heads: KV heads of the whole block.
-          pieces: Pieces that a sender announces.
+            heads: KV heads of the whole block.
+            pieces: Pieces that a sender announces.
 
         Raises:
-          HandoffError: A piece was not requested, or was announced before.
+            HandoffError: A piece was not requested, or was announced before.
         """
         parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
         if rest or not parts or self._parts not in (None, parts):
@@ -108,7 +108,7 @@ class Assembly:
         """Makes the global arrays, part by part and leaf by leaf.
 
         Args:
-          arrived: The arrays of `flat`, all of which have arrived.
+            arrived: The arrays of `flat`, all of which have arrived.
         """
         assert self._parts is not None
         count = len(self._leaves)

@@ -48,11 +48,11 @@ class Reserved:
     """What an outlet reserved for one pull.
 
     Attributes:
-      leaves: Number of arrays that the receiver gets.
-      sources: Device arrays that must be computed before `Outlet.write`; empty if nothing is
-        written.
-      memory: Where the leaves will lie; None if that is not known before `Outlet.write`, or if
-        they lie in the transfer engine.
+        leaves: Number of arrays that the receiver gets.
+        sources: Device arrays that must be computed before `Outlet.write`; empty if nothing is
+            written.
+        memory: Where the leaves will lie; None if that is not known before `Outlet.write`, or if
+            they lie in the transfer engine.
     """
 
     leaves: int
@@ -64,9 +64,9 @@ class Outlet(Protocol):
     """Serves the pieces that one receiver process pulls. One thread uses it.
 
     Attributes:
-      address: Server that the receiver may pull from before anything is reserved; "" if none.
-      answers_early: Whether the receiver is answered at `reserve`, because it can tell by itself
-        when the leaves are written. Otherwise it is answered after `write`.
+        address: Server that the receiver may pull from before anything is reserved; "" if none.
+        answers_early: Whether the receiver is answered at `reserve`, because it can tell by itself
+            when the leaves are written. Otherwise it is answered after `write`.
     """
 
     address: str = ""
@@ -76,9 +76,9 @@ class Outlet(Protocol):
         """Reserves room for the pieces, which may still be computed. Does not block.
 
         Args:
-          pull_id: Random id of the pull, used once.
-          pieces: The pieces and their encoding.
-          seconds: Time after which the receiver discards what it reads.
+            pull_id: Random id of the pull, used once.
+            pieces: The pieces and their encoding.
+            seconds: Time after which the receiver discards what it reads.
         """
         ...
 
@@ -97,9 +97,9 @@ class Outlet(Protocol):
         """Takes back a pull's leaves, which the receiver may be reading.
 
         Args:
-          pull_id: Id of the pull.
-          leaves: Number of arrays that were reserved.
-          reason: Error text for a receiver that still waits for them.
+            pull_id: Id of the pull.
+            leaves: Number of arrays that were reserved.
+            reason: Error text for a receiver that still waits for them.
         """
         ...
 
@@ -113,7 +113,7 @@ class Outlet(Protocol):
         """Withdraws everything.
 
         Args:
-          in_flight: Whether leaves may be on their way.
+            in_flight: Whether leaves may be on their way.
         """
         ...
 
@@ -122,13 +122,13 @@ class Inlet(Protocol):
     """Pulls pieces from one sender process. One thread uses it.
 
     Attributes:
-      backend: Backend that the sender is asked to use.
-      has_server: Whether pulls go to a server of the sender, possibly ahead of its answer. Such a
-        pull can get stuck and then blocks its connection.
-      borrows: Whether arrays are views of the sender's memory. The sender is then answered
-        `Pulled` when the last view is dropped, and answers before the leaves are written.
-      reads: Whether this process reads the sender's memory by itself. That can fail on this pair
-        of hosts; the next pull then uses another backend.
+        backend: Backend that the sender is asked to use.
+        has_server: Whether pulls go to a server of the sender, possibly ahead of its answer. Such a
+            pull can get stuck and then blocks its connection.
+        borrows: Whether arrays are views of the sender's memory. The sender is then answered
+            `Pulled` when the last view is dropped, and answers before the leaves are written.
+        reads: Whether this process reads the sender's memory by itself. That can fail on this pair
+            of hosts; the next pull then uses another backend.
     """
 
     backend: KvBackend
@@ -149,14 +149,14 @@ class Inlet(Protocol):
         """Starts to pull the leaves and returns them to be polled.
 
         Args:
-          answer: The sender's answer, or the one that is expected from it.
-          avals: Shapes, dtypes and devices of the leaves.
-          in_time: Returns whether the pull's deadline has not passed; leaves that arrive later
-            count as failed.
-          unused: Called once, on any thread, when no array needs the sender's memory (`borrows`).
+            answer: The sender's answer, or the one that is expected from it.
+            avals: Shapes, dtypes and devices of the leaves.
+            in_time: Returns whether the pull's deadline has not passed; leaves that arrive later
+                count as failed.
+            unused: Called once, on any thread, when no array needs the sender's memory (`borrows`).
 
         Raises:
-          HandoffError: The answer is invalid or its memory cannot be read.
+            HandoffError: The answer is invalid or its memory cannot be read.
         """
         ...
 
@@ -164,7 +164,7 @@ class Inlet(Protocol):
         """Closes the connection; arrays that live keep what they need.
 
         Args:
-          in_flight: Whether pulls are under way.
+            in_flight: Whether pulls are under way.
         """
         ...
 
@@ -173,7 +173,7 @@ class Backend(Protocol):
     """This process's part of one backend, shared by its outlets and inlets.
 
     Attributes:
-      kind: Name on the wire.
+        kind: Name on the wire.
     """
 
     kind: KvBackend

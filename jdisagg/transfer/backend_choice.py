@@ -31,10 +31,10 @@ class Memories:
     """The memory of one process that other processes can read.
 
     Attributes:
-      shared: Shared memory of this host, or None.
-      nixl: Memory registered with NIXL, or None.
-      device: Device memory exported over CUDA IPC, or None.
-      no_device: The reason why CUDA IPC is not used although it was configured; "" otherwise.
+        shared: Shared memory of this host, or None.
+        nixl: Memory registered with NIXL, or None.
+        device: Device memory exported over CUDA IPC, or None.
+        no_device: The reason why CUDA IPC is not used although it was configured; "" otherwise.
     """
 
     shared: SharedMemory | None = None

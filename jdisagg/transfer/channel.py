@@ -60,16 +60,16 @@ class PullTarget:
     """The destination of a block.
 
     Attributes:
-      zeros: [dp, C, granule * kv, T, H] under `block_sharding`. Gives the shape, dtype and sharding
-        of each received array, and stands in for the ranks that receive nothing.
-      rank: Receiving dp rank of the mesh of `zeros`.
-      peer: Sending mesh; "" if there is only one.
-      codec: Encoding of the pieces.
-      leaves: The codec's zeros of each leaf, [dp, C', granule * kv, T', x] under `block_sharding`;
-        () without a codec.
-      heads: KV heads of the whole block. With `source_rank` they allow to plan the pieces before
-        the sender answers; 0 if unknown.
-      source_rank: The peer's dp rank that offers the block.
+        zeros: [dp, C, granule * kv, T, H] under `block_sharding`. Gives the shape, dtype and
+            sharding of each received array, and stands in for the ranks that receive nothing.
+        rank: Receiving dp rank of the mesh of `zeros`.
+        peer: Sending mesh; "" if there is only one.
+        codec: Encoding of the pieces.
+        leaves: The codec's zeros of each leaf, [dp, C', granule * kv, T', x] under
+            `block_sharding`; () without a codec.
+        heads: KV heads of the whole block. With `source_rank` they allow to plan the pieces before
+            the sender answers; 0 if unknown.
+        source_rank: The peer's dp rank that offers the block.
     """
 
     zeros: jax.Array
@@ -137,10 +137,10 @@ class BlockStamp:
     """Identifies the values of a block for its checksums.
 
     Attributes:
-      key: Key of the sums (ops/checksum.py).
-      component: The model's component that is the block's first.
-      start: Position of the first token.
-      valid_tokens: Number of tokens that count.
+        key: Key of the sums (ops/checksum.py).
+        component: The model's component that is the block's first.
+        start: Position of the first token.
+        valid_tokens: Number of tokens that count.
     """
 
     key: int = 0
@@ -175,13 +175,13 @@ class Channel(Protocol):
         revocation. An offer that was revoked before it was made is dropped.
 
         Args:
-          offer_id: Random 64-bit id.
-          block: Global array; not donated afterwards.
-          rank: dp rank that is offered.
-          stamp: Identifies the values for checksums of a lossy codec.
+            offer_id: Random 64-bit id.
+            block: Global array; not donated afterwards.
+            rank: dp rank that is offered.
+            stamp: Identifies the values for checksums of a lossy codec.
 
         Raises:
-          HandoffError: The id is in use or was used before.
+            HandoffError: The id is in use or was used before.
         """
         ...
 
@@ -189,9 +189,9 @@ class Channel(Protocol):
         """Starts a pull. Never blocks or raises. An offer may be pulled several times.
 
         Args:
-          offer_id: Id of the offer, which may be made later.
-          target: Destination of the block.
-          deadline_seconds: Time from now after which the pull fails.
+            offer_id: Id of the offer, which may be made later.
+            target: Destination of the block.
+            deadline_seconds: Time from now after which the pull fails.
         """
         ...
 

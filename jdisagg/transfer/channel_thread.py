@@ -85,9 +85,9 @@ class ComputeWait:
         """Queues a job. Thread-safe; never blocks.
 
         Args:
-          number: Place in the mesh's order of computation.
-          arrays: Arrays to wait for.
-          job: Short function, called also if the computation failed.
+            number: Place in the mesh's order of computation.
+            arrays: Arrays to wait for.
+            job: Short function, called also if the computation failed.
         """
         self._jobs.put((number, next(self._count), arrays, job))
 

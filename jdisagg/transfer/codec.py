@@ -64,9 +64,9 @@ class Codec(Protocol):
         """Returns the leaves of a piece.
 
         Args:
-          piece: [1, C, G, T, H].
-          stamp: `stamp_array` of its block.
-          first_head: Global KV head of the piece's first head, an int scalar.
+            piece: [1, C, G, T, H].
+            stamp: `stamp_array` of its block.
+            first_head: Global KV head of the piece's first head, an int scalar.
         """
         ...
 

@@ -45,11 +45,11 @@ def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | 
     how the death of the exporting process affects readers.
 
     Args:
-      channel: `ServiceConfig.kv_channel`.
-      devices: Devices of the worker.
+        channel: `ServiceConfig.kv_channel`.
+        devices: Devices of the worker.
 
     Returns:
-      The memory or None, and why there is none although it was configured ("" otherwise).
+        The memory or None, and why there is none although it was configured ("" otherwise).
     """
     if channel != "cuda":
         return None, ""

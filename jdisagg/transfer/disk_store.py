@@ -52,12 +52,12 @@ class DiskOutcome:
     """The result of a call.
 
     Attributes:
-      error: Cause of a failure (`block_file`), or "".
-      names: Names of the blocks found.
-      ages: Seconds since each of them was written.
-      arrays, checksums: The block that was read.
-      skipped: Number of files without a valid block, by cause.
-      bytes: Bytes written or read.
+        error: Cause of a failure (`block_file`), or "".
+        names: Names of the blocks found.
+        ages: Seconds since each of them was written.
+        arrays, checksums: The block that was read.
+        skipped: Number of files without a valid block, by cause.
+        bytes: Bytes written or read.
     """
 
     error: str = ""

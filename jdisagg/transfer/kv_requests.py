@@ -22,12 +22,12 @@ class PeerState:
     """One sender process.
 
     Attributes:
-      end: The process.
-      link: Number of the connection to it; grows with each new one.
-      inlet: Pulls from it.
-      address: Its transfer server, once it has reported it; "" before.
-      used: Time of the last request to it.
-      moved: Time when something last arrived from it.
+        end: The process.
+        link: Number of the connection to it; grows with each new one.
+        inlet: Pulls from it.
+        address: Its transfer server, once it has reported it; "" before.
+        used: Time of the last request to it.
+        moved: Time when something last arrived from it.
     """
 
     end: KvEnd
@@ -43,16 +43,16 @@ class SentRequest:
     """The request of one pull to one sender process.
 
     Attributes:
-      pull_id: Random id, used once.
-      peer: The sender process.
-      transfer: The pull.
-      sent_at: Time when the request was last sent.
-      request: The message.
-      arrays: The leaves, once they are on their way or have a place in the sender's memory.
-      address: Server that they are pulled from.
-      refused: Whether the sender has refused.
-      unread: Why the sender's memory could not be read; "" otherwise.
-      ahead: Pieces that are pulled before the sender answers.
+        pull_id: Random id, used once.
+        peer: The sender process.
+        transfer: The pull.
+        sent_at: Time when the request was last sent.
+        request: The message.
+        arrays: The leaves, once they are on their way or have a place in the sender's memory.
+        address: Server that they are pulled from.
+        refused: Whether the sender has refused.
+        unread: Why the sender's memory could not be read; "" otherwise.
+        ahead: Pieces that are pulled before the sender answers.
     """
 
     pull_id: int

@@ -29,12 +29,12 @@ class NegotiatedChannel:
     """Implements `Channel`, and `KvReceiver` for its link.
 
     Args:
-      clock: Clock of the deadlines.
-      end: This process, as its card publishes it (`Memories.end`).
-      link: Carries messages to other processes.
-      host: The one interface on which the transfer engine listens. It has no authentication.
-      transports: Connections of the engine, as in the card; equal on all workers.
-      memories: Memory of this process that others can read; closed with the channel.
+        clock: Clock of the deadlines.
+        end: This process, as its card publishes it (`Memories.end`).
+        link: Carries messages to other processes.
+        host: The one interface on which the transfer engine listens. It has no authentication.
+        transports: Connections of the engine, as in the card; equal on all workers.
+        memories: Memory of this process that others can read; closed with the channel.
     """
 
     def __init__(

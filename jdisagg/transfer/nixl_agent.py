@@ -104,10 +104,10 @@ class NixlAgent:
     a thread of its own. Thread-safe.
 
     Args:
-      host: Address whose interface is used.
+        host: Address whose interface is used.
 
     Raises:
-      ConfigError: NIXL is not installed, or has no backend for these devices.
+        ConfigError: NIXL is not installed, or has no backend for these devices.
     """
 
     def __init__(self, host: str) -> None:
@@ -155,11 +155,11 @@ class NixlAgent:
         """Loads another agent's metadata, so that its memory can be read.
 
         Returns:
-          The name of the agent.
+            The name of the agent.
 
         Raises:
-          HandoffError: The metadata is invalid, or reads from a lost connection to this agent have
-            not ended.
+            HandoffError: The metadata is invalid, or reads from a lost connection to this agent
+                have not ended.
         """
         blob = metadata[_DIGEST_BYTES:]
         if metadata[:_DIGEST_BYTES] != _digest(blob):
@@ -189,12 +189,12 @@ class NixlAgent:
         """Starts to copy registered memory of a peer into registered memory of this process.
 
         Args:
-          peer: Name of the peer's agent.
-          remote: Address at the peer.
-          local: Address here.
-          size: Bytes to copy.
-          in_time: Called once, when the read has ended; returns False if that is too late, and the
-            read then counts as failed.
+            peer: Name of the peer's agent.
+            remote: Address at the peer.
+            local: Address here.
+            size: Bytes to copy.
+            in_time: Called once, when the read has ended; returns False if that is too late, and
+                the read then counts as failed.
         """
         nixl = self._nixl
         with self._lock:

@@ -76,8 +76,8 @@ class NixlMemory(Backend):
     """The registered regions of one process, and its agent. Thread-safe.
 
     Args:
-      agent: NIXL agent of this process.
-      first: Whether NIXL is preferred to shared memory and CUDA IPC.
+        agent: NIXL agent of this process.
+        first: Whether NIXL is preferred to shared memory and CUDA IPC.
     """
 
     kind = KvBackend.NIXL

@@ -146,15 +146,15 @@ def plan_ahead(
     """Returns the plan that all processes of the sender will make.
 
     Args:
-      card: Mesh of the sender.
-      source_rank: dp rank that offers the block.
-      shape: Of the block, [any, C, K, T, H].
-      wanted: Devices of the receiving rank.
-      granule: Heads of a piece.
-      turn: Replica of the sender that begins.
+        card: Mesh of the sender.
+        source_rank: dp rank that offers the block.
+        shape: Of the block, [any, C, K, T, H].
+        wanted: Devices of the receiving rank.
+        granule: Heads of a piece.
+        turn: Replica of the sender that begins.
 
     Raises:
-      LayoutError: The sender's mesh cannot hold such a block.
+        LayoutError: The sender's mesh cannot hold such a block.
     """
     shards = 1 + max(want.head_shard for want in wanted)
     return _plan_of_card(
@@ -228,9 +228,9 @@ class HostLeaves:
     """The leaves of a pull, to be read in host memory.
 
     Attributes:
-      sources: Device arrays that the leaves are read from, perhaps still being computed.
-      cuts: For each distinct array the index of its source and the heads to take (None: all).
-      order: For each leaf of each piece, in order, the index of its array in `cuts`.
+        sources: Device arrays that the leaves are read from, perhaps still being computed.
+        cuts: For each distinct array the index of its source and the heads to take (None: all).
+        order: For each leaf of each piece, in order, the index of its array in `cuts`.
     """
 
     sources: tuple[jax.Array, ...]

@@ -93,10 +93,10 @@ class PolledPull:
         the first delivery counts.
 
         Args:
-          arrays: Arrays to poll.
-          bytes_moved: Bytes that move between devices.
-          assemble: Makes the result of `arrays()` once all have arrived; runs under the lock.
-          explain: Extracts the sender's error from an array's error text, or returns None.
+            arrays: Arrays to poll.
+            bytes_moved: Bytes that move between devices.
+            assemble: Makes the result of `arrays()` once all have arrived; runs under the lock.
+            explain: Extracts the sender's error from an array's error text, or returns None.
         """
         with self._lock:
             if self._coming is not None:

@@ -51,10 +51,10 @@ class EngineOptions:
     """Options of all servers of a process.
 
     Attributes:
-      host: The one interface that servers bind.
-      transports: Parallel connections, equal on both sides.
-      transfer_size: Bytes of a chunk.
-      timeouts: Time-outs of the channel.
+        host: The one interface that servers bind.
+        transports: Parallel connections, equal on both sides.
+        transfer_size: Bytes of a chunk.
+        timeouts: Time-outs of the channel.
     """
 
     host: str = "127.0.0.1"
