@@ -419,7 +419,7 @@ class DecodePrograms:
 
     def _write_rows(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
-        # the slot whose row changes; the slot that starts anew
+        # Column 0: slot whose row changes. Column 1: slot that gets a new sequence.
         where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
         hot = np.zeros((ranks, ROWS_PER_UPDATE, 2), np.int32)
         ints = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.ints), np.int32)
@@ -472,9 +472,9 @@ class DecodePrograms:
 
 
 def run_rows(slots: Slots, bucket: int, runs: Runs, nobody: int) -> np.ndarray:
-    """The rows of a forward pass with runs: int32 [ranks, bucket and rows for runs, 3] of slot,
-    distance of its position from where the slot stands, and token, or -1 for the slot's own. The
-    first ones are of `slots`, each with the last token of its run; the others follow."""
+    """Returns the rows of a forward pass with runs: int32 [ranks, bucket + rows for runs, 3] of
+    slot, offset of the row's position from the slot's, and token (-1: the slot's own). The rows of
+    `slots` come first, each with the last token of its run; the other rows of runs follow."""
     rows = np.full((len(slots), bucket + rows_for_runs(bucket), 3), (nobody, 0, -1), np.int32)
     used = [bucket] * len(slots)
     for rank, rank_slots in enumerate(slots):

@@ -57,7 +57,7 @@ from jdisagg.transfer.kv_requests import (
 )
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
-from jdisagg.transfer.said_errors import heard, named_error
+from jdisagg.transfer.sender_errors import named_error, sender_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, is_dead_connection
 
 _log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class KvPuller:
                 assembly.flat,
                 assembly.nbytes,
                 lambda arrays: self._arrived(assembly, arrays),
-                heard,
+                sender_error,
             )
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -357,7 +357,7 @@ class KvPuller:
                     f"the pieces from {sent.peer.end.control} could not be computed or moved:"
                     f" {error}"
                 )
-                transfer.pull.fail(heard(error) or broken)
+                transfer.pull.fail(sender_error(error) or broken)
                 return True
         return False
 

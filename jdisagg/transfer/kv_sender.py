@@ -53,7 +53,7 @@ from jdisagg.transfer.pieces import (
     plan_of_request,
 )
 from jdisagg.transfer.polled_pull import is_ready
-from jdisagg.transfer.said_errors import said
+from jdisagg.transfer.sender_errors import error_text
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 GIVEN_UP = "the receiver gave the pull up"
@@ -184,7 +184,7 @@ class KvSender:
                 if peer is not None:
                     peer.outlet.given_up(message.pull_id)
                     if not _withdraw(peer, message.pull_id, GIVEN_UP) and message.ahead:
-                        peer.outlet.refuse(message.pull_id, 1, said(HandoffError(GIVEN_UP)))
+                        peer.outlet.refuse(message.pull_id, 1, error_text(HandoffError(GIVEN_UP)))
             case Leave():
                 if peer is not None and peer.link <= message.link:
                     self._close_peer(receiver)
@@ -370,7 +370,7 @@ class KvSender:
         """Fails a pull ahead, which waits at the outlet."""
         if request.address and self._is_where_pulled(receiver, request):
             leaves = len(request.pieces) * leaves_of(request.codec)
-            self._peers[receiver].outlet.refuse(request.pull_id, max(1, leaves), said(error))
+            self._peers[receiver].outlet.refuse(request.pull_id, max(1, leaves), error_text(error))
 
     def _note_seen(self, pull_id: int) -> None:
         self._seen[pull_id] = None
@@ -477,5 +477,5 @@ def _withdraw(peer: _PeerState, pull_id: int, reason: str) -> bool:
     """Withdraws a posting; returns whether there was one."""
     posting = peer.postings.pop(pull_id, None)
     if posting is not None:
-        peer.outlet.withdraw(pull_id, posting.leaves, said(HandoffError(reason)))
+        peer.outlet.withdraw(pull_id, posting.leaves, error_text(HandoffError(reason)))
     return posting is not None

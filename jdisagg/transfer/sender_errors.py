@@ -6,18 +6,18 @@ import re
 from jdisagg import errors
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 
-_SAID = re.compile(r"the sender says (\w+): (.*)", re.DOTALL)
+_PATTERN = re.compile(r"sender error (\w+): (.*)", re.DOTALL)
 
 
-def said(error: JdisaggError) -> str:
+def error_text(error: JdisaggError) -> str:
     """Returns the text of an error array."""
-    return f"the sender says {type(error).__name__}: {error.message}"
+    return f"sender error {type(error).__name__}: {error.message}"
 
 
-def heard(text: str) -> JdisaggError | None:
+def sender_error(text: str) -> JdisaggError | None:
     """Extracts the sender's error from a failed array's text, or returns None if the transfer
     engine or an XLA program raised it."""
-    found = _SAID.search(text)
+    found = _PATTERN.search(text)
     return named_error(*found.groups()) if found else None
 
 
