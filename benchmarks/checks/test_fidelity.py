@@ -21,7 +21,7 @@ from benchmarks.run_fitting import from_lone_steps, from_report, kv_tokens_seen,
 
 
 def engine(name: str) -> SimulatedEngine:
-    """With the constants of the committed results."""
+    """Returns an engine with the constants of the committed results."""
     constants = json.loads((RESULTS / "fidelity.json").read_text())["constants"]
     return from_report(starts()[name], constants[name])
 

@@ -1,6 +1,5 @@
-"""The published studies asked again (benchmarks/papers): the pages are what the results give, some
-of the results are what the code gives, and what they are judged by agrees with what can be said
-without it."""
+"""Replications of published studies (benchmarks/papers): pages match their results, some results
+match the code, and the search agrees with closed forms."""
 
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ from jdisagg.simulator.workloads import Arrival
 
 
 def row(study: str, table: int, *begins: object) -> list[object]:
-    """The one row of a study's table whose first cells are these."""
+    """Returns the one row of a study's table that starts with these cells."""
     tables = read(study)["tables"]
     rows: list[list[object]] = tables[table]["rows"]  # type: ignore[index]
     (found,) = [one for one in rows if one[: len(begins)] == list(begins)]
@@ -28,7 +27,8 @@ def test_the_committed_page_is_what_the_results_give(study: str) -> None:
 
 
 def crosses(attained: Callable[[float], float], rate: float, wanted: float) -> bool:
-    """The committed rate keeps the goal; one beyond the search's tolerance does not."""
+    """Returns whether the committed rate attains the goal and one beyond the search's tolerance
+    does not."""
     return attained(rate) >= wanted > attained(rate * (1 + 2 * TOLERANCE))
 
 
@@ -86,8 +86,8 @@ def test_every_division_of_a_design_keeps_within_its_budget(unit: str) -> None:
 
 
 def test_a_request_alone_on_an_a100_machine_is_not_slowed() -> None:
-    """Of each limit's slowdown 1, over the slowdown that is allowed. A first step that is issued
-    behind nobody, and rounding of contexts, leave a few percent."""
+    """Each slowdown is 1, divided by the allowed slowdown. The first step, which is issued behind
+    no other, and rounded contexts leave a few percent."""
     setting, design = splitwise.Setting(), splitwise.BASELINES[0]
     outcomes = simulate(setting.fleet(design, (0, 1)), [Arrival(0.0, 1500, 200)]).outcomes
     found = splitwise.Slowdowns(setting.model).kept(outcomes, setting.rest)

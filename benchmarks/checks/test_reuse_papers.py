@@ -1,5 +1,5 @@
-"""The page of the papers about KV that is found again is what the code gives from its JSON, and a
-committed run made again gives the committed figures."""
+"""The page on papers about prefix caches is what the code gives from its JSON, and a repeated run
+gives the committed figures."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Fleets beyond two pools: prefill workers at another site behind one shared link, and decode
-workers that prefill."""
+workers that also prefill."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ from tests.simulator.test_channel_and_timeline import LINK, arrivals
 
 
 def two_sites(threshold: int = 0) -> StudyFleet:
-    """One instance near and one far that prefill, one near that decodes."""
+    """Returns a fleet with a prefill worker near, one far, and a decode worker near."""
     shape = geometry("llama-3.1-8b")
     return StudyFleet(
         shape,
@@ -78,7 +78,7 @@ def test_sites_need_a_link_between_them() -> None:
 
 
 def test_a_decode_worker_that_prefills_takes_hand_offs_too() -> None:
-    """It computes what fits one chunk."""
+    """It prefills prompts that fit one chunk."""
     small = replace(INSTANCE, chunk_tokens=2048, min_chunk_tokens=256)
     fleet = StudyFleet(
         geometry("llama-3.1-8b"),

@@ -1,5 +1,5 @@
-"""The committed figures of the study are what the code gives, and are traced to their commits; in a
-cheap form: a few of the shortest runs, and the candidates of the cheapest case."""
+"""The study's committed figures are what the code gives, checked on a few of the shortest runs and
+on the candidates of the cheapest case."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ CODE = next(case for case in CASES if case.name == "llama-3-70b on 16 h100 / azu
 
 
 def shortest_run(case: StudyCase, mode: str) -> tuple[str, dict[str, object]]:
-    """(candidate as text, run) with the fewest requests and the least rate of a mode."""
+    """Returns (candidate as text, run) with the fewest requests and the lowest rate of a mode."""
     known = STUDY["cases"][case.name]
     runs = [
         (run["requests"], run["rate"], text, run)
@@ -39,7 +39,7 @@ def test_a_committed_run_made_again_gives_the_committed_figures(mode: str) -> No
 
 
 def test_what_the_search_chooses_is_among_the_committed_candidates() -> None:
-    """Beside earlier ones that stay on the page."""
+    """The page also has candidates of earlier searches."""
     chosen = {as_text(candidate) for candidate in CODE.candidates}
     assert chosen <= set(STUDY["cases"][CODE.name]["candidates"])
 

@@ -1,5 +1,5 @@
-"""The cost model: exact sizes, limits one can compute by hand, directions that must hold, and other
-people's measurements."""
+"""The cost model against exact sizes, limits by hand, required directions, and published
+measurements."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How programs work, told as `Kernels`: each changes its own term alone, by what it says."""
+"""Kernel properties: each field of `Kernels` changes its own term by its own factor."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""A model whose layers without a window have other kv heads, of another size, costs what two models
-cost, each with the layers of one kind."""
+"""A model with two sizes of attention costs what two models cost, each with the layers of one
+kind."""
 
 import dataclasses
 

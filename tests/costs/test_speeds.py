@@ -1,4 +1,4 @@
-"""Columns of seconds against the cost model, one worker at a time."""
+"""Vectorised speeds against the cost model, one worker at a time."""
 
 from dataclasses import replace
 

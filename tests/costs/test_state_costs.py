@@ -1,4 +1,4 @@
-"""What layers that keep state of a sequence in place of KV cost."""
+"""Costs of recurrent layers, which hold state in place of KV."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the weights take on one device of a layout, by hand from the sizes of the models."""
+"""Weights on one device of a layout, by hand from the sizes of the models."""
 
 import dataclasses
 

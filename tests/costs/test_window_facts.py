@@ -1,5 +1,5 @@
-"""What the calculator says of a model with windows is what a decode mesh holds and what is handed
-over."""
+"""The calculator's figures for windowed models against what a decode mesh holds and a hand-off
+transfers."""
 
 import pytest
 

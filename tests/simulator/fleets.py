@@ -1,4 +1,4 @@
-"""A fleet so small and short of pages that everything happens in it, and prompts for it."""
+"""A small fleet that is short of pages, so that all mechanisms occur in it, and prompts for it."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
 
 
 def small_fleet(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
-    """Two instances of each role, short of pages, whose mesh is found to hang within two
-    seconds."""
+    """Returns a fleet of two instances of each role, short of pages, that detects a hung mesh
+    within two seconds."""
     instance = replace(
         INSTANCE,
         chunk_tokens=2048,

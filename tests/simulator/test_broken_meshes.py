@@ -1,5 +1,5 @@
-"""What ends on a simulated mesh that broke or hangs, and what becomes of a worker that a fault and
-a change of role meet at."""
+"""Commands on a simulated mesh that breaks or hangs, and a worker that meets a fault and a role
+change together."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ UNDER_WAY: list[tuple[StepCommand, ...]] = [
 def struck(
     commands: Sequence[StepCommand], fault: Callable[[SimulatedExecutor], None], fused: bool = False
 ) -> list[str]:
-    """What became of commands that were under way when the fault struck, a long time afterwards."""
+    """Returns the state of commands that were running when the fault struck, long afterwards."""
 
     async def main() -> list[str]:
         fleet = small_fleet()

@@ -1,4 +1,4 @@
-"""Shared links against arithmetic by hand; gaps between tokens against the times of the single
+"""Shared links against arithmetic by hand, and gaps between tokens against the times of single
 steps."""
 
 import asyncio

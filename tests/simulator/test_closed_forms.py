@@ -1,9 +1,8 @@
-"""The simulated cluster against queueing theory: one server of constant time, and whoever waits
-before it.
+"""The simulated cluster against queueing theory: a single server with constant service time.
 
-Prompts fill a chunk each, so that the mesh is a single server; answers are one token, so that
-nothing but the prefill takes time. Waiting is TTFT less the service. Lindley's recursion over the
-same arrivals is the exact answer for any of them; D/D/1 and M/D/1 are its means."""
+Each prompt fills a chunk, so that the mesh is a single server, and answers have one token, so that
+only the prefill takes time. Waiting is TTFT minus service. Lindley's recursion over the same
+arrivals is exact; D/D/1 and M/D/1 are its means."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,8 +91,8 @@ def test_every_single_wait_is_lindleys(mode: Mode, variation: float) -> None:
 @pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
 @pytest.mark.parametrize("users", [1, 4, 50])
 def test_users_of_a_closed_loop_wait_for_each_of_the_others_once(mode: Mode, users: int) -> None:
-    """One server, first come first served, nobody thinks: request n ends after n + 1 services, and
-    the user whose request that was asks again at once."""
+    """One server serves first come first served without think time. Request n ends after n + 1
+    services, and its user sends the next request at once."""
     arrivals = gamma(6.0, 30, Fixed(CHUNK, 1), 1.0, seed=3)
     found = simulate(one_server(mode), arrivals, concurrency=users).outcomes
     began = [SERVICE * max(0, number - users + 1) for number in range(30)]
@@ -112,7 +111,7 @@ def test_a_closed_loop_goes_on_when_a_request_is_refused() -> None:
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int) -> None:
-    """A single server again: the first stage."""
+    """The first stage is again a single server."""
     fleet = one_server(Mode.DISAGGREGATED)
     assert fleet.prefill is not None
     fleet = replace(
@@ -125,7 +124,7 @@ def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int)
 
 
 def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
-    """It holds back what a prefill worker cannot begin with soon; four stages begin with four times
+    """The router holds back what a prefill worker cannot begin soon; four stages begin four times
     as much."""
     stages, pool = 4, Pool(1, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
     fleet = Fleet(
@@ -150,8 +149,7 @@ def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
 
 @pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
 def test_lindleys_mean_is_pollaczek_and_khinchines(load: float) -> None:
-    """So that the waits above, which are Lindley's one by one, mean what theory says: within 1 %
-    over ten million requests."""
+    """Ties the recursion above to theory: its mean agrees within 1 % over ten million requests."""
     random = np.random.default_rng(0)
     gaps = random.exponential(SERVICE / load, 10_000_000)
     # Lindley in closed form: the walk of service - gap above its least value so far.

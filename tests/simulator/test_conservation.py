@@ -1,4 +1,4 @@
-"""Whatever goes wrong, every request ends once, all pages return, and the faults did strike."""
+"""Under any faults every request ends once, all pages return, and the faults did strike."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ from tests.simulator.fleets import LENGTHS, small_fleet
 def random_faults(
     seed: int, workers: Sequence[str], until_seconds: float, count: int, back_after: float = 5.0
 ) -> list[Fault]:
-    """`count` faults of all kinds at random moments; whoever dies comes back."""
+    """Returns `count` faults of all kinds at random times; dead workers are restarted."""
     chance = random.Random(seed)
     found: list[Fault] = []
     for _ in range(count):

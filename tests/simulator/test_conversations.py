@@ -1,4 +1,4 @@
-"""Conversations as workloads: each turn begins with all that was said before."""
+"""Conversations as workloads: each turn's prompt starts with all earlier turns."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ LENGTHS = LogNormal(200, 0.7, 100, 0.7, longest=1000)
 
 
 def by_conversation(arrivals: list[Arrival]) -> list[list[Arrival]]:
-    """By the name of their first block: nothing is shared here."""
+    """Groups arrivals by the name of their first block, since nothing is shared here."""
     found: dict[int, list[Arrival]] = {}
     for item in arrivals:
         found.setdefault(item.block_hashes[0], []).append(item)
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_a_turn_finds_the_answer_before_it_where_it_is_decoded() -> None:
-    """A prefill worker knows what it computed; a decode worker the answer, too."""
+    """A prefill worker has cached what it computed, a decode worker also the answer."""
     fleet = small_fleet(pages=512)
     assert fleet.prefill is not None
     fleet = replace(
@@ -84,7 +84,7 @@ def test_a_turn_finds_the_answer_before_it_where_it_is_decoded() -> None:
 
 
 def test_turns_that_are_short_are_appended_where_the_last_one_was_decoded() -> None:
-    """By the live router's decision and the live worker's commands; nothing leaks."""
+    """The live router decides it, the live worker runs it, and no page leaks."""
     fleet = small_fleet(pages=512)
     kept = PrefixConfig(reuse=True, grain_tokens=128)
     turns = ConversationTurns(mean=4.0, think_seconds=10.0, block_tokens=128)

@@ -1,5 +1,5 @@
-"""A decision that was written down in a simulated cluster is made again from its record, as a live
-router's is: it is the same code."""
+"""A decision recorded in a simulated cluster replays to itself, as a live router's does, since the
+code is the same."""
 
 from dataclasses import replace
 

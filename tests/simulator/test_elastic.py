@@ -1,4 +1,4 @@
-"""The live controller on a simulated fleet: it follows the load there and back, and serves more of
+"""The live controller on a simulated fleet follows the load in both directions and serves more of
 it than a fixed ratio does."""
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ CONFIG = ElasticConfig(
 
 
 def fleet() -> Fleet:
-    """Two of each."""
+    """Returns a fleet with two workers of each role."""
     return small_fleet(pages=512)
 
 
@@ -83,8 +83,8 @@ def test_long_prompts_get_a_decode_worker_to_prefill_for_them() -> None:
 
 
 def test_prompts_so_long_that_the_router_holds_them_get_one_too() -> None:
-    """Each takes a prefill worker longer than `hold_seconds`: none ever waits at the worker
-    itself."""
+    """Each prompt occupies a prefill worker for longer than `hold_seconds`, so that none ever waits
+    at the worker."""
     result, said, roles = run(poisson(3.6, 150, Fixed(8000, 4)))
     check(result, 1)
     assert result.counters["requests_held"] > 50 and sorted(roles.values()).count("prefill") == 3, (

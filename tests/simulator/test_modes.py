@@ -1,5 +1,5 @@
-"""What sets the modes apart: chunks that alternate with steps or share them, whole prefills, and
-the stalls that each leaves to others."""
+"""Differences of the modes: chunks in turn with steps or fused with them, whole prefills, and the
+stalls that each causes."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def run(mode: Mode, fused: bool = False, chunk_tokens: int = 1024) -> Result:
 
 
 def stall(result: Result) -> float:
-    """The longest gap of a running stream, its hand-off aside."""
+    """Returns the longest gap of a running stream, without its hand-off."""
     gaps = [outcome.gaps for outcome in result.outcomes[:4] if outcome.gaps]
     return max(max(item.longest, 0.0) for item in gaps)
 
@@ -81,8 +81,7 @@ def test_fleets_that_cannot_be_are_refused_with_what_does_not_fit() -> None:
 
 
 def test_an_instance_wider_than_the_fast_link_pays_for_the_slower_one() -> None:
-    """Whoever says how many devices share it says so of tensor parallelism, too, and not only of
-    hand-offs."""
+    """`host_devices` bounds the fast link for tensor parallelism as well as for hand-offs."""
     pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
     within, beyond = (
         simulate(

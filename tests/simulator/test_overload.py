@@ -1,5 +1,5 @@
-"""Admission, fairness and breakers in a whole simulated cluster: overload, floods of one tenant,
-workers that fail and heal."""
+"""Admission, fairness and breakers in a whole simulated cluster: overload, a flood of one tenant,
+workers that fail and recover."""
 
 import json
 from collections import Counter
@@ -66,9 +66,9 @@ def test_beyond_its_capacity_goodput_stays_and_who_is_admitted_is_served_in_time
 def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can_bear(
     mode: Mode,
 ) -> None:
-    """Each prompt delays all that decode there: what may come in time for its first token would
-    still be too much. What it is allowed to hold ahead when it was idle (routing.hold_seconds)
-    comes at once."""
+    """Each prompt delays all decoding streams, so that prompts in time for their first token may
+    still be too many. The backlog that an idle router may hold (routing.hold_seconds) is admitted
+    at once."""
     good = {}
     for rate in (20.0, 80.0):
         pool = Pool(2, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
@@ -87,8 +87,8 @@ def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can
 
 
 def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() -> None:
-    """Long prompts among short ones: all ranks of a mesh wait for the longest, which no prediction
-    from sums knows."""
+    """Long prompts come among short ones. All ranks of a mesh wait for the longest, which no
+    prediction from sums covers."""
     wide = Pool(1, accelerator("gb200-nvl72"), replace(INSTANCE, layout=Layout(dp=8, ep=8)))
     lengths = workloads.Mixture(((0.8, workloads.Fixed(500, 8)), (0.2, workloads.Fixed(6000, 8))))
     routing = RoutingConfig(ttft_slo_seconds=1.5)
@@ -106,7 +106,7 @@ def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() 
 
 
 def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
-    """Two that ask for little, one that asks for several times the capacity."""
+    """Two tenants request little, and one several times the capacity."""
     small = [
         workloads.poisson(4.0, 16, LENGTHS, seed=seed, tenant=f"small{seed}") for seed in (1, 2)
     ]

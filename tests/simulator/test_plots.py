@@ -1,5 +1,5 @@
-"""Every picture is drawn from real outcomes, refused ones and single tokens included, and shows the
-numbers it was given."""
+"""Every plot is drawn from real outcomes, refused ones and single tokens included, and shows its
+input."""
 
 import sys
 from pathlib import Path

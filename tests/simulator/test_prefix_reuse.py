@@ -1,5 +1,5 @@
-"""KV that stays, in the simulator: the live policy on simulated meshes, against a dictionary of all
-blocks that were ever seen, and what a hit is worth."""
+"""The prefix cache in the simulator: the live policy on simulated meshes against a dictionary of
+all blocks ever seen, and the gain of a hit."""
 
 import random
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def fleet_of(
 
 
 def conversations(count: int, every: float, seed: int = 0) -> list[Arrival]:
-    """Prompts of one to four blocks that begin like earlier ones, or not."""
+    """Returns prompts of one to four blocks, some with a prefix of earlier ones."""
     chance = random.Random(seed)
     seen: list[tuple[int, ...]] = [()]
     fresh = iter(range(1, 10**6))
@@ -56,8 +56,8 @@ def conversations(count: int, every: float, seed: int = 0) -> list[Arrival]:
 
 
 def known_to_all(arrivals: Sequence[Arrival], grain: int) -> int:
-    """Tokens that a store without end knows, one request after the other: whole grains of blocks
-    that came in the same order before, and one token at least is left to compute."""
+    """Returns the tokens that an unbounded cache would hit, request by request: whole blocks in the
+    same order as before, with at least one token left to compute."""
     seen: dict[tuple[int, ...], int] = {}
     total = 0
     for one in arrivals:
@@ -143,8 +143,8 @@ def test_the_same_call_gives_the_same_result_with_what_stays(prefix: PrefixConfi
 
 
 def test_a_hit_is_never_slower_alone() -> None:
-    """One request at a time, whatever is known of it and where: its first token and its last come
-    no later than without reuse."""
+    """With one request at a time, first and last token come no later than without a prefix
+    cache."""
     arrivals = conversations(40, every=6.0, seed=5)
     plain = simulate(fleet_of(512, PrefixConfig()), arrivals).outcomes
     for pages, decode_pages, prefix in (
@@ -222,7 +222,7 @@ def test_a_simulated_disk_is_refused() -> None:
 
 
 def test_preempted_sequences_come_back_from_host_memory_by_the_live_workers_code() -> None:
-    """Without it they are prefilled again."""
+    """Without host memory they are prefilled again."""
     arrivals = [Arrival(0.001 * number, 300, 900) for number in range(12)]
     without, with_host = (
         simulate(fleet_of(24, PrefixConfig(host_gib=gib)), arrivals) for gib in (0.0, 2.0)

@@ -1,5 +1,5 @@
-"""The report's figures against hand-computed ones and numpy's; gaps kept in buckets against the
-gaps themselves."""
+"""The report's figures against hand-computed ones and numpy's, and bucketed gaps against the gaps
+themselves."""
 
 import csv
 import importlib.util
@@ -28,7 +28,7 @@ from jdisagg.simulator.tables import COLUMNS, text_of, write_outcomes
 def outcome(
     number: int, ttft: float | None = 0.1, tpot: float = 0.02, tokens: int = 11, **more: object
 ) -> RequestOutcome:
-    """Arrives at `number` seconds; evenly spaced tokens."""
+    """Returns an outcome that arrives at `number` seconds with evenly spaced tokens."""
     first = None if ttft is None else number + ttft
     finish = number + (ttft or 0.0) + tpot * (tokens - 1)
     gaps = None if ttft is None else Gaps.of([(tpot, tokens - 1)])

@@ -1,4 +1,4 @@
-"""Workers that change their role in the midst of a run."""
+"""Workers that change their role during a run."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The virtual loop: order, jumps, what is stuck, and what asyncio expects of any loop."""
+"""The virtual loop: order, jumps of time, stuck states, and what asyncio expects of any loop."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ def test_timers_run_by_time_and_those_of_one_instant_as_they_were_set() -> None:
 
 
 async def test_it_runs_where_a_loop_runs_already() -> None:
-    """As in a notebook."""
+    """A notebook's thread already runs a loop."""
 
     async def main() -> float:
         await asyncio.sleep(7.0)

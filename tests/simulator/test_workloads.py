@@ -1,5 +1,4 @@
-"""Workloads: what traces say is what arrives, laws of probability are kept, and what cannot be used
-is refused by name."""
+"""Workloads: traces are read as written, distributions hold, and errors name what is unusable."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The web page's guide: three ways of serving the same arrivals, and what their differences say."""
+"""The web page's guide: the same arrivals in three modes, and the differences between them."""
 
 import math
 from functools import cache

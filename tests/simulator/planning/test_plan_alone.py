@@ -1,5 +1,5 @@
 """Goals that a single request on idle accelerators misses, and runs that end when their goal is
-lost: against the simulator."""
+lost, against the simulator."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The planner's arithmetic, against cases whose answer follows from a line of algebra."""
+"""The planner's arithmetic against cases with an answer in closed form."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""Plans by the real simulator where the answer is known; what is simulated is what is
-configured."""
+"""Plans by the real simulator where the answer is known; the configuration is what was
+simulated."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""The rival that two pools are compared with: chunks within decode steps, by arithmetic and held
-against the simulator."""
+"""The rival of two pools, chunks within decode steps: its arithmetic against the simulator."""
 
 import math
 
@@ -60,7 +59,7 @@ def test_what_arithmetic_lets_a_fused_engine_carry_is_near_what_the_simulator_ca
 
 
 def test_a_mean_time_per_token_spreads_as_the_chunks_that_a_sequence_meets_by_chance():
-    """Against draws of the binomial law that it stands for."""
+    """Compares the normal approximation with draws of the binomial distribution."""
     steps = FusedChunks(
         StepTable(fitting_layouts(MODEL, SITE, 1200)[0].model), 512, np.array([1000]), 1100.0, 199.0
     )

@@ -1,5 +1,5 @@
-"""The planner's search over runs whose answer is known: a fake runner with a capacity of its own,
-no simulator."""
+"""The planner's search over runs with a known answer: a fake runner with a given capacity, no
+simulator."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ Capacity = Callable[[Candidate], float]
 
 
 class Servers:
-    """Serves up to `capacity(candidate)` requests a second in time and all above that late; notes
-    who was asked."""
+    """Serves up to `capacity(candidate)` requests a second in time and all above that late. Records
+    the candidates that were run."""
 
     def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
         self._capacity, self._late = capacity, late
