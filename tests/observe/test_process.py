@@ -90,7 +90,7 @@ async def test_a_folder_for_timelines_that_cannot_be_made_is_refused_before_the_
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError,
-        match="timelines: folder '.*file/t' cannot be used: Not a directory; name a folder",
+        match="timelines: folder '.*file/t' cannot be used: Not a directory; give a writable",
     ):
         async with observing("p", ObserveConfig(timelines=str(tmp_path / "file" / "t"))):
             raise AssertionError("the work began")
