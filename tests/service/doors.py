@@ -179,6 +179,8 @@ class FakePath:
     async def reset_cache(self) -> int:
         return 7
 
+    async def drain(self) -> None: ...
+
 
 def scores_of(request: Request) -> PromptLogprobs:
     """The letter behind each is likelier than it, and is named first."""
