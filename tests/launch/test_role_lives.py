@@ -161,7 +161,7 @@ async def test_of_an_instance_of_several_processes_none_changes_and_what_helps_i
         ConfigError,
         match=(
             "worker 'w' cannot change its role: its instance has 2 processes.*end it and start"
-            " it as"
+            " it in"
         ),
     ):
         await keeper.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
