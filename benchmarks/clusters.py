@@ -32,7 +32,7 @@ def server(*arguments: str) -> contextlib.AbstractContextManager[str]:
 def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
     """The address of a page that runs as a child: of the line that begins with `said`."""
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-u", "-m", page, "--port=0", *arguments]
+        command = [sys.executable, "-u", "-m", page, "--port=0", "--http_port=-1", *arguments]
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )

@@ -343,7 +343,8 @@ class ServiceConfig:
             )
         if self.http_port and self.http_port == self.port:
             raise ConfigError(
-                f"service.http_port={self.http_port} equals service.port; set two different ports"
+                f"service.http_port={self.http_port} equals service.port; choose another"
+                " with --http_port"
             )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -95,6 +95,7 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
     planned = plan_cluster(config, folder)
     for service in planned.services:
         check_address(service)
+    config.observe.check_ports(1 + len(planned.instances))
     return planned
 
 

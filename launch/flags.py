@@ -197,7 +197,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "host": _text(None, "Address to listen on and to advertise to other processes."),
         "port": _count(None, "gRPC port. 0: chosen by the system."),
         "http_port": _count(
-            None, "Port of the OpenAI-compatible API. 0: chosen by the system. Default: disabled."
+            8000,
+            "Port of the OpenAI-compatible API. 0: chosen by the system. -1: disabled.",
+            least=-1,
         ),
         "http_cors_origins": _text(
             None, "Web origins that may call the HTTP API, separated by commas. *: any."

@@ -1,6 +1,6 @@
 """Runs a router: the generation service over workers that register with it. Needs no JAX.
 
-    jdisagg router --port=8700 --http_port=8000
+    jdisagg router --port=8700
     jdisagg worker --role=prefill --layout=tp=2 --router=localhost:8700 --port=8701
     jdisagg worker --role=decode --layout=dp=2 --router=localhost:8700 --port=8702
 
@@ -51,6 +51,7 @@ def main() -> None:
         read_config(flags.config_file, RouterProcessConfig) if flags.config_file else _of_flags()
     )
     check_address(config.router.service)
+    config.observe.check_ports()
     tokenizer = Tokenizer.from_directory(config.model)
     start_logging(config.observe.log_format, "router")
     log = DecisionLog(config.decision_log) if config.decision_log else contextlib.nullcontext()

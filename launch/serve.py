@@ -1,11 +1,11 @@
 """Serves a model from one process until SIGTERM or SIGINT.
 
-    jdisagg serve --http_port=8000
+    jdisagg serve
     jdisagg serve --config=configs/tiny_moe_cpu.py --slots_per_rank=16 --port=8700
 
---port is the gRPC service (docs/grpc.md), --http_port the OpenAI-compatible API (docs/http.md). One
-line on stdout reports that the server is ready. The configuration is a recipe (--config). Flags
-override it, and --set changes any other field.
+--http_port is the OpenAI-compatible API (docs/http.md), --port the gRPC service (docs/grpc.md). The
+first line on stdout reports that the server is ready. The configuration is a recipe (--config).
+Flags override it, and --set changes any other field.
 
 On SIGTERM new requests are refused and running ones finish within --drain_seconds. During start-up
 SIGINT and SIGTERM stop the process at once (status 130 or 143). If a mesh fails, the process exits
@@ -21,7 +21,7 @@ from jdisagg.config import EngineConfig, ServiceConfig
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
 from jdisagg.node.deployment import prepare_engine
-from jdisagg.node.serving import serve_until_signalled, where
+from jdisagg.node.serving import curl, serve_until_signalled, where
 from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
 from jdisagg.observe.decision_log import DecisionLog
@@ -41,9 +41,9 @@ def main() -> None:
     end_at_once()
     config = engine_config(flags)
     check_address(config.service)
+    observe = replace(observe_config(flags), metrics=config.service.http_port is not None)
+    observe.check_ports()
     prepare_engine(config, flags.devices)
-    shown = config.service.http_port is not None
-    observe = replace(observe_config(flags), metrics=shown)
     start_logging(observe.log_format, "serve")
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()
     with log as decisions:
@@ -70,9 +70,8 @@ async def _serve(
 
             def ready(service: ServiceConfig) -> None:
                 name = deployment.frontend.model.name
-                print(
-                    f"jdisagg serves {name} ({config.mode.value}) on {where(service)}", flush=True
-                )
+                line = f"jdisagg serves {name} ({config.mode.value}) on {where(service)}"
+                print(f"{line}\n{curl(service)}", end="", flush=True)
 
             broken = await serve_until_signalled(
                 deployment.frontend, config.service, ready, deployment.cluster.broken, log, observer

@@ -57,6 +57,10 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
     recipe = load_recipe(given.config)
     changes: list[str] = []
     said = given.given()
+    if said.get("http_port") == -1:
+        said["http_port"] = "none"
+    elif "http_port" in given.names and recipe.service.http_port is None:
+        changes.append(f"service.http_port={given.http_port}")
     if "model" in said:
         said["model"] = str(local_model(str(said["model"]), given.revision, weights))
     if said.get("peer_fetch") is not None:

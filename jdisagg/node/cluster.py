@@ -18,7 +18,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_log import ClusterLog, Shown
 from jdisagg.node.cluster_plan import ClusterPlan
-from jdisagg.node.serving import where
+from jdisagg.node.serving import curl, where
 from jdisagg.node.signals import StopSignals
 from jdisagg.service.server import cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import GroupSpec, GroupState, SupervisedGroup
@@ -113,7 +113,8 @@ class Cluster:
                     served = True
                     print(
                         f"jdisagg cluster serves on {','.join(map(where, self._plan.services))}:"
-                        f" {', '.join(sorted(statuses))}",
+                        f" {', '.join(sorted(statuses))}\n{curl(self._plan.services[0])}",
+                        end="",
                         flush=True,
                     )
                 if not served:

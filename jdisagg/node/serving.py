@@ -78,3 +78,17 @@ def where(service: ServiceConfig) -> str:
         return address
     scheme = "https" if service.tls_certificate else "http"
     return f"{address} and {scheme}://{host_port(service.host, service.http_port)}"
+
+
+def curl(service: ServiceConfig) -> str:
+    """A command that asks the HTTP API, to be printed below the ready line. Empty without HTTP, and
+    with TLS, where it depends on the client's certificates."""
+    if service.http_port is None or service.tls_certificate:
+        return ""
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(service.host, service.host)
+    key = " -H 'authorization: Bearer TOKEN'" if service.token_file else ""
+    return (
+        f"curl {host_port(host, service.http_port)}/v1/completions{key}"
+        " -H 'content-type: application/json'"
+        ' -d \'{"prompt": "Once upon a time"}\'\n'
+    )

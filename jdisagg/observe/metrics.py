@@ -21,8 +21,8 @@ from prometheus_client.exposition import generate_latest, start_http_server
 from prometheus_client.registry import Collector
 
 from jdisagg import __version__
+from jdisagg.address import cannot_listen
 from jdisagg.dispatch.router_events import NoRouterEvents
-from jdisagg.errors import ConfigError
 from jdisagg.messages.roles import AdviceReport
 from jdisagg.observe.canary import Canary
 from jdisagg.observe.sources import (
@@ -41,6 +41,7 @@ from jdisagg.telemetry import Counters
 
 prometheus_client.disable_created_metrics()
 
+OTHER_METRICS_PORT = "choose another with --metrics_port"
 STATUS_SECONDS = 2.0
 # How long a scrape may wait for the event loop, beyond the time limit of the workers.
 LOOP_SECONDS = 5.0
@@ -288,9 +289,7 @@ class Metrics(NoRouterEvents):
         try:
             server, thread = start_http_server(port, host, _Families(families))
         except OSError as error:
-            raise ConfigError(
-                f"metrics cannot listen on {host}:{port}: {error}; choose another --metrics_port"
-            ) from error
+            raise cannot_listen(host, port, error, OTHER_METRICS_PORT) from error
 
         def close() -> None:
             server.shutdown()

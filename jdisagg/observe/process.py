@@ -15,9 +15,11 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
+from jdisagg.address import listening_socket
 from jdisagg.errors import ConfigError
 from jdisagg.folders import made_folder
 from jdisagg.observe.logs import FORMATS
+from jdisagg.observe.metrics import OTHER_METRICS_PORT
 from jdisagg.observe.observer import Observer
 
 _log = logging.getLogger(__name__)
@@ -57,6 +59,11 @@ class ObserveConfig:
             )
         if not self.metrics_host:
             raise ConfigError("metrics_host is empty; name an interface, or 0.0.0.0 for all")
+
+    def check_ports(self, count: int = 1) -> None:
+        """Raises ConfigError if `count` consecutive metrics ports are not free."""
+        for port in range(self.metrics_port, self.metrics_port + count if self.metrics_port else 0):
+            listening_socket(self.metrics_host, port, OTHER_METRICS_PORT).close()
 
     @property
     def on(self) -> bool:

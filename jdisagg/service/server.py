@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection
 
+from jdisagg.address import listening_socket
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError, JdisaggError
@@ -28,7 +29,7 @@ from jdisagg.service.grpc.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
 from jdisagg.service.http.page import PageSources
-from jdisagg.service.http.server import HttpServer, http_socket, listening_socket
+from jdisagg.service.http.server import HttpServer, http_socket
 from jdisagg.service.internal.connection import Credentials, read_pem, read_secret
 from jdisagg.service.reread import Reread
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
@@ -37,7 +38,7 @@ Broken = TypeVar("Broken")
 
 log = logging.getLogger(__name__)
 
-OTHER_PORT = "choose another with --port (service.port)"
+OTHER_PORT = "choose another with --port"
 
 LISTENING_OPTIONS: list[tuple[str, int]] = [
     # With port reuse, a second server on the port would silently take half of the clients.

@@ -74,7 +74,7 @@ def cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
     log = folder / f"cluster-{time.monotonic_ns()}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.cluster", "--port=0", *SMALL, CACHE_FLAG, *flags],
+            [sys.executable, "-m", "launch.cluster", "--port=0", "--http_port=-1", *SMALL, CACHE_FLAG, *flags],  # noqa: E501
             cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,  # noqa: E501
         )  # fmt: skip
     try:
@@ -270,7 +270,7 @@ def test_children_die_with_a_parent_that_is_killed(folder: Path):
     ],
 )
 def test_a_cluster_that_cannot_work_says_so_and_ends(flags: tuple[str, ...], message: str):
-    command = [sys.executable, "-m", "launch.cluster", "--port=0", *flags]
+    command = [sys.executable, "-m", "launch.cluster", "--port=0", "--http_port=-1", *flags]
     ended = subprocess.run(
         command,
         cwd=ROOT,

@@ -168,7 +168,11 @@ def serving(*flags: str) -> "Iterator[tuple[subprocess.Popen[str], int]]":
     }
     settings = {**sizes, "decode.slots_per_rank": 4, "warm_up": False}
     process = start(
-        "serve", "--port=0", *(f"--set={path}={value}" for path, value in settings.items()), *flags
+        "serve",
+        "--port=0",
+        "--http_port=-1",
+        *(f"--set={path}={value}" for path, value in settings.items()),
+        *flags,
     )
     try:
         assert process.stdout is not None

@@ -33,6 +33,7 @@ def test_a_server_whose_mesh_broke_tells_its_clients_and_ends_so_that_it_is_star
             "-m",
             "launch.serve",
             "--port=0",
+            "--http_port=-1",
             *STALLS,
             f"--set=compilation_cache={PROGRAMS}",
         ],

@@ -1,6 +1,7 @@
 """What `launch.cluster` makes of a recipe and of the flags that win over it: no process is started
 here."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_who_is_let_in_where_and_for_how_long_is_alike_for_all_processes(
     files = {name: str(tmp_path / name) for name in names}
     given = ("--host=localhost", "--port=8801", "--drain_seconds=7")
     made = plan(asked(*given, *(f"--{name}={path}" for name, path in files.items())), tmp_path)
-    wanted = ServiceConfig("localhost", 8801, drain_seconds=7.0, **files)
+    wanted = ServiceConfig("localhost", 8801, http_port=8000, drain_seconds=7.0, **files)
     assert made.address == "localhost:8801" and made.router_config(0).router.service == wanted
     for instance in made.instances:
         for one in made.worker_configs(instance):
@@ -100,6 +101,28 @@ def test_settings_of_both_sides_reach_every_worker_and_those_of_the_router_it_al
         assert (one.worker.instance.growth_tokens, one.worker.instance.slots_per_rank) == (32, 3)
     router = made.router_config(0).router
     assert (router.limits.max_attempts, router.elastic.patience_seconds) == (3, 2.0)
+
+
+def test_http_is_served_on_port_8000_unless_a_flag_or_a_setting_changes_it(asked) -> None:
+    found = [
+        asked(*given).engine.service.http_port
+        for given in ((), ("--set=service.http_port=7",), ("--http_port=-1",), ("--http_port=0",))
+    ]
+    assert found == [8000, 7, None, 0]
+
+
+def test_a_port_in_use_is_named_with_its_flag_before_anything_compiles() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        names = ("port", "http_port", "metrics_port")
+        free = {"port": 0, "http_port": 0, "metrics_port": 0}
+        lines = [
+            tuple(f"--{one}={at}" for one, at in {**free, name: port}.items()) for name in names
+        ]
+        for command in ("serve", "router", "cluster"):
+            for name, end in zip(names, ends(command, *lines), strict=True):
+                sentence = f"error: port {port} is in use; choose another with --{name}\n"
+                assert (end.out, end.err) == ("", sentence)
 
 
 def test_a_flag_that_cannot_be_ends_it_with_one_line() -> None:

@@ -27,7 +27,7 @@ class Compiling:
         await asyncio.to_thread(time.sleep, 60)
 
 serve.deployment_of = Compiling
-sys.argv = ["serve", "--port=0"]
+sys.argv = ["serve", "--port=0", "--http_port=-1"]
 console.run(serve.main, serve.flags)
 """
 

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jdisagg.address import cannot_listen
+from jdisagg.address import listening_socket
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
@@ -34,6 +34,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 HEAD_SECONDS = 20.0
 HEAD_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
+OTHER_HTTP_PORT = "choose another with --http_port"
 BACKLOG = 2048
 # Time for a refused client to read the reason.
 LINGER_SECONDS = 1.0
@@ -236,17 +237,7 @@ class _Protocol(HttpToolsProtocol):
 def http_socket(config: ServiceConfig) -> socket.socket:
     """Opens the listening socket of the HTTP API. Raises ConfigError if that fails."""
     assert config.http_port is not None
-    remedy = "choose another with --http_port (service.http_port)"
-    return listening_socket(config.host, config.http_port, remedy)
-
-
-def listening_socket(host: str, port: int, remedy: str) -> socket.socket:
-    """Opens a listening socket. Raises ConfigError, with `remedy`, if that fails."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise cannot_listen(host, port, error, remedy) from error
+    return listening_socket(config.host, config.http_port, OTHER_HTTP_PORT, BACKLOG)
 
 
 def _application(routes: HttpRoutes, config: ServiceConfig) -> ASGIApp:

@@ -225,15 +225,15 @@ async def test_a_drain_that_is_forced_cuts_streams_short_with_a_typed_error() ->
 async def test_a_port_that_is_taken_is_refused_by_name_and_leaves_nothing_behind() -> None:
     async with http_door() as door:
         taken = ServiceConfig(port=0, http_port=door.port)
-        with pytest.raises(ConfigError, match=f"{door.port}: the port is in use.*http_port"):
+        with pytest.raises(ConfigError, match=f"port {door.port} is in use; .* --http_port"):
             check_address(taken)
         server = GenerationServer(make_frontend(FakePath()), taken)
-        with pytest.raises(ConfigError, match="service.http_port"):
+        with pytest.raises(ConfigError, match="--http_port"):
             await server.start()
         await server.drain()
         first = ServiceConfig(port=door.server.listens.port, http_port=0)
         second = GenerationServer(make_frontend(FakePath()), first)
-        with pytest.raises(ConfigError, match="cannot listen on .*service.port"):
+        with pytest.raises(ConfigError, match="cannot listen on .* --port"):
             await second.start()
         assert second.http is not None
         with pytest.raises(OSError):
