@@ -276,6 +276,8 @@ class ServiceConfig:
         port: Port of the gRPC service. 0 lets the system choose one.
         http_port: Port of the OpenAI-compatible HTTP API, with the same host, TLS and tokens. None
             disables it.
+        served_model_name: Model name in both APIs. Empty means the checkpoint's: its folder's name,
+            or org/name of the Hugging Face cache.
         http_cors_origins: Origins of web pages whose scripts may use the HTTP API, separated by
             commas, such as https://chat.example.com. "*" allows every origin.
         http_guide: Whether the web page's planning guide may run simulations in a separate process.
@@ -304,6 +306,7 @@ class ServiceConfig:
     host: str = "127.0.0.1"
     port: int = 8700
     http_port: int | None = None
+    served_model_name: str = ""
     http_cors_origins: str = ""
     http_guide: bool = True
     tool_parser: str = "auto"

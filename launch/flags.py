@@ -38,7 +38,7 @@ SERVICE = (
     "host", "port", "drain_seconds", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
     "cluster_token_file",
 )  # fmt: skip
-HTTP = ("http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
+HTTP = ("served_model_name", "http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
 ENGINE = (
     "config", "model", "revision", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
@@ -89,6 +89,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
             " which is downloaded into the Hugging Face cache.",
         ),
         "revision": _text(None, "Branch, tag or commit of a Hugging Face name."),
+        "served_model_name": _text(
+            None, "Model name in the APIs. Default: the folder's name, or the Hugging Face name."
+        ),
         "mode": _one_of(
             MODES,
             None,

@@ -65,6 +65,7 @@ def deployment(
     """Builds an embedded cluster of the configuration's model, or of the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
     source = model_source(replace(config.model, directory=str(directory)))
+    source = replace(source, name=config.service.served_model_name or source.name)
     tokenizer = Tokenizer.from_directory(directory)
     return Deployment(config, source, tokenizer, observer, record_to, events, tell)
 

@@ -86,7 +86,7 @@ async def _run(
     config: RouterProcessConfig, tokenizer: Tokenizer, decisions: DecisionLog | None
 ) -> None:
     async with observing("router", config.observe) as observer:
-        name = served_name(config.model)
+        name = config.router.service.served_model_name or served_name(config.model)
         grammars = grammar_compiler(config.model)
         await Router(config.router, tokenizer, name, observer, decisions, grammars).run()
 

@@ -73,13 +73,21 @@ class MemoryPlan:
         beside = self.states + self.rings
         return self.weights + self.activations + self.staged + beside + self.pages
 
+    @property
+    def summary(self) -> str:
+        """The total and the context; the parts are in `str`, which `check_config` prints."""
+        return (
+            f"{self.instance}, each device: {_gigabytes(self.total)} of"
+            f" {_gigabytes(self.memory.bytes)}; context {self.context_tokens:,} tokens"
+        )
+
     def __str__(self) -> str:
-        states = f"{_gigabytes(self.states)} of sequences' states, " if self.states else ""
-        states += f"{_gigabytes(self.rings)} of what windows see, " if self.rings else ""
+        states = f"{_gigabytes(self.states)} of sequence states, " if self.states else ""
+        states += f"{_gigabytes(self.rings)} of sliding windows, " if self.rings else ""
         return (
             f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
-            f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV on"
-            f" its way, {states}{_gigabytes(self.pages)} of KV pages"
+            f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV in"
+            f" transfer, {states}{_gigabytes(self.pages)} of KV pages"
             f" ({self.tokens_per_rank:,} tokens a rank); {_gigabytes(self.total)} of"
             f" {_gigabytes(self.memory.bytes)}"
             f" ({self.memory.what}); context {self.context_tokens:,} tokens"
@@ -317,12 +325,12 @@ def _activations(
 def _refusal(name: str, plan: MemoryPlan) -> str:
     path = Path(name)  # a checkpoint's geometry is in its config.json
     name = path.parent.name if path.name == "config.json" else name
-    states = f", {_gigabytes(plan.states)} of sequences' states" if plan.states else ""
-    states += f", {_gigabytes(plan.rings)} of what windows see" if plan.rings else ""
+    states = f", {_gigabytes(plan.states)} of sequence states" if plan.states else ""
+    states += f", {_gigabytes(plan.rings)} of sliding windows" if plan.rings else ""
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"
-        f" {_gigabytes(plan.staged)} of KV on its way{states} and"
+        f" {_gigabytes(plan.staged)} of KV in transfer{states} and"
         f" {_gigabytes(plan.pages)} of KV pages,"
         f" {_gigabytes(plan.total)} in all, and has {_gigabytes(plan.memory.bytes)}"
         f" ({plan.memory.what}); spread it over more devices, or lower --context_tokens,"

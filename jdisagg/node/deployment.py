@@ -151,7 +151,7 @@ class Deployment:
         check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
         config, plans = fit_engine(config, model.geometry, memory)
         for plan in plans:
-            tell(str(plan))
+            tell(plan.summary)
         if config.prefix.host_bytes:
             if host_sharers(config) > 1:
                 tell(f"prefill: {describe_tiers(config.prefix, WorkerRole.PREFILL)}")

@@ -124,7 +124,7 @@ class Router:
             observer.metrics.watch_counters("path", path.counters)
             observer.metrics.watch_cluster(path.status)
             observer.metrics.model = self._name
-        info = _model_info(membership, self._name, self._tokenizer)
+        info = self._model_info(membership)
         outcomes = OutcomeTap(self._clock, controller.outcome)
         frontend = Frontend(
             through(ServingPath, wrap.path(path, observer), outcomes),
@@ -243,7 +243,7 @@ class Router:
                 )
             if self._changed.is_set():
                 self._changed.clear()
-                frontend.model = _model_info(membership, self._name, self._tokenizer)
+                frontend.model = self._model_info(membership)
                 known = (
                     ", ".join(
                         sorted(
@@ -270,6 +270,28 @@ class Router:
         """Whether there is a worker for each half of a request and KV was transferred recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
+    def _model_info(self, membership: Membership) -> ModelInfo:
+        """The workers' model. Before the first worker it is derived from the tokenizer."""
+        model, tokenizer = membership.model, self._tokenizer
+        named = self._config.service.served_model_name
+        cards = sorted(membership.cards(), key=lambda card: card.name)
+        prefill = [card.layout for card in cards if card.role is WorkerRole.PREFILL]
+        decode = [card.layout for card in cards if card.role is not WorkerRole.PREFILL]
+        mixed = any(card.role is WorkerRole.MIXED for card in cards)
+        return ModelInfo(
+            name=named or (model.name if model else self._name),
+            family=model.family if model else "",
+            vocabulary=model.vocabulary if model else tokenizer.vocabulary,
+            context_tokens=model.context_tokens if model else _UNKNOWN_CONTEXT,
+            dtype=model.dtype if model else "float32",
+            mode=Mode.CHUNKED if mixed and not prefill else Mode.DISAGGREGATED,
+            prefill_layout=prefill[0] if prefill else None,
+            decode_layout=decode[0] if decode else Layout(),
+            kv_bytes_per_token=model.kv_bytes_per_token if model else 0,
+            version=model.fingerprint if model else "",
+            sampling=tokenizer.sampling_defaults,
+        )
+
     def _open_ports(self, card: WorkerCard) -> WorkerPorts:
         worker = RemoteWorker(
             card.address, self._credentials, card.boot_id, self._config.limits.timeouts.call
@@ -277,28 +299,6 @@ class Router:
         if card.role is WorkerRole.PREFILL:
             return WorkerPorts(prefill=worker.prefill, close=worker.close)
         return WorkerPorts(decode=worker.decode, close=worker.close)
-
-
-def _model_info(membership: Membership, name: str, tokenizer: RouterTokenizer) -> ModelInfo:
-    """The workers' model. Before the first worker it is derived from the tokenizer."""
-    model = membership.model
-    cards = sorted(membership.cards(), key=lambda card: card.name)
-    prefill = [card.layout for card in cards if card.role is WorkerRole.PREFILL]
-    decode = [card.layout for card in cards if card.role is not WorkerRole.PREFILL]
-    mixed = any(card.role is WorkerRole.MIXED for card in cards)
-    return ModelInfo(
-        name=model.name if model else name,
-        family=model.family if model else "",
-        vocabulary=model.vocabulary if model else tokenizer.vocabulary,
-        context_tokens=model.context_tokens if model else _UNKNOWN_CONTEXT,
-        dtype=model.dtype if model else "float32",
-        mode=Mode.CHUNKED if mixed and not prefill else Mode.DISAGGREGATED,
-        prefill_layout=prefill[0] if prefill else None,
-        decode_layout=decode[0] if decode else Layout(),
-        kv_bytes_per_token=model.kv_bytes_per_token if model else 0,
-        version=model.fingerprint if model else "",
-        sampling=tokenizer.sampling_defaults,
-    )
 
 
 class _HandoversSeen(NoRouterEvents):

@@ -236,7 +236,7 @@ class WorkerRuntime:
         memory = device_memory(devices, config.instance.memory_fraction, spec.sharers)
         config, plan = fit_worker(config, spec.role, spec.geometry, memory)
         if self._state.group.leads:
-            print(f"worker {spec.name}: {plan}", flush=True)
+            print(f"worker {spec.name}: {plan.summary}", flush=True)
         return config
 
     async def _following(self, instance: Replica, end: KvEnd) -> int:

@@ -155,9 +155,9 @@ def test_states_of_the_sequences_in_slots_and_of_those_ahead_are_counted_beside_
     """A quarter as many sequences are ahead as there are slots."""
     hybrid = replace(ONE_B, linear=LinearAttention(12, 8, 8, 128, 128, 4))
     _, plan = fit_instance(SMALL, WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, hybrid, memory(20))
-    assert plan.states == (16 + 4) * hybrid.state_bytes() and "sequences' states" in str(plan)
+    assert plan.states == (16 + 4) * hybrid.state_bytes() and "sequence states" in str(plan)
     assert plan.total <= plan.memory.bytes
-    with pytest.raises(ConfigError, match="of sequences' states and"):
+    with pytest.raises(ConfigError, match="of sequence states and"):
         fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, BF16, hybrid, memory(2))
 
 

@@ -111,6 +111,11 @@ def test_http_is_served_on_port_8000_unless_a_flag_or_a_setting_changes_it(asked
     assert found == [8000, 7, None, 0]
 
 
+def test_the_routers_serve_the_name_that_a_flag_gives(asked, tmp_path: Path) -> None:
+    made = plan(asked("--served_model_name=org/mine"), tmp_path)
+    assert made.router_config(0).router.service.served_model_name == "org/mine"
+
+
 def test_a_port_in_use_is_named_with_its_flag_before_anything_compiles() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

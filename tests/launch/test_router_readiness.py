@@ -35,7 +35,7 @@ MODEL = ModelCard("toy", "toy", 89, 64, "float32", 64, "f00")
 async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
     """A router over these workers, until it is signalled; what it listens on, and its HTTP port."""
     port, http_port = free_ports("127.0.0.1", 2)
-    service = ServiceConfig(port=port, http_port=http_port)
+    service = ServiceConfig(port=port, http_port=http_port, served_model_name="org/mine")
     running = asyncio.create_task(
         Router(RouterConfig(service=service), byte_tokenizer(), "toy").run()
     )
@@ -103,6 +103,7 @@ async def test_a_router_whose_workers_are_too_busy_for_a_canary_is_ready_by_what
         assert not await healthy(http_port)
         answer = await client.complete(token_ids=[1, 2, 3], max_tokens=8, ignore_eos=True)
         assert len(answer.choices[0].token_ids) == 8
+        assert (await client.model()).name == "org/mine", "the workers' checkpoint has another"
         async with asyncio.timeout(20):
             while not (await serving(address) and await healthy(http_port)):
                 await asyncio.sleep(0.05)
