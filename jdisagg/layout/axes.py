@@ -86,6 +86,11 @@ class Layout:
         return f"dp={self.dp},tp={self.tp},ep={self.ep}"
 
     @classmethod
+    def of(cls, layout: "Layout | str") -> "Layout":
+        """Returns a layout that may be given as text."""
+        return cls.parse(layout) if isinstance(layout, str) else layout
+
+    @classmethod
     def parse(cls, text: str) -> "Layout":
         """Parses 'dp=1,tp=2,ep=1', in any order and with any subset."""
         sizes: dict[str, int] = {}

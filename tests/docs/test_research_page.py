@@ -25,7 +25,8 @@ def test_the_code_of_the_page_on_research_runs_from_top_to_bottom() -> None:
     code = "".join(blocks).replace(
         "open_engine(devices=8)", f"open_engine(devices=8, compilation_cache={str(PROGRAMS)!r})"
     )
-    assert len(blocks) == 4 and str(PROGRAMS) in code
+    code = code.replace("devices=8) as", f"devices=8, compilation_cache={str(PROGRAMS)!r}) as")
+    assert len(blocks) == 5 and str(PROGRAMS) in code
     done = subprocess.run(
         [sys.executable, "-c", code + AFTER],
         cwd=ROOT,

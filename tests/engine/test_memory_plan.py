@@ -169,7 +169,7 @@ def test_layers_with_a_window_hold_window_and_page_of_each_sequence_on_a_decode_
     instance, plan = fit_instance(SMALL, WorkerRole.DECODE, *how)
     assert instance.pages_per_rank == 16 * 256
     assert plan.pages == 16 * 32_768 * 3 * layer
-    assert plan.rings == (16 + 4) * (1024 + 128) * 15 * layer and "windows see" in str(plan)
+    assert plan.rings == (16 + 4) * (1024 + 128) * 15 * layer and "sliding windows" in str(plan)
     for role, prefix in (
         (WorkerRole.PREFILL, None),
         (WorkerRole.MIXED, None),

@@ -1,12 +1,18 @@
 """The wheel serves: it holds the pages, the models and the recipes under a name of ours, and the
 command `jdisagg` starts them from anywhere."""
 
+import ast
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from models.tokenizer import Tokenizer
+from tests import time_scale
+from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
@@ -98,3 +104,64 @@ def test_the_wheel_generates_from_an_empty_folder(wheel: Path, tmp_path: Path) -
         timeout=600,
     )
     assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
+
+
+LIBRARY = """
+import sys
+
+import jdisagg
+from jdisagg.errors import ConfigError
+
+assert not {"jax", "grpc"} & set(sys.modules)
+from jdisagg import LLM
+
+prompts, cache = ["Once upon a time", "The dog"], sys.argv[1]
+with LLM(prefill="tp=2", decode="dp=2", compilation_cache=cache) as llm:
+    for output in llm.generate(prompts, {"max_tokens": 12, "temperature": 0}):
+        print(output.choices[0].token_ids)
+    (alone,) = llm.generate(prompts[1], jdisagg.request.SamplingParams(5, temperature=0))
+    print(alone.choices[0].token_ids)
+for wrong in (lambda: LLM(nonsense=1), lambda: llm.generate(prompts)):
+    try:
+        wrong()
+    except ConfigError as error:
+        print(error)
+"""
+RESEARCH = """
+import sys
+from jdisagg.research import open_engine
+
+with open_engine(devices=4, compilation_cache=sys.argv[1]) as engine:
+    session = engine.create_session("a", layout="dp=2")
+    session.push(engine.prefill("Once upon a time", layout="tp=2"))
+    print(engine.generate_tokens(session, max_new_tokens=12).token_ids)
+"""
+
+
+@pytest.mark.ci
+def test_the_wheels_library_computes_the_dense_tokens_from_an_empty_folder(
+    wheel: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    said = []
+    for program in (LIBRARY, RESEARCH):
+        ran = subprocess.run(
+            [sys.executable, "-c", program, str(PROGRAMS)],
+            cwd=tmp_path / "empty",
+            env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=time_scale.seconds(240),
+        )
+        assert ran.returncode == 0, ran.stderr
+        said.append(ran.stdout.splitlines())
+    tokenizer = Tokenizer.from_directory(LLAMA)
+    once, dog = (
+        list(dense_greedy(LLAMA, tokenizer.encode(prompt), 12))
+        for prompt in ("Once upon a time", "The dog")
+    )
+    assert [ast.literal_eval(line) for line in said[0][:3]] == [once, dog, dog[:5]]
+    assert "nonsense" in said[0][3] and said[0][4].startswith("this LLM is closed")
+    assert list(ast.literal_eval(said[1][0])) == once

@@ -134,7 +134,7 @@ class Engine:
     def prefill(
         self,
         prompt: Prompt,
-        layout: Layout = ONE_DEVICE,
+        layout: Layout | str = ONE_DEVICE,
         *,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -146,7 +146,7 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            layout: Layout of the mesh that computes it.
+            layout: Layout of the mesh that computes it, also as text ("tp=2"), as everywhere here.
             temperature: 0 for the most likely token; otherwise at most 100.
             top_k: Number of most likely tokens to choose among; 0 for all.
             top_p: Probability mass of the most likely tokens to choose among, in (0, 1].
@@ -168,7 +168,7 @@ class Engine:
     def prefill_batch(
         self,
         prompts: Sequence[Prompt],
-        layout: Layout = ONE_DEVICE,
+        layout: Layout | str = ONE_DEVICE,
         *,
         devices: Sequence[Device] | None = None,
     ) -> list[KVCache]:
@@ -198,7 +198,7 @@ class Engine:
     def create_session(
         self,
         session_id: str,
-        layout: Layout = ONE_DEVICE,
+        layout: Layout | str = ONE_DEVICE,
         *,
         devices: Sequence[Device] | None = None,
     ) -> Session:
@@ -218,7 +218,7 @@ class Engine:
                 f"session {session_id!r} is open already; close it, or choose another id"
             )
         session = self.sessions[session_id] = Session(
-            session_id, self._meshes, self.tokenizer, layout, devices, self._forget
+            session_id, self._meshes, self.tokenizer, Layout.of(layout), devices, self._forget
         )
         return session
 
@@ -240,7 +240,7 @@ class Engine:
         tokens: Prompt,
         after: KVCache | Session | None = None,
         *,
-        layout: Layout = ONE_DEVICE,
+        layout: Layout | str = ONE_DEVICE,
         devices: Sequence[Device] | None = None,
         top: int = 0,
         logits: bool = False,
@@ -268,7 +268,7 @@ class Engine:
         """
         if not 0 <= top <= MAX_TOP_LOGPROBS:
             raise InvalidRequestError(f"top must be in [0, {MAX_TOP_LOGPROBS}], got {top}")
-        if after is not None and (layout != ONE_DEVICE or devices is not None):
+        if after is not None and (Layout.of(layout) != ONE_DEVICE or devices is not None):
             raise InvalidRequestError(
                 f"layout={layout} and devices are for prompts; tokens after a cache are scored on"
                 " its mesh; push the cache there first"
@@ -302,7 +302,7 @@ class Engine:
     def load(
         self,
         path: str | os.PathLike[str],
-        layout: Layout = ONE_DEVICE,
+        layout: Layout | str = ONE_DEVICE,
         *,
         devices: Sequence[Device] | None = None,
     ) -> KVCache:
@@ -321,6 +321,7 @@ class Engine:
             ConfigError: The engine has no model fingerprint.
             LayoutError: As for `prefill`.
         """
+        layout = Layout.of(layout)
         place = self._prefill_instance(layout, devices).place()
         return read_kv(path, self._known_fingerprint(), layout, place)
 
@@ -401,8 +402,9 @@ class Engine:
         return self.fingerprint
 
     def _prefill_instance(
-        self, layout: Layout, devices: Sequence[Device] | None
+        self, layout: Layout | str, devices: Sequence[Device] | None
     ) -> ResearchInstance:
+        layout = Layout.of(layout)
         chosen = self.devices[: layout.devices] if devices is None else devices
         return self._meshes.instance(layout, chosen)
 

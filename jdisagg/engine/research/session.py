@@ -100,7 +100,7 @@ class Session:
     def push(
         self,
         kv: KVCache,
-        target_layout: Layout | None = None,
+        target_layout: Layout | str | None = None,
         *,
         devices: Sequence[Device] | None = None,
         codec: str = "none",
@@ -128,8 +128,9 @@ class Session:
         """
         self._check_open()
         target = self._instance
-        if devices is not None or (target_layout is not None and target_layout != self.layout):
-            target = self._find(target_layout or self.layout, devices)
+        wanted = self.layout if target_layout is None else Layout.of(target_layout)
+        if devices is not None or wanted != self.layout:
+            target = self._find(wanted, devices)
         if kv.spec != target.limits.kv_spec:
             raise IncompatiblePeerError(
                 f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec};"

@@ -1,0 +1,39 @@
+"""Finds the application's folders `models`, `launch` and `configs`, which this package must not
+import by itself.
+
+They are top-level in a checkout. A wheel holds them in `jdisagg/_app`, so that site-packages has no
+generic names. Imports nothing heavy."""
+
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jdisagg.errors import ConfigError
+
+
+def folder() -> Path:
+    """Returns the folder that holds `models`, `launch` and `configs`."""
+    package = Path(__file__).resolve().parent
+    return package / "_app" if (package / "_app").is_dir() else package.parent
+
+
+def load(name: str) -> Any:
+    """Imports a module of the application, such as "launch.model". The folder goes to the end of
+    the path, so that the caller's own modules keep their names.
+
+    Raises:
+        ConfigError: Another module of the process hides `models`, `launch` or `configs`.
+    """
+    if str(folder()) not in sys.path:
+        sys.path.append(str(folder()))
+    for top in ("models", "launch", "configs"):
+        spec = find_spec(top)
+        if spec is None or spec.origin is None or folder() not in Path(spec.origin).parents:
+            found = spec.origin or spec.submodule_search_locations if spec else None
+            raise ConfigError(
+                f"jdisagg needs its own module {top!r}, and {found} has that name; run from another"
+                " folder, or rename it"
+            )
+    return importlib.import_module(name)

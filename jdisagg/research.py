@@ -1,0 +1,82 @@
+"""The research API: `engine = open_engine(devices=8)` opens a checkpoint for KV caches as Python
+values (docs/research.md), and `cluster = open_cluster(config)` a cluster that serves on the
+caller's event loop. A layout is a `Layout` or a text such as "tp=2"."""
+
+from dataclasses import replace
+
+from jdisagg.application import load
+from jdisagg.config import EngineConfig
+from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.engine.fingerprint import model_fingerprint
+from jdisagg.engine.research.face import (
+    DecoderLayout,
+    Engine,
+    KVCache,
+    Layout,
+    MeshSizes,
+    PrefillLayout,
+    Session,
+)
+from jdisagg.node.deployment import prepare_engine, prepare_runtime
+
+__all__ = [
+    "DecoderLayout",
+    "Engine",
+    "KVCache",
+    "Layout",
+    "MeshSizes",
+    "PrefillLayout",
+    "Session",
+    "open_cluster",
+    "open_engine",
+]
+
+
+def open_engine(
+    directory: str | None = None,
+    *,
+    devices: int = 8,
+    dtype: str = "float32",
+    kv_dtype: str = "",
+    page_size: int = 16,
+    chunk_tokens: int = 256,
+    sessions_per_rank: int = 4,
+    context_tokens: int | None = None,
+    compilation_cache: str = EngineConfig.compilation_cache,
+) -> Engine:
+    """Returns an engine on all devices of this process. Call it before the first use of JAX.
+
+    Args:
+        directory: Checkpoint directory. None is the model that comes with jdisagg.
+        devices: Virtual devices on CPU.
+        kv_dtype: Type of the KV cache, "fp8", or "" for `dtype`.
+    """
+    directory = directory or load("launch.shipped").SHIPPED_MODEL
+    prepare_runtime(devices, compilation_cache)
+    return Engine(
+        load("launch.model").loader(directory, dtype, kv_dtype=kv_dtype),
+        load("models.tokenizer").Tokenizer.from_directory(directory),
+        sizes=MeshSizes(page_size, chunk_tokens, sessions_per_rank, context_tokens),
+        fingerprint=model_fingerprint(str(directory), dtype, kv_dtype=kv_dtype),
+    )
+
+
+def open_cluster(config: EngineConfig) -> EmbeddedCluster:
+    """Returns a cluster in this process that runs on the notebook's own event loop:
+    `await cluster.start()`, `cluster.stream(request)`, `cluster.kept_blocks()`,
+    `await cluster.stop()`.
+
+    Args:
+        config: Configuration; without `model.directory`, of the shipped model.
+
+    Returns:
+        The cluster, not started. On CPU it makes as many virtual devices as its layouts need, so
+        the call must precede the first use of JAX, or follow a call with as many.
+
+    Raises:
+        ConfigError: JAX has fewer devices, or the configuration does not fit.
+    """
+    directory = config.model.directory or load("launch.shipped").SHIPPED_MODEL
+    config = replace(config, model=replace(config.model, directory=directory))
+    prepare_engine(config)
+    return load("launch.model").deployment(config).cluster
