@@ -1,18 +1,17 @@
-"""The prefill work that a mesh has accepted and not computed yet, as two sums kept up to date.
+"""Sums up the prefill work that a mesh has accepted and not computed yet.
 
-`tokens` counts uncomputed positions. `pairs` counts the pairs of each of them with itself and all
-earlier positions, which is what attention costs (sliding windows are not considered). Invariant:
-both sums are zero when no work is left."""
+`tokens` counts uncomputed positions. `pairs` counts, for each uncomputed position, the positions
+that it attends to: itself and all earlier ones. It estimates the cost of attention and ignores
+sliding windows. Invariant: both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:
-    """Returns the number of pairs of positions [start, end) with themselves and all earlier
-    ones."""
+    """Counts the pairs of positions [start, end) with themselves and all earlier positions."""
     return (end - start) * start + (end - start) * (end - start + 1) / 2
 
 
 class Backlog:
-    """The uncomputed parts of prompts, by key. Each is computed from its start on."""
+    """The uncomputed rest of each prompt, by the prompt's key."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -20,14 +19,14 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0) -> None:
-        """Adds or replaces a prompt of `tokens`, the first `cached_tokens` of which need no
+        """Adds or replaces a prompt of `tokens` tokens, `cached_tokens` of which need no
         computing."""
         self.forget(key)
         self._prompts[key] = (cached_tokens, tokens)
         self._count(cached_tokens, tokens, 1)
 
     def computed(self, key: int, tokens: int) -> None:
-        """Subtracts computed tokens. Ignores unknown prompts."""
+        """Subtracts the next `tokens` tokens of a prompt. Ignores an unknown key."""
         known = self._prompts.get(key)
         if known is None:
             return
@@ -40,7 +39,7 @@ class Backlog:
             self._prompts[key] = (until, end)
 
     def forget(self, key: int) -> None:
-        """Drops what is left of a prompt. Idempotent."""
+        """Removes a prompt and its uncomputed rest. Idempotent."""
         known = self._prompts.pop(key, None)
         if known is not None:
             self._count(*known, -1)

@@ -1,14 +1,15 @@
-"""Cuts a row's KV into blocks to offer, by tokens and by layers, with few shapes and thus few
-programs.
+"""Cuts the KV of a chunk's row into the blocks that are offered to a receiver, by tokens and by
+layers. The blocks have few shapes, so few programs are compiled.
 
-A block has a power-of-two multiple of the granule as its length. A row is cut from large to small,
-and only its last block is padded, to the next multiple of the granule. A row starts at a multiple
-of the granule in its chunk, so padding never reaches the next row. Where several blocks cost more
-than padding, the last row of a chunk leaves as one padded block per band.
+The granule is the shortest block. Every block is a power-of-two number of granules long. A row is
+cut from large to small blocks, and only its last block is padded, to the next multiple of the
+granule. A row starts at a multiple of the granule in its chunk, so padding never reaches the next
+row. If several blocks cost more than padding, the last row of a chunk is sent as one padded block
+per band.
 
 A band is a run of consecutive layer groups that share a block. For long prompts each group has its
 own block, which is sent while the next group computes. For short prompts the host's work per block
-would outweigh its bytes. Pure."""
+would cost more than sending the bytes. Pure."""
 
 import functools
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 def split_blocks(
     tokens: int, granule_tokens: int, whole: bool = False
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the row, block_tokens, valid_tokens), largest block first. With `whole`,
-    where any length is possible, yields one block."""
+    """Yields (offset in the row, block_tokens, valid_tokens) of each block, largest first. With
+    `whole`, blocks may have any length, so the whole row is one block."""
     if whole and tokens:
         yield 0, padded(tokens, granule_tokens), tokens
         return
@@ -38,13 +39,12 @@ def merged_block(tokens: int, granule_tokens: int) -> int:
 
 
 def padded(tokens: int, granule_tokens: int) -> int:
-    """Returns the room that `tokens` take in a chunk."""
+    """Rounds `tokens` up to a multiple of the granule."""
     return -(-tokens // granule_tokens) * granule_tokens
 
 
 def even_runs(count: int, runs: int) -> tuple[range, ...]:
-    """Splits `count` items into at most `runs` consecutive ranges of nearly equal length, larger
-    ones first."""
+    """Splits `count` items into at most `runs` ranges of nearly equal length, larger ones first."""
     runs = min(runs, count)
     size, larger = divmod(count, runs)
     starts = [index * size + min(index, larger) for index in range(runs + 1)]
@@ -52,9 +52,9 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
 
 
 def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple[range, ...]:
-    """Splits `layers` layers into at most `groups` consecutive ranges. Each has nearly the same
-    number of layers that keep something per position (`positioned`), and at least one, because an
-    empty block is not offered."""
+    """Splits `layers` layers into at most `groups` consecutive ranges. Each range has nearly the
+    same number, at least one, of the layers in `positioned`, which store KV for each position. An
+    empty block is never offered."""
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
     return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
@@ -62,8 +62,8 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
 
 @functools.lru_cache(maxsize=1024)
 def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
-    """Returns the layer groups of each block. `nbytes` of all groups are cut into a power-of-two
-    number of blocks of at least `least_bytes`, or one per group. With `least_bytes` 0 it is always
-    one per group."""
+    """Returns the layer groups that each block covers. The `nbytes` bytes of all groups are cut
+    into a power-of-two number of blocks of at least `least_bytes`, at most one per group. With
+    `least_bytes` 0, each group is a block."""
     blocks = nbytes // least_bytes if least_bytes else groups
     return even_runs(groups, groups if blocks >= groups else 1 << max(0, blocks.bit_length() - 1))

@@ -1,16 +1,16 @@
-"""Continuous batching on one decode mesh: which sequences step next, with which pages, and how
-results are applied. Pure.
+"""Continuous batching on one decode mesh: plans which sequences are stepped next and with which
+pages, and applies the results. Pure.
 
 The loop runs ahead: step n + 1 is planned before the tokens of step n are read. A plan therefore
-uses `issued_position` (where each slot will be), and `apply` uses what was read. The device does
-not know stop ids, so tokens behind a stop are dropped here. Under a grammar, a step may return more
-tokens than the one that was planned (a forced run), or none because the step before reached the
-limit. Reading results corrects `issued_position`.
+uses `issued_position`, the position of each slot after all issued steps. `apply` uses the tokens
+that were read. The device does not stop at stop ids, so tokens after a stop are dropped here. With
+a grammar, a step may return several tokens instead of one (a forced run), or none because an
+earlier step reached the limit. `apply` then corrects `issued_position`.
 
 Order of a plan: running sequences first get the pages they need, oldest first. If none is free, the
-youngest page holder of the rank is preempted. Then ready sequences take free slots. A dispatch has
-several steps only if nothing else waits. On an interruptible mesh a dispatch is a span: as many
-steps as all its sequences have room for. An interrupted span returns fewer.
+youngest page holder of the rank is preempted. Then ready sequences take free slots. A command has
+several steps only if nothing else waits. On an interruptible mesh such a command is a span: it has
+as many steps as all its sequences have room for, and returns fewer tokens if it is interrupted.
 
 Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its
 pages; tokens of a child are accepted once, in order."""
@@ -42,10 +42,10 @@ class DecodeBatches:
     """Plans decode steps over a `DecodeState` and applies their results.
 
     Args:
-        steps_per_dispatch: Largest number of steps in a dispatch.
-        stream_tokens: New tokens of a sequence that are reported together. Its first token and its
-            end are reported at once.
-        spans: The mesh can be interrupted.
+        steps_per_dispatch: Largest number of steps in a command.
+        stream_tokens: Number of new tokens of a sequence that are reported together. The first
+            token and the end are reported at once.
+        spans: Whether the mesh can be interrupted.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class DecodeBatches:
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
     ) -> CopyPages | None:
-        """Lets the children of a group run: all KV is in pages and the first tokens are known.
+        """Marks the children of a group as ready: all KV is in pages and the first tokens are
+        sampled.
 
-        Returns the copies of the shared last page, to be issued before any step of theirs. Children
-        that end with their first token are ended here."""
+        Returns the copies of the shared last page, which must be issued before the children's first
+        steps; None if there are none. Ends children whose first token is their last."""
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         tokens = {first.child: first for first in firsts}
         keys = {
@@ -87,15 +88,15 @@ class DecodeBatches:
         return CopyPages(step, copies, states) if copies or states else None
 
     def _state_copies(self, group: SequenceGroup) -> tuple[tuple[int, int, int], ...]:
-        """Returns copies of the group's state slot to the slots of its other children."""
+        """Returns copies (rank, from, to) of the group's state slot to its other children."""
         rank, states = group.rank, self._state.states
         source = states.slot(rank, group.key)
         own = [states.slot(rank, child.key) for child in group.alive]
         return tuple([(rank, source, slot) for slot in own if slot != source])
 
     def take_over(self, group: SequenceGroup, generated: tuple[int, ...], deadline: float) -> bool:
-        """Continues a migrated sequence, the group's only child, behind these tokens. Returns False
-        if another child was expected or no page is free for its next step."""
+        """Continues a migrated sequence, the group's only child, after its generated tokens.
+        Returns False if the tokens do not match the child or no page is free for its next step."""
         (child,) = group.children
         position = group.prompt_tokens + len(generated) - 1
         ours = tuple(child.generated)
@@ -117,7 +118,7 @@ class DecodeBatches:
         return True
 
     def runnable(self) -> bool:
-        """Whether a plan would contain a step."""
+        """Returns whether any sequence can be stepped."""
         running = (child for rank in self._state.running for child in rank)
         return (
             any(child.issued_position < child.limit and not child.frozen for child in running)
@@ -125,7 +126,7 @@ class DecodeBatches:
         )
 
     def interrupting(self) -> bool:
-        """Whether a running span delays a sequence that could take a slot or one that must be
+        """Returns whether a running span delays a sequence that could take a slot or is being
         frozen."""
         for child in self._state.ready:
             if not child.frozen and None in self._state.slots[child.rank]:
@@ -137,8 +138,8 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
-        """Returns the next dispatch, or None. With `quiet`, nothing else waits, so several steps
-        may run at once."""
+        """Returns the next command, or None if no sequence can be stepped. With `quiet`, nothing
+        else waits, so the command may have several steps."""
         steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
         admits = [
@@ -183,7 +184,7 @@ class DecodeBatches:
         )
 
     def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
-        """Whether any row is shaped, any is not greedy, and any has a grammar."""
+        """Returns whether any row is shaped, any is not greedy, and any has a grammar."""
         if not self._state.shaped and not self._state.sampled and not self._state.masked:
             return False, False, False
         every = [child.group.request.sampling for rank in active for child in rank]
@@ -194,7 +195,7 @@ class DecodeBatches:
         )
 
     def _most_steps(self) -> int:
-        """Returns the steps that the sequence with most left to generate can use."""
+        """Returns the number of steps that the sequence with most tokens left can use."""
         wanted = max(
             (child.limit - child.issued_position for rank in self._state.running for child in rank),
             default=1,
@@ -202,8 +203,8 @@ class DecodeBatches:
         return max(1, min(self._steps, wanted))
 
     def apply(self, result: DecodeResult) -> list[tuple[SequenceGroup, int]]:
-        """Accepts what was read back and reports progress to the state. Returns the groups for
-        which no token could be chosen, with BROKEN_TOKEN or STUCK_TOKEN; the caller ends them."""
+        """Accepts the tokens of a result and adds progress to `DecodeState.news`. Returns the
+        groups to end because no token could be chosen, each with BROKEN_TOKEN or STUCK_TOKEN."""
         broken: list[tuple[SequenceGroup, int]] = []
         # rows of a span may share their tokens, which are converted once
         seen: tuple[int, ...] | None = None
@@ -244,7 +245,7 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Drops results of a sequence's steps in flight, even if it runs again by then."""
+        """Ignores the results of a sequence's steps in flight, even if it runs again by then."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
@@ -269,8 +270,8 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Grows oldest first. The victim is the youngest, so a sequence that grew in this plan is
-        not preempted in it."""
+        """Gives pages to running sequences that need them, oldest first. The youngest is preempted,
+        so a sequence that grew in this plan is not preempted in it."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -289,8 +290,8 @@ class DecodeBatches:
         return grows
 
     def _grow(self, child: Sequence) -> bool:
-        """Extends a child by a growth step or by what is free. Preempts only if the child could not
-        make a single step."""
+        """Extends a child by up to `growth_tokens`, limited by the free pages. Preempts another
+        sequence only if the child has no page for its next step."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
         held = ledger.count(child.key)
         wanted = (

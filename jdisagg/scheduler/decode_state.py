@@ -1,10 +1,10 @@
-"""What a decode worker holds: page ledgers and slots per data-parallel rank, the groups that own
-them, and progress to report.
+"""Holds the state of a decode worker: page ledgers and slots per data-parallel rank, the groups
+that own them, and progress to report.
 
 `reservations.py` (who gets pages) and `decode_batches.py` (what runs next) share this state. It
-implements the moves that both need: ending a child, ending a group, and preemption. A freed page or
-slot may be given at once to commands issued later: commands run in order, so a surplus token that
-the device writes is written before any later use.
+implements the operations that both need: ending a child, ending a group, and preemption. A freed
+page or slot may be reused at once. Commands run in order, so a step in flight writes its surplus
+token before any later command uses the page.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
 group without living children holds nothing; after all groups ended every ledger is full."""
@@ -26,7 +26,7 @@ class DecodeState:
     """The ledgers, slots and groups of one mesh.
 
     Args:
-        names: Naming of blocks that stay cached when their sequences end; None disables the cache.
+        names: Naming of cached blocks; None disables the prefix cache.
 
     Attributes:
         news: Progress that the worker has not taken yet.
@@ -44,7 +44,7 @@ class DecodeState:
         self.ready: list[Sequence] = []  # READY, oldest first
         # RUNNING, by slot
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
-        # running sequences with shaped logits, with sampling that is not greedy, with a grammar
+        # numbers of running sequences with shaped logits, with non-greedy sampling, with a grammar
         self.shaped = self.sampled = self.masked = 0
         self.living = [0] * limits.ranks  # children that have not ended
         # keys of children that will need more pages than they have
@@ -52,9 +52,9 @@ class DecodeState:
         self._named: dict[Identity, list[SequenceGroup]] = {}
         self.news: list[ChildProgress] = []
         self.preemptions = 0
-        # makes a holder of pages of a rank that is no sequence release some; False if there is none
+        # releases pages of a rank that no sequence holds; returns False if there are none
         self.give_way: Callable[[int], bool] = lambda rank: False
-        # swaps out a sequence whose pages are needed; False if recomputing is better
+        # swaps out a sequence whose pages are needed; returns False if recomputing is better
         self.spill: Callable[[Sequence], bool] = lambda child: False
         self._last_key = 0
 
@@ -70,12 +70,11 @@ class DecodeState:
         self._named.setdefault(group.request.identity, []).append(group)
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all reservations of one stream: attempts, and children on different groups."""
+        """Returns all groups of one request, for different attempts and different children."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """Applies an event to the receiving side of a hand-off. The new state must be left by
-        `deadline`."""
+        """Applies an event to a group's hand-off, with a deadline for leaving the new state."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
@@ -84,7 +83,7 @@ class DecodeState:
         return [self.groups[handoff.handoff_id] for handoff in late]
 
     def become_ready(self, child: Sequence) -> None:
-        """Marks a child as READY: all its KV is here."""
+        """Marks a child as READY, because all its KV is in this mesh's pages."""
         child.stage = Stage.READY
         bisect.insort(self.ready, child, key=_age)
 
@@ -103,14 +102,14 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates bookkeeping after the pages of a living child changed."""
+        """Updates `growing` after the number of a child's pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, by rank, the sum of the living children's known tokens."""
+        """Returns, by rank, the total tokens of children that are neither ended nor swapped out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -120,7 +119,7 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, by rank, the pages of sequences whose KV has not all arrived."""
+        """Returns, by rank, the number of pages of sequences whose KV has not all arrived."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -133,8 +132,8 @@ class DecodeState:
         return news
 
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
-        """Returns the pages for positions [0, tokens) of a group. A migrated group may have grown
-        beyond its reservation; returns None if no pages are free for that."""
+        """Returns the pages for positions [0, tokens) of a group. Extends the group if it grew
+        beyond its reservation before it migrated. Returns None if too few pages are free."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
@@ -154,11 +153,11 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Frees a child's slot and pages, and reports the reason with its unreported tokens.
+        """Frees a child's slot and pages, and reports its unreported tokens with the reason.
         Idempotent.
 
         Args:
-            counted: Count a preemption, because its pages are being taken now.
+            counted: Whether a preemption is added to the count.
         """
         if child.stage is Stage.ENDED:
             return
@@ -184,15 +183,14 @@ class DecodeState:
             self._forget(child.group)
 
     def set_aside(self, child: Sequence) -> None:
-        """Takes the slot and pages of a child that is swapped out. Its pages are read before they
-        are overwritten. Reports its unreported tokens."""
+        """Releases the slot and pages of a child that is swapped out. Reports its new tokens."""
         self._vacate(child)
         child.stage = Stage.SPILLED
         self.preemptions += child.group.suspended_until is None
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Notes that a swapped-out child has pages again, on this rank, and waits for its KV."""
+        """Marks a swapped-out child as RETURNING: it has pages on `rank` and waits for its KV."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.living[rank] += 1
         self.note_pages(child)
@@ -211,8 +209,8 @@ class DecodeState:
         self.residency.let_go(child.rank, child.key, chain)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
-        """Returns the blocks that fill a child's pages: KV of the prompt and of all generated
-        tokens but the newest. Steps that ran ahead wrote behind them."""
+        """Returns the names of a child's full blocks, to be cached when it releases its pages. The
+        newest token has no KV yet. Steps in flight write only to later positions."""
         group = child.group
         stale = group.epoch != self.residency.epoch
         waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
@@ -224,7 +222,7 @@ class DecodeState:
         return self.residency.chain(group.request, tokens[: child.position], group.chain)
 
     def untold(self, child: Sequence) -> ChildProgress:
-        """Returns generated tokens that were not reported yet, and marks them as reported."""
+        """Returns the generated tokens that were not reported yet, and marks them as reported."""
         first, tokens, logprobs = (
             child.told,
             tuple(child.generated[child.told :]),
@@ -239,18 +237,17 @@ class DecodeState:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
     def release_root(self, group: SequenceGroup) -> None:
-        """Releases the group's own pages; its children own all they need."""
+        """Releases the group's hold on the pages. Its children hold the pages that they need."""
         if group.root_held:
             group.root_held = False
             self.ledgers[group.rank].free(group.key)
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Frees a page of the rank: from holders that are no sequences, then from the youngest
-        sequence. Returns False if `needy` itself is the youngest.
+        """Frees at least one page on the rank of `needy`. Takes pages from hand-offs of cached
+        blocks first, then preempts the youngest sequence. Returns False if that is `needy` itself.
 
-        A child whose KV is still arriving ends with its whole group, because the incoming KV has no
-        other reader."""
+        If the youngest child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
             if self.give_way(needy.rank):

@@ -1,13 +1,13 @@
-"""The KV blocks that a mesh holds on disk: which, how many, and which is evicted.
+"""Tracks the KV blocks that a mesh holds on disk, and decides which are written and evicted.
 
-A block is written at its second use, when it is in host memory or pages. In conversation traces
+A block is written when it is used a second time, from host memory or pages. In conversation traces
 three quarters of all blocks are used once, so writing every block would be mostly waste. Writing on
-eviction from host memory would lose blocks when the process ends. Few writes run at a time; further
-ones wait in a bounded queue. After a failed write only one block in `PROBE` is tried, until one
-succeeds.
+eviction from host memory would lose blocks when the process ends. At most `MOST_SAVING` writes run
+at a time; further ones wait in a bounded queue. After a failed write, only one block in `PROBE` is
+written, until a write succeeds.
 
-Above capacity the least recently used block is evicted, but not while it is read. Expired blocks
-are dropped even then. Pure. Invariants (each is a test of the same name in
+Above capacity the least recently used block is evicted, unless it is being read. Expired blocks are
+dropped even while they are read. Pure. Invariants (each is a test of the same name in
 tests/scheduler/test_disk_blocks.py):
 - no_more_lie_there_than_there_is_room_for
 - a_block_that_is_read_is_not_given_up
@@ -31,13 +31,13 @@ FILE_EXTRA_BYTES = 4096  # bytes of a file beside the block: header and file-sys
 
 @dataclass(slots=True, eq=False)
 class DiskBlock:
-    """A block on disk or on its way there.
+    """A block that is on disk or being written.
 
     Attributes:
-        index: Place in its chain.
-        rank: Rank that had it in pages.
-        written: Whether it is complete, since `written_at`.
-        readers: Restores that are reading it.
+        index: Number of the block in its chain.
+        rank: Rank whose pages held it.
+        written: Whether the file is complete; `written_at` is the time of its completion.
+        readers: Number of restores that are reading it.
     """
 
     name: bytes
@@ -67,15 +67,14 @@ class DiskBlocks:
         self._passed_over = 0
 
     def __len__(self) -> int:
-        """Counts blocks on their way, too."""
+        """Counts all blocks, including those being written."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields rank, name, index in the chain and whether it is in use of each block, least
-        recently used first."""
+        """Yields (rank, name, index in chain, whether in use), least recently used first."""
         for block in self._blocks.values():
             in_use = block.readers > 0 or not block.written
             yield block.rank, block.name, block.index, in_use
@@ -91,8 +90,8 @@ class DiskBlocks:
     def found(
         self, written_at: Mapping[bytes, float]
     ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Adds the blocks found at the start, which are given least recently used first with their
-        time of writing. Returns those that fit, and the older ones that do not."""
+        """Adds the blocks found on disk at the start. Returns the names of those that fit, and of
+        the least recently used ones that do not fit."""
         new = [name for name in written_at if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
@@ -105,8 +104,8 @@ class DiskBlocks:
         return tuple(new[over:]), tuple(new[:over])
 
     def use(self, rank: int, chain: Chain) -> int:
-        """Notes that a prompt was served from these blocks of a rank. Queues missing ones for
-        writing. Returns how many do not fit the queue."""
+        """Records that a prompt used these blocks of a rank. Queues blocks that are not on disk for
+        writing, and returns how many the full queue dropped."""
         skipped = 0
         for index, name in enumerate(chain):
             if name in self._blocks or name in self._wanted:
@@ -119,7 +118,7 @@ class DiskBlocks:
         return skipped
 
     def take(self) -> tuple[DiskBlock | None, tuple[bytes, ...]]:
-        """Returns the next block to write, or None, and the blocks evicted for it."""
+        """Returns the next block to write, or None, and the names of blocks evicted for it."""
         gone: list[bytes] = []
         while self._wanted and self._writing < min(MOST_SAVING, self.capacity):
             name, wanted = self._wanted.popitem(last=False)
@@ -137,7 +136,7 @@ class DiskBlocks:
         return None, tuple(gone)
 
     def written(self, block: DiskBlock, now: float) -> bool:
-        """Notes that a block is complete. Returns False if it was dropped meanwhile."""
+        """Records that a block is completely written. Returns False if it was dropped meanwhile."""
         if not self.knows(block):
             return False
         self._writing -= 1
@@ -146,7 +145,7 @@ class DiskBlocks:
         return True
 
     def expire(self, before: float) -> tuple[bytes, ...]:
-        """Drops blocks written before an instant."""
+        """Drops the blocks that were written before this time and returns their names."""
         gone: list[bytes] = []
         for name, block in self._by_age.items():
             if block.written_at >= before:
@@ -157,8 +156,8 @@ class DiskBlocks:
         return tuple(gone)
 
     def not_written(self, block: DiskBlock, failed: bool) -> bool:
-        """Notes that a block was not written; `failed` if the disk failed. Returns False if it was
-        dropped meanwhile."""
+        """Records that a block was not written; `failed` is True if the disk failed. Returns False
+        if it was dropped meanwhile."""
         if not self.knows(block):
             return False
         self._failing = self._failing or failed
@@ -174,20 +173,21 @@ class DiskBlocks:
         return block is not None and block.written
 
     def hold(self, name: bytes) -> DiskBlock:
-        """Starts reading a block, which is not evicted meanwhile."""
+        """Records that a read of this block begins. Blocks being read are not evicted."""
         block = self._blocks[name]
         block.readers += 1
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Ends reading blocks. The start of a chain counts as used after its end."""
+        """Ends the reads of these blocks. The chain's first block becomes the most recently
+        used."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block with wrong or missing contents. Returns whether it was still here."""
+        """Drops a block with wrong or missing contents. Returns False if it was dropped before."""
         if not self.knows(block):
             return False
         self._forget(block.name)
@@ -221,8 +221,8 @@ class DiskBlocks:
 
 
 def restorable(chain: Chain, host: HostBlocks, disk: DiskBlocks) -> tuple[bool, ...]:
-    """Returns, for each leading block of a chain that can be restored, whether it must be read from
-    disk because host memory lacks it."""
+    """Returns one entry for each leading block of the chain that can be restored: True if it is
+    read from disk, False if it is in host memory."""
     found: list[bool] = []
     for name in chain:
         in_host = name in host

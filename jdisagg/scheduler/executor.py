@@ -1,5 +1,4 @@
-"""The executor as a scheduler sees it: it runs step commands on a mesh and states the mesh's
-limits."""
+"""The interface of executors, which run step commands on a mesh, and the limits of a mesh."""
 
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -20,19 +19,20 @@ class MeshLimits:
         pages_per_rank: Usable pages, with ids 0..pages_per_rank-1.
         context_tokens: Largest number of positions of a sequence.
         chunk_buckets, batch_buckets: Compiled sizes, ascending.
-        layer_groups: Groups of layers that are offered separately.
-        granule_tokens: Smallest block. Offered blocks have power-of-two lengths, and rows of a
-            packed chunk start at multiples of it.
-        pack_tokens: Most tokens of prompts packed into one chunk; a single prompt may fill the
-            largest bucket. None is the largest bucket. If it is smaller, only whole prompts are
-            packed.
-        state_slots_per_rank: Sequences with recurrent state or a ring buffer that a rank holds.
-        windows_apart: Blocks of positions hold layers without a sliding window only. What the
-            others still see of a sequence is sent separately, behind the last block.
-        ring_pages: Pages of a sliding-window ring buffer in each state slot. With 0, these layers
-            use ordinary pages.
-        append_buckets: Chunks that a decode mesh computes itself, ascending; empty if none.
-            `chunk_buckets` are then those of the prefill meshes.
+        layer_groups: Number of layer groups whose KV is offered separately.
+        granule_tokens: Length of the shortest offered block. Every block is a power-of-two number
+            of granules long, and the rows of a packed chunk start at multiples of the granule.
+        pack_tokens: Limit of tokens when several prompts share a chunk; None is the largest bucket.
+            A single prompt may always fill the largest bucket. With a smaller limit only whole
+            prompts share a chunk.
+        state_slots_per_rank: Number of sequences with recurrent state or a ring buffer that fit on
+            a rank.
+        windows_apart: Whether sliding-window layers are left out of the blocks of positions. The
+            positions still inside their windows are then sent separately, after the last block.
+        ring_pages: Pages of the sliding-window ring buffer in each state slot; 0 if sliding-window
+            layers use ordinary pages.
+        append_buckets: Sizes of the chunks that a decode mesh computes itself, ascending; empty if
+            it computes none. If set, `chunk_buckets` are the sizes of the prefill meshes.
     """
 
     ranks: int
@@ -50,10 +50,10 @@ class MeshLimits:
     pack_tokens: int | None = None  # None is the largest bucket
     whole_blocks: bool = False  # blocks may have any length, because nothing is compiled for it
     block_bytes: int = 0  # smaller blocks carry several layer groups; with 0 each carries one
-    # overhead of a block in tokens of KV of all layers; padding is cheaper above it
+    # Overhead of a block, as the number of tokens (of all layers) that take as long to send.
     block_cost_tokens: float = 0.0
     stages: int = 1  # pipeline stages, each of which computes a chunk
-    continuing_rows: int = 1  # of a packed chunk and rank, behind cached positions
+    continuing_rows: int = 1  # rows after cached positions, in a packed chunk on one rank
     state_slots_per_rank: int = 0
     windows_apart: bool = False
     ring_pages: int = 0
@@ -68,31 +68,31 @@ class MeshLimits:
 
     @property
     def sent(self) -> KVSpec:
-        """KV in blocks of positions."""
+        """Spec of the layers that blocks of positions contain."""
         return self.kv_spec.unwindowed if self.windows_apart else self.kv_spec
 
     @property
     def paged(self) -> KVSpec:
-        """KV in the pages that the ledger counts."""
+        """Spec of the layers whose KV is in the pages that the ledger counts."""
         return self.kv_spec.unwindowed if self.ring_pages else self.kv_spec
 
     @property
     def nothing(self) -> KVSpec:
-        """A spec of as many layers without KV."""
+        """A spec with the same number of layers, none of which has KV."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that a window reaches from position `end` on."""
+        """Returns the first position that the widest window covers at position `end`."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
-        """Returns the pages of sliding-window layers for positions [0, tokens): the pages of a
-        slot's ring buffer, repeated."""
+        """Returns the page table of sliding-window layers for positions [0, tokens). It repeats the
+        pages of the slot's ring buffer."""
         first, size = slot * self.ring_pages, self.ring_pages
         return tuple([first + column % size for column in range(-(-tokens // self.page_size))])
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the layer groups of each block of this many tokens."""
+        """Returns the layer groups that each block of `block_tokens` tokens covers."""
         return bands(self.layer_groups, block_tokens * self.sent.bytes_per_token, self.block_bytes)
 
     @property
@@ -102,12 +102,12 @@ class MeshLimits:
         return min(self.layer_groups, count)
 
     def window_bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Like `bands`, for separately sent sliding-window layers."""
+        """Returns the same as `bands` for sliding-window layers that are sent separately."""
         nbytes = block_tokens * self.kv_spec.windowed.bytes_per_token
         return bands(self.window_groups, nbytes, self.block_bytes)
 
     def window_shapes(self) -> list[tuple[range, int]]:
-        """Like `block_shapes`, for separately sent sliding-window layers."""
+        """Returns the same as `block_shapes` for sliding-window layers that are sent separately."""
         if not self.windows_apart:
             return []
         longest = min(self.kv_spec.widest_window - 1, self.context_tokens)
@@ -117,8 +117,8 @@ class MeshLimits:
         return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
     def block_shapes(self) -> list[tuple[range, int]]:
-        """Layer groups and length of every block that can be offered: powers of two from the
-        granule to the largest chunk."""
+        """Returns (layer groups, tokens) of every block that can be offered. Lengths double from
+        the granule up to the largest chunk."""
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:
@@ -129,7 +129,7 @@ class MeshLimits:
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
-    """Returns sizes from `smallest` on, each `factor` times the last, ending with `largest`."""
+    """Returns ascending sizes from `smallest` to `largest`, each `factor` times the one before."""
     sizes: list[int] = []
     size = smallest
     while size < largest:
@@ -139,8 +139,8 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
 
 
 def sequences_ahead(slots: int, asked: int | None) -> int:
-    """Returns how many sequences get pages beyond the slots, so that a freed slot finds the next
-    one ready. The default is a quarter of the slots."""
+    """Returns how many more sequences than slots may hold pages, so that a freed slot is refilled
+    at once. If `asked` is None, it is a quarter of the slots."""
     return max(1, slots // 4) if asked is None else asked
 
 
@@ -153,7 +153,7 @@ class Executor(Protocol):
     def run(self, command: StepCommand) -> Awaitable[StepResult]:
         """Enqueues a command at once and returns an awaitable of its result.
 
-        Must be called on the event loop; JAX runs on the executor's own threads. Raises
+        Must be called on the event loop, because JAX runs on the executor's own threads. Raises
         UnavailableError if the mesh has failed."""
         ...
 
@@ -164,10 +164,9 @@ class Executor(Protocol):
 
 @runtime_checkable
 class InterruptibleExecutor(Executor, Protocol):
-    """An executor that can end a `DecodeSteps` early, so that a scheduler may plan many steps at
-    once. The result then holds fewer tokens."""
+    """An executor that can end a `DecodeSteps` command early. A scheduler may therefore plan many
+    steps in one command. The result of an interrupted command holds fewer tokens."""
 
     def interrupt(self) -> None:
-        """Ends the running `DecodeSteps`, if any, after the step at which a command issued now
-        could run."""
+        """Ends the running `DecodeSteps` command, if any, after its current step."""
         ...

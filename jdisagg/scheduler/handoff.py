@@ -1,14 +1,15 @@
-"""The hand-off of one sequence's KV from a prefill to a decode worker, as data: states, events,
-deadlines.
+"""Defines the states, events and deadlines of a hand-off: the transfer of a sequence's KV from a
+prefill to a decode worker.
 
-Both sides run the same machine. Sender: COMPUTING -> OFFERED -> ACKED -> FREED. Receiver: RESERVED
--> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is reachable from every state but FREED. A
-receiver whose source failed is ORPHANED until another takes over. Each state has a deadline on the
-local monotonic clock, which progress renews; `sweep` returns hand-offs whose deadline has passed.
-`DecodeState` advances the receiver's side, `OutgoingHandoff` the sender's. Pure.
+Both sides use the same state machine. Sender: COMPUTING -> OFFERED -> ACKED -> FREED. Receiver:
+RESERVED -> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is reachable from every state but
+FREED. A receiver whose source failed is ORPHANED until another takes over. Each state has a
+deadline on the local monotonic clock, which progress renews; `sweep` returns hand-offs whose
+deadline has passed. `DecodeState` advances the receiver's side, `OutgoingHandoff` the sender's.
+Pure.
 
-Invariants: FREED and ABORTED are final; a move that the table does not list raises
-`HandoffStateError`, a bug in our own code."""
+Invariants: FREED and ABORTED are final; an event that `TRANSITIONS` does not list for a state
+raises `HandoffStateError`, because it is a bug."""
 
 import enum
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from jdisagg.plain import plain
 
 
 class HandoffStateError(AssertionError):
-    """A hand-off was moved along an edge that does not exist: a bug."""
+    """Raised for an event that is not possible in a hand-off's state. It is a bug."""
 
 
 class HandoffState(enum.Enum):
@@ -72,14 +73,14 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 
 @plain
 class Handoff:
-    """One side of one hand-off: its state, and the deadline for leaving it."""
+    """One side of one hand-off: its state, and the deadline for leaving that state."""
 
     handoff_id: int
     state: HandoffState
     deadline: float
 
     def advance(self, event: HandoffEvent, deadline: float) -> "Handoff":
-        """Returns the hand-off after `event`, to leave its state by `deadline`."""
+        """Returns the hand-off after `event`. Its new state must be left by `deadline`."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             raise HandoffStateError(
@@ -89,7 +90,7 @@ class Handoff:
         return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
-        """Extends the deadline after progress within a state."""
+        """Returns the hand-off with a later deadline, after progress within its state."""
         return (
             self
             if self.state.final
@@ -97,12 +98,13 @@ class Handoff:
         )
 
     def expect(self, deadline: float) -> "Handoff":
-        """Sets the deadline, even to an earlier one, after the other side connected."""
+        """Returns the hand-off with a new, perhaps earlier, deadline, as the other side
+        connected."""
         return self if self.state.final else Handoff(self.handoff_id, self.state, deadline)
 
 
 def sweep(handoffs: Iterable[Handoff], now: float) -> tuple[Handoff, ...]:
-    """Returns hand-offs beyond their deadline. Their owner aborts them and frees what they hold."""
+    """Returns hand-offs whose deadline has passed. The caller must abort them."""
     return tuple(
         [handoff for handoff in handoffs if handoff.deadline < now and not handoff.state.final]
     )

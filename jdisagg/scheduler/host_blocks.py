@@ -1,10 +1,9 @@
-"""The KV blocks that a mesh holds in host memory: which, how many, and which are evicted.
+"""Tracks the KV blocks that a mesh holds in host memory, and decides which are evicted.
 
 A block is written once, under a name that identifies its contents and everything before it
-(`scheduler/residency.py`). It consists of immutable pieces with their checksums from the time when
-they were in pages. When the memory is full, the least recently used blocks are evicted until a low
-watermark is reached, which makes room for many at a time. Blocks that are being copied are not
-evicted.
+(`scheduler/residency.py`). It consists of immutable pieces, each with the checksum that it had in
+pages. When the memory is full, the least recently used blocks are evicted down to a low watermark.
+Blocks that are being copied are not evicted.
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
@@ -21,12 +20,12 @@ from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Chain
 
 LOW_WATERMARK = 0.9
-MOST_WRITING = 32  # blocks on their way out
+MOST_WRITING = 32  # blocks being copied to host memory at a time
 
 
 @plain
 class TierRoom:
-    """Room of the tiers behind the pages of a mesh.
+    """Capacity of a mesh's host-memory and disk tiers.
 
     Attributes:
         host_bytes: Bytes of host memory.
@@ -43,7 +42,7 @@ class TierRoom:
 
 @plain
 class HostPiece:
-    """A piece of a block, as it was offered by its rank, with the checksum of its pages."""
+    """One piece of a block: its offer, and the checksum of its KV in pages."""
 
     offer: Offer
     checksum: int = 0
@@ -51,7 +50,7 @@ class HostPiece:
 
 @dataclass(slots=True, eq=False)
 class HostBlock:
-    """A block in host memory or on its way there.
+    """A block that is in host memory or being copied there.
 
     Attributes:
         written: Whether all pieces have arrived.
@@ -76,15 +75,14 @@ class HostBlocks:
         self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Counts blocks on their way in, too."""
+        """Counts all blocks, including those still being copied in."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
     def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields rank, name, index in the chain and whether it is in use of each block, least
-        recently used first."""
+        """Yields (rank, name, index in chain, whether in use), least recently used first."""
         for block in self._blocks.values():
             offer, in_use = block.pieces[0].offer, block.held or not block.written
             yield offer.rank, block.name, offer.start // block_tokens, in_use
@@ -100,8 +98,8 @@ class HostBlocks:
     def begin(
         self, name: bytes, pieces: tuple[HostPiece, ...]
     ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:
-        """Adds a block whose pieces are on their way. Returns it and the blocks evicted for it.
-        Returns None for a block that is here already or has no room."""
+        """Adds a block whose pieces are being copied in. Returns the block, or None if it exists
+        already or there is no room, and the blocks evicted to make room."""
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return None, ()
@@ -112,19 +110,20 @@ class HostBlocks:
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """Notes that all pieces have arrived. Returns False if the block was dropped meanwhile."""
+        """Records that all pieces have arrived. Returns False if the block was dropped
+        meanwhile."""
         if self._blocks.get(block.name) is not block:
             return False
         block.pieces, block.written = pieces, True
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name if it is complete."""
+        """Returns the block of this name, or None if it is missing or incomplete."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int) -> int:
-        """Returns how many blocks of the chain can be restored, from its `first` on."""
+        """Returns how many blocks of the chain, from number `first` on, can be restored."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -132,21 +131,21 @@ class HostBlocks:
         return max(0, len(chain) - first)
 
     def hold(self, names: Chain) -> tuple[HostBlock, ...]:
-        """Starts restoring blocks that `match` found; they are not evicted meanwhile."""
+        """Records that a restore of these blocks begins. Blocks being restored are not evicted."""
         blocks = tuple([self._blocks[name] for name in names])
         for block in blocks:
             block.held = True
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Ends restoring blocks. The start of a chain counts as used after its end."""
+        """Ends a restore. The first block of the chain becomes the most recently used."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: HostBlock) -> bool:
-        """Drops a block with wrong contents. Returns whether it was still here."""
+        """Drops a block with wrong contents. Returns False if it was dropped before."""
         if self._blocks.get(block.name) is not block:
             return False
         del self._blocks[block.name]

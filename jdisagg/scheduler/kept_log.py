@@ -1,8 +1,9 @@
-"""Records which blocks a mesh gained and lost, for the indices of routers.
+"""Records which cached blocks a mesh gained and lost. Routers keep an index of these blocks.
 
-A block counts as held while at least one rank or tier holds it. A bounded number of events is
-recorded. A reader that is further behind, or would read more events than there are blocks, gets a
-snapshot. Each reader brings its own mark (`messages/kept_blocks.py`). Pure."""
+A block counts as held while at least one rank or tier holds it. The log keeps a bounded number of
+events. A reader that is further behind, or would have to read more events than there are blocks,
+gets a snapshot of all blocks. Each reader passes its own position in the log (`KeptMark` in
+`messages/kept_blocks.py`). Pure."""
 
 from collections import deque
 from itertools import islice
@@ -11,7 +12,7 @@ from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews
 
 EVENTS_ON_RECORD = 1 << 15
 MOST_EVENTS = 1 << 14  # in one message
-# in a snapshot; of more blocks the oldest are listed, which chains start with
+# Limit of a snapshot. It lists the oldest blocks, because sequences start with them.
 MOST_BLOCKS = 1 << 16
 
 
@@ -29,7 +30,7 @@ class KeptLog:
         return len(self._ranks)
 
     def gained(self, name: bytes) -> None:
-        """Notes that a rank or tier holds this block from now on."""
+        """Records that one more rank or tier holds this block."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks.get(told, 0)
         self._ranks[told] = ranks + 1
@@ -37,7 +38,7 @@ class KeptLog:
             self._record(told, True)
 
     def lost(self, name: bytes) -> None:
-        """Notes that a rank or tier no longer holds it."""
+        """Records that one rank or tier no longer holds this block."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks[told] - 1
         if ranks:
@@ -47,14 +48,14 @@ class KeptLog:
             self._record(told, False)
 
     def cleared(self) -> None:
-        """Starts a new epoch in which nothing is held."""
+        """Starts a new epoch with an empty log and no blocks."""
         self.epoch += 1
         self.number = 0
         self._events.clear()
         self._ranks.clear()
 
     def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
-        """Returns the next message for a reader that knows everything up to `mark`, or None."""
+        """Returns the next message for a reader that is at `mark`, or None if nothing is new."""
         if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
             return None
         missed = self.number - mark.number

@@ -1,5 +1,4 @@
-"""Lists the cached blocks of a worker for display. Pure: reads the tiers and does not change the
-order of eviction."""
+"""Lists a worker's cached blocks for display, without changing the order of eviction. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,19 +12,20 @@ Listed = Iterable[tuple[int, bytes, int, bool]]
 
 @plain
 class KeptBlock:
-    """One cached block in one tier. A block may lie in several.
+    """One cached block in one tier. The same block may be in several tiers.
 
     Attributes:
         worker: Name of the worker.
         tier: "pages", "host" or "disk".
-        rank: Data-parallel rank whose pages hold it or held it; 0 for a block found on disk at the
-            start.
-        name: First digits of its keyed name, hexadecimal. Two blocks with the same name have the
-            same tokens, the same tokens before them and the same tenant.
-        index: Place in its chain: it holds positions [index * tokens, (index + 1) * tokens); 0 for
-            a block found on disk at the start.
-        tokens: Tokens of a block.
-        in_use: A sequence holds its pages, or it is being copied; it is not evicted meanwhile.
+        rank: Data-parallel rank whose pages hold or held the block; 0 if it was found on disk at
+            the worker's start.
+        name: First hexadecimal digits of the block's keyed name. Blocks with the same name have the
+            same tokens, the same preceding tokens and the same tenant.
+        index: Number of the block in its sequence, which holds positions [index * tokens, (index +
+            1) * tokens); 0 if it was found on disk at the worker's start.
+        tokens: Number of tokens of the block.
+        in_use: Whether a sequence holds its pages or it is being copied. It cannot be evicted
+            meanwhile.
     """
 
     worker: str
@@ -38,11 +38,12 @@ class KeptBlock:
 
 
 def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> Iterator[KeptBlock]:
-    """Yields the blocks of a worker, tier by tier (pages rank by rank), least recently used first.
-    Blocks in pages that sequences hold come last in their tier.
+    """Yields the cached blocks of a worker, tier by tier, least recently used first. Blocks in
+    pages are listed rank by rank, those in use last.
 
     Args:
-        tiers: By name, rank, name, index in the chain and whether it is in use of each block.
+        tiers: Blocks of each other tier, by the tier's name: (rank, block name, index in the chain,
+            whether it is in use).
     """
     in_pages = [
         (rank, name, index, held)

@@ -2,27 +2,28 @@
 
 An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
 an owner hold the first pages of another (n > 1 shares its prompt). `own` replaces a shared page by
-an own one (copy-on-write; the caller issues the copy).
+an unshared one (copy-on-write; the caller issues the copy).
 
 A page may be kept (`keep`): when its last owner releases it, its contents stay, and another owner
-may `adopt` it. Such an idle page counts as free and is given away when no other page is left: least
-recently released first, and within an owner the last pages before the first.
+may `adopt` it. Such an idle page counts as free and is given to a new owner only when no other page
+is left. The least recently released page is given first, and among the pages of one owner the last
+page first.
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
 - every_page_is_free_or_held: free pages, idle ones among them, and held pages are disjoint and
   together all pages
 - a_page_has_as_many_references_as_owners
 - an_owner_holds_no_page_twice
-- nothing_is_freed_twice: freeing an unknown owner is a `LedgerError`, our own bug
-- a_refused_request_changes_nothing: `reserve` and `extend` give all pages asked for, or None and no
-  change"""
+- nothing_is_freed_twice: freeing an unknown owner raises `LedgerError`, because it is a bug
+- a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or None and change
+  nothing"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class LedgerError(AssertionError):
-    """The ledger was misused, for example by freeing an owner twice: a bug."""
+    """Raised for a misuse of the ledger, for example freeing an owner twice. It is a bug."""
 
 
 class PageLedger:
@@ -48,7 +49,7 @@ class PageLedger:
         return len(self._idle)
 
     def idle(self) -> Iterator[int]:
-        """Idle pages in the order in which they are given away."""
+        """Iterates over idle pages in the order in which they will be given to new owners."""
         return iter(self._idle)
 
     def owners(self) -> Iterator[int]:
@@ -88,8 +89,8 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` fresh pages to `owner` and returns all its pages. Returns None if fewer
-        are free."""
+        """Appends `count` fresh pages to `owner`. Returns all its pages, or None if fewer are
+        free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -117,10 +118,10 @@ class PageLedger:
         return tuple(pages)
 
     def own(self, owner: int, index: int) -> tuple[int, int] | None:
-        """Replaces page `index` of `owner` by an own page if it is shared. Returns (source,
-        destination) to copy, or None.
+        """Replaces page `index` of `owner` by an unshared page. Returns (source, destination) to
+        copy, or None if the page is not shared.
 
-        The source stays with its other owners. The caller must have checked that a page is free."""
+        The source remains with its other owners. The caller must check that a page is free."""
         held = self._holding(owner)
         source = held[index]
         if self._references[source] == 1:
@@ -136,7 +137,7 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Drops `owner`. Returns how many pages became free for commands issued from now on."""
+        """Drops `owner`. Returns how many pages became free, for use by later commands."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -154,12 +155,12 @@ class PageLedger:
     # ---- kept pages
 
     def on_given_away(self, given_away: Callable[[int], Iterable[int]]) -> None:
-        """Sets a callback for each idle page that is given away. It returns other pages whose
-        contents are useless without that one; they become ordinary free pages."""
+        """Sets a callback for each idle page that gets a new owner. It returns the pages whose
+        contents are useless without that page; these become ordinary free pages."""
         self._given_away = given_away
 
     def keep(self, page: int) -> None:
-        """Marks a held page, so that its contents stay when its owners release it."""
+        """Marks a held page as kept: its contents remain when all owners have released it."""
         if not self._references[page] or page in self._kept:
             raise LedgerError(f"page {page} has no owner or is kept already")
         self._kept.add(page)
@@ -171,13 +172,13 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Marks idle pages as released just now, in this order."""
+        """Marks the idle ones of these pages as just released, in this order."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)
 
     def _take(self) -> int:
-        """Takes a free page; an idle one only if there is no other."""
+        """Takes a free page, or the oldest idle page if no other is free."""
         if self._free:
             return self._free.popleft()
         page, _ = self._idle.popitem(last=False)

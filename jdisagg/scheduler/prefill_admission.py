@@ -1,11 +1,11 @@
-"""Decides which waiting prompts get pages on a prefill mesh, on which rank, and which are held
-back. Pure.
+"""Decides which waiting prompts get pages on a prefill mesh, and on which rank. Pure.
 
-Prompts are served by arrival: the oldest gets pages on the rank that would finish it first and has
-room for all of it. No prompt overtakes another, with one exception. A destination that does not
-fetch what was offered to it is stalled: its prompts are held back, and those not begun give their
-pages back, so that others pass them. When the tokens offered to all destinations reach
-`STALLED_TOTAL` times the limit of one, the whole mesh is held back.
+Prompts are served by arrival. The oldest prompt gets pages on the rank that would finish it first,
+among the ranks with room for the whole prompt. No prompt overtakes another, with one exception. A
+destination (decode worker) that does not fetch the KV offered to it is stalled. Its prompts are
+held back, and those not begun return their pages, so that prompts of other destinations overtake
+them. When the tokens offered to all destinations together reach `STALLED_TOTAL` times the limit of
+one destination, no chunk is issued.
 
 `admit` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
 
@@ -17,12 +17,12 @@ STALLED_TOTAL = 4
 
 
 class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
-    """A prompt as admission sees it.
+    """The properties of a waiting prompt that admission uses.
 
     Attributes:
-        pages: Pages that it needs, all at once.
-        cached_tokens: By rank, positions that need no computing there; empty if none do.
-        states: Slots of recurrent state that it needs.
+        pages: Number of pages that the whole prompt needs. They are given at once.
+        cached_tokens: By rank, positions that need no computing there; empty if no rank caches any.
+        states: Number of slots for recurrent state that it needs.
     """
 
     key: int
@@ -35,11 +35,11 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Cached tokens on the rank that has most."""
+        """Cached tokens on the rank that caches most of the prompt."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
-        """Returns the tokens to compute on a rank."""
+        """Returns how many tokens would have to be computed on a rank."""
         return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)
 
     @property
@@ -48,7 +48,8 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """Free pages of a rank, tokens placed there that are in no chunk yet, and free state slots."""
+    """Free pages of a rank, tokens placed there but not in an issued chunk, and free state
+    slots."""
 
     free_pages: int
     queued_tokens: int
@@ -60,9 +61,9 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
 
     Attributes:
         waiting: Prompts without pages, oldest first.
-        unbegun: Prompts with pages, and their rank, for which no chunk was issued.
-        offered_tokens: By destination, tokens offered and not fetched.
-        most_offered_tokens: Limit of these for one destination.
+        unbegun: Prompts that have pages but no issued chunk, each with its rank.
+        offered_tokens: By destination, tokens that are offered and not fetched yet.
+        most_offered_tokens: Limit of `offered_tokens` for one destination.
     """
 
     waiting: tuple[QueuedPrompt, ...]
@@ -73,14 +74,14 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """What to do, in this order.
+    """The decision: prompts are first withdrawn, then placed.
 
     Attributes:
-        withdrawn: Prompts that give their pages back and wait again.
-        placed: Prompts that get pages, and their rank.
+        withdrawn: Keys of prompts that return their pages and wait again.
+        placed: Keys of prompts that get pages, each with its rank.
         stalled: Destinations whose prompts are held back.
-        full: Issue nothing at all.
-        blocked: The oldest prompt that no rank has room for.
+        full: Whether no chunk may be issued at all.
+        blocked: Key of the oldest prompt, if no rank has room for it.
     """
 
     placed: tuple[tuple[int, int], ...] = ()
@@ -91,7 +92,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Why something is held back, or ""."""
+        """The reason why prompts are held back; "" if none are."""
         reasons = []
         if self.stalled:
             reasons.append(f"too much is offered to {', '.join(sorted(self.stalled))}")
@@ -143,8 +144,8 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
 def _rank_with_room(
     prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
 ) -> int | None:
-    """Returns the rank that finishes the prompt first, and among equals the one with most free
-    pages."""
+    """Returns the rank that would finish the prompt first. Among equal ranks it is the one with
+    most free pages; None if no rank has room."""
     ranks = [
         rank
         for rank, free_pages in enumerate(free)

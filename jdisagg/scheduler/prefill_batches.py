@@ -1,14 +1,13 @@
-"""Packs prompts into chunks, first come first served by arrival of the request, on each rank. Pure.
+"""Packs prompts into chunks, on each rank in order of the requests' arrival. Pure.
 
-A chunk holds, per rank, at most one row that continues a long prompt, a few rows that continue
-behind cached positions, then fresh rows, each at a multiple of the granule. Its size is the
-smallest bucket that holds the fullest rank. A prompt longer than the room left is cut and continues
-in the next chunk. If prompts are cut at multiples of `cut_tokens`, one whose first part does not
-fit waits.
+A chunk holds, per rank, at most one row that continues a long prompt, a few rows that start after
+cached positions, then rows of new prompts. Each row starts at a multiple of the granule. Its size
+is the smallest bucket that holds the fullest rank. A prompt longer than the room left is cut and
+continues in the next chunk. Prompts may be cut only at multiples of `cut_tokens`. A prompt whose
+first part does not fit waits.
 
-Invariants: a job's rows are issued in order without gap, behind its cached positions; a job samples
-in its last row only; a rank has at most one begun job, and one more for each that was held back
-half-way."""
+Invariants: a job's rows are issued in order and without gap after its cached positions; a job
+samples only in its last row; a rank has at most one begun job, besides those held back."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -28,9 +27,10 @@ class PrefillJob:
         cached_tokens: Leading positions whose KV is in the pages already.
         issued_tokens: Leading positions that are cached or in issued commands.
         offers_from: First position, a multiple of the granule, whose KV is offered to a peer; None
-            offers none.
+            if no KV is offered.
         state: Slot of its recurrent state.
-        prompt_logprobs: Log-probabilities of prompt tokens to return; nothing is cached then.
+        prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
+            set, no positions are cached.
     """
 
     sequence: int
@@ -61,14 +61,14 @@ class PrefillBatches:
     """The prompts of one mesh that are not completely issued.
 
     Args:
-        cut_tokens: Prompts may be cut at multiples of this; None cuts anywhere.
+        cut_tokens: Prompts are cut only at multiples of this; None allows any position.
     """
 
     def __init__(
         self, limits: MeshLimits, new_id: Callable[[], int], cut_tokens: int | None = None
     ) -> None:
         self._limits = limits
-        # a shorter chunk is cut anywhere
+        # if no chunk is that long, prompts are cut anywhere
         fits = cut_tokens is not None and cut_tokens <= limits.chunk_buckets[-1]
         self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
@@ -84,7 +84,7 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job by arrival; a begun job keeps its place at the head."""
+        """Queues a job by arrival, but never before a begun job."""
         queue = self._queues[job.rank]
         place = len(queue)
         while place and not queue[place - 1].begun and queue[place - 1].arrival > job.arrival:
@@ -92,16 +92,16 @@ class PrefillBatches:
         queue.insert(place, job)
 
     def remove(self, sequence: int) -> None:
-        """Drops what is not issued of a sequence. Idempotent."""
+        """Removes the sequence's job, so that its remaining tokens are not issued. Idempotent."""
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
     def next_chunk(
         self, step: int, held: Collection[int] = (), chunk_in_flight: bool = False
     ) -> PrefillChunk | None:
-        """Returns the next chunk, or None if only `held` sequences are queued. Also returns None
-        while a chunk is in flight and the next one would leave ranks idle: all ranks would wait for
-        few rows, and later prompts can share it."""
+        """Returns the next chunk, or None if only `held` sequences are queued. Also returns None if
+        a chunk is in flight and some rank would have no row in the next one. Prompts that arrive
+        meanwhile can then use that rank."""
         if chunk_in_flight and self._leaves_ranks_idle(held):
             return None
         ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]
@@ -117,8 +117,8 @@ class PrefillBatches:
         return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """Cuts the last row of its rank into one padded block per band if that is cheaper and
-        fits."""
+        """Offers the last row of a rank as one padded block per band, if that is cheaper than
+        several blocks and fits the chunk."""
         limits = self._limits
         if len(row.offers) < 2:
             return row
@@ -168,14 +168,14 @@ class PrefillBatches:
         return self._rows(picked)
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        """Returns how many tokens of a job fit the room; 0 if it may not be cut so early."""
+        """Returns how many tokens of a job fit into the room; 0 if the job cannot be cut there."""
         if job.left_tokens <= room_tokens or not self._cut_tokens:
             return min(job.left_tokens, room_tokens)
         end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens
         return max(0, end - job.issued_tokens)
 
     def _rows(self, picked: list[tuple[PrefillJob, int]]) -> list[PrefillRow]:
-        """Returns the rows of one rank; rows behind cached positions come first."""
+        """Returns the rows of one rank. Rows that do not start at position 0 come first."""
         rows: list[PrefillRow] = []
         offset = 0
         for job, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):

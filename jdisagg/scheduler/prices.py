@@ -1,20 +1,21 @@
-"""What restoring KV from one source costs, compared with computing the same tokens.
+"""Estimates how long restoring KV from one source takes, compared with computing the same tokens.
 
-Computing costs a number of seconds per token. Moving KV costs a floor plus a number of seconds per
-token: the least-squares line through the measured restores, in which recent ones count most. While
-the measurements do not separate floor and slope, every length is taken to cost the same, so that
-longer restores are tried. Each source of KV has its own prices. Pure."""
+Computing takes a measured number of seconds per token. A restore takes a fixed time plus a time per
+token. Both are the least-squares line through the measured restores, and recent restores have more
+weight. As long as all measured restores have similar lengths, every length is assumed to take the
+same time, so that longer restores are tried. Each source of KV has its own prices. Pure."""
 
 PROBE = 32  # one in this many restores that look too expensive is tried anyway
 WEIGHT = 0.2  # of the latest measurement in the mean seconds per computed token
-DECAY = 0.9  # of all earlier restores in the line, at each new one
+DECAY = 0.9  # factor on the weight of all earlier restores, at each new one
 
 
 class Prices:
-    """Prices of one source.
+    """The measured costs of one source.
 
     Args:
-        always: Compare nothing: every restore is worthwhile, and a prompt waits until it is done.
+        always: Whether every restore is worthwhile and a prompt waits for its end, without
+            comparison.
     """
 
     def __init__(self, always: bool = False) -> None:
@@ -25,13 +26,13 @@ class Prices:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def computed_in(self, tokens: int, seconds: float) -> None:
-        """Records that `tokens` of a prompt were computed."""
+        """Records that computing `tokens` tokens of a prompt took `seconds`."""
         if tokens > 0:
             now, before = seconds / tokens, self._computed
             self._computed = now if before is None else before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
-        """Records a restore, or an attempt at one. Ignores restores of no token."""
+        """Records a complete or failed restore of `tokens` tokens. Ignores restores of no token."""
         if tokens < 1:
             return
         sums = self._count, self._x, self._y, self._xx, self._xy
@@ -52,8 +53,8 @@ class Prices:
         return floor + slope * tokens if floor >= 0 else tokens * self._y / self._x
 
     def worth(self, moved_tokens: int, computed_tokens: int) -> bool:
-        """Whether a restore ends sooner than computing would. A restore without measurements is
-        worthwhile, and so is one in `PROBE` of those that look too expensive.
+        """Returns whether a restore is expected to end sooner than computing. Returns True while
+        there are no measurements, and once in `PROBE` calls for restores that look too expensive.
 
         Args:
             moved_tokens: Tokens that the source has to move.
@@ -69,16 +70,16 @@ class Prices:
 
     def saving(self, moved_tokens: int, computed_tokens: int) -> float:
         """Returns the seconds that a restore saves, for comparison with other sources of the same
-        worker. An unmeasured restore counts as free. Where nothing is compared the result is the
-        number of tokens."""
+        worker. An unmeasured restore is assumed to take no time. If `patience_seconds` returns
+        None, the result is the number of tokens."""
         patience = self.patience_seconds(computed_tokens)
         if patience is None:
             return computed_tokens
         return patience - (self.seconds(moved_tokens) or 0.0)
 
     def patience_seconds(self, computed_tokens: int) -> float | None:
-        """Returns how long a prompt waits for a restore: until the same tokens could have been
-        computed. None means without limit: computing is unmeasured, or nothing is compared."""
+        """Returns how long a prompt waits for a restore: the time of computing the same tokens.
+        Returns None for no limit, if that time is unmeasured or with `always`."""
         if self._always or self._computed is None:
             return None
         return computed_tokens * self._computed

@@ -1,14 +1,14 @@
-"""Decides which requests get pages on a decode worker: a bounded queue by arrival, served from its
-head. Pure.
+"""Decides which requests get pages on a decode worker. Requests wait in a queue by arrival, which
+is served from its head. Pure.
 
-A reservation covers the prompt, the accepted tokens and room to grow for each child (at most
-`growth_tokens`). Full prompt pages are shared by the children; each has its own copy of the last,
-partly filled page, which is copied when the KV has arrived. Cached blocks of a rank are adopted,
-and only the rest is reserved. No request overtakes the head of the queue, so small requests never
-starve an old large one. A preempted request keeps its age and precedes younger ones.
+A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
+tokens of each child. Full prompt pages are shared by the children; each has its own copy of the
+last, partly filled page, which is copied when the KV has arrived. Pages of cached blocks are
+shared, and only the rest is newly reserved. No request overtakes the head of the queue, so small
+requests never starve an old large one. A preempted request keeps its age and precedes younger ones.
 
-Grants keep one page free for each running sequence that will still grow. They allow as many
-sequences as there are slots, and a few more, so that a freed slot finds the next one ready."""
+A grant leaves one page free for each sequence that will still grow. There may be a few more granted
+sequences than slots, so that a freed slot is refilled at once."""
 
 import bisect
 from collections.abc import Sequence as Sized
@@ -31,8 +31,9 @@ class WaitingReservation:
 
     Attributes:
         children: Index and accepted token ids of each child.
-        chain: Names of blocks that may be cached here.
-        computes: This mesh computes what is not cached, at least one token.
+        chain: Names of the request's full blocks, some of which may be cached; empty if cached
+            blocks must not be used.
+        computes: Whether this mesh computes the uncached tokens itself, at least one.
     """
 
     ticket: int
@@ -53,11 +54,12 @@ class WaitingReservation:
 
 
 class Reservations:
-    """The queue of one mesh, and the grants from its head.
+    """Queues the requests of one mesh and grants pages from the head of the queue.
 
     Args:
-        ahead_sequences: Sequences granted beyond the slots; None is a quarter of the slots.
-        computes: The mesh prefills everything itself.
+        ahead_sequences: Number of granted sequences beyond the slots; None is a quarter of the
+            slots.
+        computes: Whether the mesh prefills all prompts itself.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Reservations:
         return len(self._queue)
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
-        """Raises InvalidRequestError for a request that even an idle mesh has no room for."""
+        """Raises InvalidRequestError if even an idle mesh has no room for the request."""
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
         if self._state.states.on and len(children) > limits.state_slots_per_rank:
@@ -125,8 +127,8 @@ class Reservations:
         """Queues a checked request and returns its ticket.
 
         Args:
-            whole: Use no cached blocks.
-            computes: What is not cached is computed here.
+            whole: Whether to use no cached blocks.
+            computes: Whether this mesh computes the uncached tokens.
         """
         ticket = self._state.new_key()
         known = request.prompt_token_ids + children[0][1]
@@ -140,11 +142,11 @@ class Reservations:
         return ticket
 
     def withdraw(self, ticket: int) -> None:
-        """Leaves the queue. Idempotent."""
+        """Removes a waiting request from the queue. Idempotent."""
         self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Returns tickets of earlier attempts at any of these children."""
+        """Returns the tickets of waiting earlier attempts that include any of these children."""
         return [
             waiting.ticket
             for waiting in self._queue
@@ -156,11 +158,11 @@ class Reservations:
     def grant(
         self, lease_until: float, before: tuple[float, int] | None = None
     ) -> list[SequenceGroup]:
-        """Reserves from the head of the queue on while there is room. The ticket becomes the
-        group's key.
+        """Reserves pages for requests from the head of the queue, as long as there is room. The
+        ticket becomes the group's key.
 
         Args:
-            before: Grant only requests older than this (arrival, ticket).
+            before: Only requests older than this (arrival, ticket) are granted; None is no limit.
         """
         granted: list[SequenceGroup] = []
         while self.waits(before):
@@ -173,12 +175,13 @@ class Reservations:
         return granted
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Whether an older request waits."""
+        """Returns whether a request older than `before` (None: any request) waits."""
         return bool(self._queue) and (before is None or self._queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
-        """Reserves for a swapped-out sequence and its growth, on any rank if it is alone. Returns
-        its pages and how many leading positions are cached in them, or None if there is no room."""
+        """Reserves pages for a swapped-out sequence and its growth. The rank may change only if its
+        group has no other living child. Returns the pages and how many leading positions are cached
+        in them, or None if there is no room."""
         child, state = spill.child, self._state
         size, best, most = state.limits.page_size, None, (-1, -1)
         alone = len(child.group.alive) == 1
@@ -202,14 +205,15 @@ class Reservations:
         return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
-        """Whether a rank has these pages beside the growth of its sequences, and is not crowded."""
+        """Returns whether a rank has `need` free pages beyond those left for growth, and room for
+        `children` more sequences."""
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
-        """Returns (rank, growth tokens). Prefers the rank that caches most, unless it is much
-        busier than others, then the one with most free pages."""
+        """Returns (rank, growth tokens), or None. Prefers the rank that caches most of the request,
+        unless it is much busier than others, then the rank with most free pages."""
         limits, best, most = self._state.limits, None, (-1, -1)
         quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):
@@ -238,7 +242,7 @@ class Reservations:
         return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
-        """Returns the fresh pages of all children together; shared pages count once."""
+        """Returns the number of pages of all children together. Shared pages count once."""
         size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.known_tokens
         shared = pages_for(known, size)

@@ -1,4 +1,4 @@
-"""The prefix cache: which pages of a mesh hold which beginnings of sequences.
+"""The prefix cache: tracks which pages of a mesh hold which blocks of KV.
 
 A block is the smallest number of positions that is a multiple of both the fleet's block size and
 the page size. Its name is a link in a keyed chain of 32-byte hashes (`BlockNames`): the hash of its
@@ -7,11 +7,11 @@ block and everything before it, and blocks of two namespaces never have the same
 shorter digest, or without a key, a client could construct collisions.
 
 `ResidencyTree` names the kept pages of one rank's ledger. A sequence that starts with cached blocks
-adopts their pages read-only and computes or receives the rest. When it ends, its full blocks stay.
-Kept pages without a holder count as free and are evicted when no other page is left: least recently
-used first, and the end of a chain before its start. There is one exception: if a start was computed
-twice and the copy's end is still held, the rest of that chain is not found until its start is
-cached again.
+adopts their pages read-only and computes or receives the rest. When it ends, its full blocks remain
+cached. Kept pages without a holder count as free and are evicted when no other page is left. The
+least recently used block is evicted first, and the end of a chain before its start. One case breaks
+this order: if two sequences computed the same start, it may be evicted while later blocks are still
+held. These blocks are not found until the start is cached again.
 
 `Residency` combines the trees of a mesh's ranks. Their changes are recorded for routers
 (`KeptLog`). Pure.
@@ -49,13 +49,14 @@ class BlockNames:
     """The naming of blocks, equal on all workers of a fleet.
 
     Args:
-        secret: Key of all names, up to 64 bytes. Without it names reveal nothing about prompts.
+        secret: Key of all names, up to 64 bytes. Names reveal nothing about prompts without the
+            key.
         model: Everything that must be equal for KV to be equal: model fingerprint and KV dtype.
         grain_tokens: Block size of the fleet.
-        grid_tokens: Prefill chunks are cut, and computing continues behind a hit, at multiples of
-            this; None is the block size. With the largest chunk as its value, a hit runs the same
-            programs on the same rows as a miss and returns the same bits. KV of decode steps is
-            then not cached, because prefill rounds differently.
+        grid_tokens: Prefill chunks are cut, and computing continues after cached blocks, only at
+            multiples of this; None is the block size. If it is the size of the largest chunk, a hit
+            runs the same programs on the same rows as a miss and gives bit-identical results. If
+            set, KV of decode steps is not cached, because prefill rounds differently.
     """
 
     secret: bytes
@@ -65,7 +66,7 @@ class BlockNames:
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        """Returns None if the prefix cache is off."""
+        """Returns the naming for a configuration, or None if its prefix cache is off."""
         if not config.reuse:
             return None
         return cls(secret, model, config.grain_tokens, config.grid_tokens)
@@ -81,7 +82,7 @@ class BlockNames:
 
         Args:
             block_tokens: Tokens of a block, a multiple of the fleet's block size.
-            known: Names of the first blocks, which are not computed again.
+            known: Names of the first blocks, if computed before.
         """
         known = known[: len(tokens) // block_tokens]
         content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
@@ -93,9 +94,9 @@ class BlockNames:
         return (*known, *names[every - 1 :: every])
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns a digest of the model and these parts under the secret. `purpose` (up to 16
-        bytes) separates uses. Each part is hashed with its length, so that no two lists of parts
-        collide."""
+        """Returns a digest of the model and these parts, keyed with the secret. Different values of
+        `purpose` (up to 16 bytes) give unrelated digests. Each part is hashed with its length, so
+        that different lists of parts never collide."""
         root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
         for part in (self.model, str(self.grain_tokens), *parts):
             text = part.encode("utf-8", "surrogatepass")
@@ -140,16 +141,16 @@ class ResidencyTree:
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Counts pages of cached blocks that have an owner; adopting them takes no free page."""
+        """Counts the pages of cached blocks that have an owner, which take no free page."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Makes `owner` hold the pages of cached blocks."""
+        """Creates `owner` as a holder of the pages of cached blocks, and returns the pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def let_go(self, owner: int, chain: Chain) -> None:
-        """Releases the pages of `owner`. The first of them hold the blocks of `chain`, which stay
-        cached. A block that is cached already keeps its present pages."""
+        """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
+        cached. A block that is cached already keeps the pages that it has in the cache."""
         pages, size = self._ledger.pages(owner), self._block_pages
         if len(pages) < len(chain) * size:
             raise LedgerError(
@@ -160,8 +161,8 @@ class ResidencyTree:
                 continue
             block = pages[index * size : (index + 1) * size]
             if not self._names.keys().isdisjoint(block):
-                # two sequences diverged within a block and share its first page, which the first
-                # one has kept
+                # Two sequences diverged within this block and share its first page, which is
+                # already kept for the other sequence's block.
                 break
             for page in block:
                 self._ledger.keep(page)
@@ -170,12 +171,12 @@ class ResidencyTree:
             self._indices[name] = index
             self._log.gained(name)
         self._ledger.free(owner)
-        # blocks cached before, too, so that every block lies behind all that continue it
+        # Touches also blocks that were cached before, so that a block is evicted after its
+        # successors.
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
-        """Yields name, index in the chain, and whether the block is held, in order of eviction.
-        Held blocks come last."""
+        """Yields (name, index in chain, whether held) in order of eviction, held blocks last."""
         idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
             yield name, self._indices[name], name not in idle
@@ -193,7 +194,7 @@ class ResidencyTree:
         return blocks
 
     def _given_away(self, page: int) -> tuple[int, ...]:
-        """Drops the block of a page that the ledger gives to another owner."""
+        """Drops the block of a page that gets a new owner. Returns the block's other pages."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.on_evicted is not None:
@@ -236,54 +237,54 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Naming of blocks here; None if the cache is off."""
+        """Naming of this mesh's blocks; None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Like `BlockNames.digest`; stable while the secret is."""
+        """Returns `BlockNames.digest`, which is stable as long as the secret is."""
         assert self._names is not None, "nothing stays"
         return self._names.digest(purpose, *parts)
 
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
-        """Returns the pages of a block on a rank, or none."""
+        """Returns the pages of a block on a rank; empty if the rank does not cache it."""
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
 
     @property
     def kept_pages(self) -> tuple[int, ...]:
-        """By rank, cached pages without a holder."""
+        """Number of cached pages without a holder, by rank."""
         return tuple([ledger.idle_pages for ledger in self._ledgers])
 
     @property
     def trees(self) -> Sequence[ResidencyTree]:
-        """By rank; empty if the cache is off."""
+        """Trees by rank; empty if the cache is off."""
         return self._trees
 
     @property
     def blocks(self) -> int:
-        """Cached blocks on all ranks."""
+        """Number of cached blocks on all ranks."""
         return sum([len(tree) for tree in self._trees])
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks evicted for lack of room."""
+        """Number of blocks evicted for lack of room."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
-        """Returns a new owner that is no sequence. Those have positive keys, these negative
-        ones."""
+        """Returns a new owner that is not a sequence: a negative number. Sequences have positive
+        keys."""
         self._guests -= 1
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Makes `owner` hold the pages of cached blocks, which are not evicted meanwhile."""
+        """Creates `owner`, which holds cached blocks so that they stay, and returns their pages."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
-        """Sets a callback for each evicted block: rank, name, index in its chain and pages. It is
-        called before anything new is written there."""
+        """Sets a callback for each evicted block, with rank, name, index in its chain and pages. It
+        is called before new KV is written to the pages."""
         for rank, tree in enumerate(self._trees):
             tree.on_evicted = functools.partial(evicted, rank)
 
@@ -292,28 +293,27 @@ class Residency:
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
-        """Returns the names of the full blocks of a sequence, the first of which may be known
-        already."""
+        """Returns the names of a sequence's full blocks, the first of which may be `known`."""
         if self._names is None:
             return ()
         return self._names.chain(request, tokens, self.block_tokens, known)
 
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
-        """Returns how many leading positions a rank caches, at most `most`. With `to_compute`,
-        computing continues behind them, so they end where a chunk may begin."""
+        """Returns how many leading positions a rank caches, at most `most`. With `to_compute`, a
+        chunk must be able to begin after them."""
         if not chain:
             return 0
         known = min(most, self._trees[rank].match(chain) * self.block_tokens)
         return self.usable_tokens(known, to_compute)
 
     def usable_tokens(self, tokens: int, to_compute: bool) -> int:
-        """Rounds leading positions down to whole blocks and, with `to_compute`, to where a chunk
-        may begin."""
+        """Rounds `tokens` down to whole blocks and, with `to_compute`, to where a chunk may
+        begin."""
         multiple = math.lcm(self.block_tokens, self.cut_tokens or 1) if to_compute else 1
         return tokens // multiple * multiple // self.block_tokens * self.block_tokens
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
-        """Counts pages of the first `tokens` cached positions that take no free page."""
+        """Counts the pages of the first `tokens` cached positions that have an owner already."""
         return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(
@@ -331,16 +331,15 @@ class Residency:
         return ledger.extend(owner, pages - len(adopted))
 
     def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
-        """Releases the pages of `owner`; the blocks of `chain`, which fill the first of them, stay
-        cached."""
+        """Releases the pages of `owner`. The blocks of `chain`, in the first pages, stay cached."""
         if chain:
             self._trees[rank].let_go(owner, chain)
         else:
             self._ledgers[rank].free(owner)
 
     def clear(self, rank: int | None = None) -> int:
-        """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep the
-        pages they hold, but owners of an earlier `epoch` must release them without a chain."""
+        """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep
+        their pages, but owners from an earlier `epoch` must release them without a chain."""
         self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])

@@ -1,9 +1,9 @@
-"""A decode worker's view of a request: a group (one reservation) and its children (sequences).
+"""The data of a request on a decode worker: a group (one reservation) and its children (sequences).
 
 A sequence is the request, its accepted ids and its KV. `generated` holds all ids so far, including
 accepted ones. Its KV is in the pages that the ledger lists under `key`. Positions count prompt and
-generated tokens. The device runs ahead of what was read back: `issued_position` is where the slot
-will be after all commands in flight."""
+generated tokens. Steps are issued before earlier results are read: `issued_position` is the slot's
+position after all commands in flight."""
 
 import enum
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from jdisagg.scheduler.residency import Chain
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
-    """Returns how the token after `generated` is chosen. Histories are sent only if the choice
-    depends on them."""
+    """Returns the sampling parameters for the token after `generated`. Token histories are included
+    only if the choice depends on them."""
     penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,
@@ -30,15 +30,15 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
 
 
 def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
-    """Returns which log-probabilities of the prompt a prefill must return, or None. A request with
-    accepted tokens has received them already."""
+    """Returns how many log-probabilities per prompt token a prefill must return, or None. A request
+    with accepted tokens has received them already."""
     return None if accepted else request.sampling.prompt_logprobs
 
 
 class Stage(enum.Enum):
-    """RESERVED: holds pages, KV is still to come. READY: all KV is in place, waits for a slot.
-    RUNNING: in a slot. SPILLED: swapped out to host memory, holds nothing. RETURNING: holds pages,
-    KV is being swapped in. ENDED: holds nothing."""
+    """RESERVED: has pages, but its KV has not all arrived. READY: has all KV, waits for a slot.
+    RUNNING: has a slot. SPILLED: is swapped out and has no pages. RETURNING: has pages, its KV is
+    being swapped in. ENDED: has neither slot nor pages."""
 
     RESERVED = "reserved"
     READY = "ready"
@@ -53,10 +53,10 @@ class Sequence:
     """One child of a group.
 
     Attributes:
-        accepted: Generated tokens that came with the call.
-        limit: First position that it may never write.
-        frozen: It makes no steps for now, because its last positions are being migrated.
-        told: Leading tokens of `generated` that were reported.
+        accepted: Number of generated tokens that came with the call, from an earlier attempt.
+        limit: First position that must never be written.
+        frozen: Whether it is not stepped, because its last positions are being migrated.
+        told: Number of leading tokens of `generated` that were reported.
         held_logprobs: Log-probabilities of the unreported tokens.
     """
 
@@ -73,7 +73,7 @@ class Sequence:
     issued_limit: int = 0
     told: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # with fewer generated tokens than this, new ones neither end it nor are reported
+    # as long as there are fewer generated tokens than this, none ends the sequence or is reported
     uneventful: int = 0
 
     @property
@@ -82,16 +82,16 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the newest known token, whose KV is not written yet."""
+        """Position of the newest token that was read back. Its KV is not written yet."""
         return self.group.prompt_tokens + len(self.generated) - 1
 
     @property
     def age_key(self) -> tuple[float, int, int]:
-        """Smaller is older; the youngest is preempted first."""
+        """Sort key, oldest first. The youngest is preempted first."""
         return (self.group.arrival, self.group.key, self.child)
 
     def sample_spec(self) -> SampleSpec:
-        """Returns how its next token is chosen."""
+        """Returns the sampling parameters for its next token."""
         return sample_spec(self.group.request, self.child, tuple(self.generated))
 
 
@@ -101,12 +101,14 @@ class SequenceGroup:
 
     Attributes:
         key: Owner of the pages until the group is ready.
-        copies: Shared last pages to copy then: (rank, source, destination).
-        until: Deadline of the call that generates from it.
+        copies: Copies (rank, source, destination) of the shared last page, to be made when the
+            group is ready.
+        until: Deadline of its `generate` call.
         cached_tokens: Leading positions whose KV was cached at the start.
-        chain: Names of the blocks of known tokens, in `epoch` of the prefix cache.
-        suspended_until: Until then it is suspended and its KV is kept in host memory; None if it
-            runs.
+        chain: Names of the blocks of `known_tokens`, valid while the prefix cache is in epoch
+            `epoch`.
+        suspended_until: Time until which it is suspended with its KV in host memory; None if it is
+            not suspended.
     """
 
     key: int
@@ -143,8 +145,8 @@ class SequenceGroup:
 
 @plain
 class ChildProgress:
-    """New tokens of one child, or why it ended or was swapped out (`aside`). `first_index` counts
-    from the first generated token."""
+    """New tokens of one child, and whether it ended (`finish`, `preempted`, `moved`) or was swapped
+    out (`aside`). `first_index` is the index of `token_ids[0]` among the generated tokens."""
 
     group_key: int
     child: int

@@ -1,11 +1,11 @@
-"""Decides which sequences are swapped out to host memory when their pages are taken, and which
-returns next. Sequences of suspended requests are swapped out, too, until they are resumed.
+"""Decides which sequences are swapped out to host memory when their pages are taken, and which is
+swapped in next. Sequences of suspended requests are swapped out, too, until they are resumed.
 
 A swapped-out sequence has no slot and no pages, and continues when it has both again. It is swapped
-out only if that is better than recomputing it: there is room, copying back was measured to be
-faster, and its KV is all of its state. Recurrent state and ring buffers have run ahead with the
-steps in flight, so models with those are excluded. Sequences return by age, in one order with the
-reservations that wait for pages (`scheduler/reservations.py`).
+out only if there is room in host memory, copying back was measured to be faster than recomputing,
+and it has no state but KV. Recurrent states and ring buffers are excluded, because steps in flight
+have already changed them. The oldest swapped-out sequence or waiting reservation
+(`scheduler/reservations.py`) gets pages first.
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
@@ -22,7 +22,7 @@ from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, Stage
 
-# copies out at a time, and as many back; each stages one batch beside the pages
+# Sequences copied out at a time, and also copied back. Each stages one batch outside the pages.
 SPILLS_AT_ONCE = 2
 
 Batch = tuple[HostPiece, ...]
@@ -35,10 +35,10 @@ class Spill:
 
     Attributes:
         batches: Pieces of positions [0, tokens), the last positions first, in order of copying out.
-        chain: Names of its first blocks, in `epoch` of the prefix cache.
-        until: How long it waits for pages.
-        written: Whether everything has arrived, with checksums.
-        guest: Owner of the pages that are still to be copied; 0 if there are none.
+        chain: Names of its first blocks, valid while the prefix cache is in epoch `epoch`.
+        until: Deadline for getting pages again.
+        written: Whether all pieces and their checksums are in host memory.
+        guest: Ledger owner of the pages that are still to be copied out; 0 if none are.
     """
 
     child: Sequence
@@ -54,7 +54,7 @@ class Spill:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Smaller is older; comparable with waiting reservations."""
+        """Sort key, oldest first, which is comparable with `WaitingReservation.order`."""
         return (self.child.group.arrival, self.child.group.key)
 
     @property
@@ -66,7 +66,7 @@ class Spills:
     """The swapped-out sequences of one mesh.
 
     Args:
-        room_bytes: Bytes of host memory for them; 0 disables swapping.
+        room_bytes: Bytes of host memory for swapped-out sequences; 0 disables swapping.
     """
 
     def __init__(self, limits: MeshLimits, room_bytes: int, prices: Prices) -> None:
@@ -85,18 +85,19 @@ class Spills:
 
     @property
     def bytes(self) -> int:
-        """Bytes in use."""
+        """Bytes of host memory in use."""
         return sum([spill.bytes for spill in self._spills.values()])
 
     def bytes_of(self, batches: list[Batch]) -> int:
-        """Returns the bytes that batches of all layer groups take in host memory."""
+        """Returns the bytes of host memory that these batches need, over all layer groups."""
         offers = [piece.offer for batch in batches for piece in batch]
         tokens = sum([offer.block_tokens for offer in offers if offer.group == 0])
         return tokens * self._token_bytes
 
     def refusal(self, child: Sequence) -> str:
-        """Returns why a sequence should be recomputed instead, or "". Causes: "off", "early" (its
-        KV has not all arrived), "busy" (too many copies in flight), "price"."""
+        """Returns why a sequence should not be swapped out but recomputed, or "". Reasons: "off",
+        "early" (its KV has not all arrived), "busy" (too many copies in flight), "price"
+        (recomputing is faster)."""
         if not self.room_bytes:
             return "off"
         if child.stage not in (Stage.READY, Stage.RUNNING):
@@ -112,8 +113,7 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """Returns the oldest sequence that waits for pages, even if it is still being copied
-        out."""
+        """Returns the oldest sequence that waits for pages, or None."""
         waiting = [
             one
             for one in self._spills.values()
@@ -122,14 +122,14 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns those whose sequences have ended."""
+        """Removes and returns the entries of sequences that have ended."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
         return tuple(gone)
 
     def waiting(self) -> int:
-        """Counts sequences that wait for pages."""
+        """Counts swapped-out sequences that are not suspended and thus wait for pages."""
         suspended = [one.child.group.suspended_until is not None for one in self._spills.values()]
         return len(suspended) - sum(suspended)
 
@@ -138,14 +138,14 @@ class Spills:
         return sum([one.child.stage is Stage.RETURNING for one in self._spills.values()])
 
     def forget(self, spill: Spill) -> None:
-        """Removes a sequence that is back in pages."""
+        """Removes a sequence whose KV is in pages again."""
         del self._spills[spill.child.key]
 
 
 def batch_ranges(limits: MeshLimits, named_tokens: int, block_tokens: int, tokens: int) -> Ranges:
     """Returns the ranges [start, end) in which positions [0, tokens) are copied out, batch by
-    batch. The last positions come first, so that whole pages become free after each batch. Each of
-    the blocks of `block_tokens` within the first `named_tokens` is a range of its own."""
+    batch. The last positions come first, so that whole pages become free after each batch. Each
+    block of `block_tokens` within the first `named_tokens` positions is a separate range."""
     unit = block_tokens or math.lcm(limits.page_size, limits.granule_tokens)
     step = -(-limits.chunk_buckets[-1] // unit) * unit
     batches: Ranges = []

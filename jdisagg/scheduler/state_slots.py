@@ -1,9 +1,8 @@
-"""The slots of recurrent state on the ranks of one mesh. Pure.
+"""Assigns the slots for recurrent state on the ranks of one mesh. Pure.
 
-A sequence holds a slot from before its prefill until it ends. Models without recurrent state, on
-meshes without ring buffers (`MeshLimits.ring_pages`), use no slots and always have room. A group
-and the first of its children hold the same slot; the other children have their own, to which it is
-copied."""
+A sequence holds a slot from before its prefill until it ends. Without recurrent state and ring
+buffers (`MeshLimits.ring_pages`), no slots are used and there is always room. A group shares its
+slot with its first child. The other children have own slots, into which its state is copied."""
 
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger
@@ -34,7 +33,7 @@ class StateSlots:
         return not self._each or self.free_slots(rank) >= sequences
 
     def take(self, rank: int, owner: int) -> None:
-        """Takes a slot for an owner. The caller must have checked that one is free."""
+        """Assigns a slot to an owner. The caller must have checked that one is free."""
         if not self._each:
             return
         taken = self._ledgers[rank].reserve(owner, self._each)

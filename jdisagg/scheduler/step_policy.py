@@ -1,10 +1,10 @@
-"""Decides what a decode mesh does next: prefill, decode, wait, or end the running span of steps.
-Pure.
+"""Decides what a decode mesh does next: prefill, decode, wait, or interrupt the running span. A
+span is one command of many decode steps. Pure.
 
-CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first.
-Steps are held back if they would delay sequences about to join: those of a chunk in flight in
-UNIFIED mode, and those whose KV lacks only insertions that precede a step in flight. That step
-keeps the mesh busy, and the new sequences join the next one.
+CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first. No
+step is issued while sequences are about to join the batch. In UNIFIED mode these are the sequences
+of a chunk in flight. In all modes they are sequences whose last KV insertions were issued before
+the newest step in flight. The mesh is busy meanwhile, and the new sequences join the next step.
 
 `next_step` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
 
@@ -23,18 +23,19 @@ class Action(enum.Enum):
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """What waits for the mesh, and what it is doing.
+    """The input of `next_step`: work that waits for the mesh, and work in flight.
 
     Attributes:
-        prompts_queued: Prompts that are not completely issued.
-        prefilled_last: The newest command was a prefill chunk.
-        decode_runnable: A decode step would hold a sequence; read only if a chunk competes.
-        interruptible: The mesh runs spans of steps that can be ended early.
-        span_in_flight: A span is running.
-        span_blocks: A sequence waits for the end of that span.
-        chunk_in_flight: A prefill chunk is issued and not applied.
-        kv_arriving: Blocks are being pulled or inserted.
-        kv_completing: A hand-off ends with insertions issued before the newest step in flight.
+        prompts_queued: Whether some prompt is not completely issued.
+        prefilled_last: Whether the newest command was a prefill chunk.
+        decode_runnable: Whether any sequence can be stepped; used only if a prompt waits, too.
+        interruptible: Whether the mesh runs spans, which can be ended early.
+        span_in_flight: Whether a span is running.
+        span_blocks: Whether a sequence waits for the end of that span.
+        chunk_in_flight: Whether a prefill chunk was issued and its result is not applied yet.
+        kv_arriving: Whether blocks are being pulled or inserted.
+        kv_completing: Whether a hand-off needs only insertions that were issued before the newest
+            step in flight.
     """
 
     mode: Mode
@@ -50,8 +51,8 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepDecision(msgspec.Struct, frozen=True, gc=False):
-    """The decision. With `quiet`, nothing else waits, so several steps may run at once. A DECODE
-    without a sequence to step leaves the mesh to a queued prompt."""
+    """The decision and its reason. With `quiet`, nothing else waits, so one command may run several
+    steps. If DECODE finds no sequence to step, a queued prompt is prefilled instead."""
 
     action: Action
     reason: str
