@@ -98,8 +98,7 @@ class Handoff:
         )
 
     def expect(self, deadline: float) -> "Handoff":
-        """Returns the hand-off with a new, perhaps earlier, deadline, as the other side
-        connected."""
+        """Returns the hand-off with a new deadline, which may be earlier than the old one."""
         return self if self.state.final else Handoff(self.handoff_id, self.state, deadline)
 
 

@@ -1,2 +1,2 @@
-"""The worker loops: ask the scheduler, run a command, report the facts. asyncio only, no JAX and no
-gRPC."""
+"""The worker loops: they get commands from the scheduler, run them and report the results. This
+package uses asyncio, and neither JAX nor gRPC."""

@@ -32,7 +32,7 @@ class BackgroundTasks:
 
 
 class SideCalls:
-    """Sends messages in the background until stopped."""
+    """Sends messages to other workers in the background until `stop`."""
 
     def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
         self._counters = counters
@@ -45,11 +45,11 @@ class SideCalls:
         self._run(self._send(message))
 
     def send_until_received(self, message: Callable[[], Awaitable[None]]) -> None:
-        """Sends a message again while it fails, a limited number of times."""
+        """Sends a message, and repeats it a limited number of times if it fails."""
         self._run(self._send_again(message))
 
     async def stop(self) -> None:
-        """Returns when all calls have ended, without further attempts."""
+        """Starts no further attempts, and returns when all calls have ended."""
         self._stopping.set()
         while self._tasks:  # an ending call may start another
             await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -83,7 +83,7 @@ class DecodeWorker(MeshWorker):
     """Implements `DecodePort`.
 
     Args:
-        peers: Workers to receive KV from, by name, or a resolver by address.
+        peers: Workers to receive KV from: ports by name, or a function that resolves an address.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _settle(self) -> None:
-        """Runs after any change: forwards progress, grants pages and wakes the loop."""
+        """Forwards progress, grants pages and wakes the loop. Called after each change."""
         self._spilled.rest()
         for progress in self._state.take_news() if self._state.news else ():
             if (stream := self._streams.get(progress.group_key)) is not None:
@@ -214,7 +214,7 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def _give_pages(self) -> None:
-        """Gives pages by age to sequences that are swapped in and to reservations."""
+        """Gives free pages, oldest first, to swapped-out sequences and waiting reservations."""
         spills = self._spilled.spills
         while (spill := spills.next()) is not None:
             self._grant(spill.order)
@@ -244,8 +244,8 @@ class DecodeWorker(MeshWorker):
         return True
 
     def _span_goes_on(self) -> bool:
-        """Whether a span of steps runs and nothing waits for its end, so that a turn would find
-        nothing to do. Most changes are of this kind."""
+        """Returns whether a span of steps is running and nothing waits for its end. The loop then
+        need not be woken, which is the most frequent case."""
         return (
             self._interruptible is not None
             and self._loop.newest(DecodeSteps) > 0
@@ -255,8 +255,8 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """Builds the input of the step policy. It runs between any two steps, so it omits what the
-        policy does not read."""
+        """Builds the input of the step policy. It runs between any two steps, so it leaves out
+        fields that the policy would not read."""
         prompts, spans = bool(self._prefills), self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -323,7 +323,7 @@ class DecodeWorker(MeshWorker):
         self._drop(ticket)
 
     def _supersede(self, call: ReserveCall) -> None:
-        """Ends earlier attempts at the same children."""
+        """Ends earlier attempts of the same request at the same children."""
         indices = {child.index for child in call.children}
         later = f"was superseded by attempt {call.attempt}"
         for group in self._state.groups_of(call.request.identity):
@@ -388,8 +388,8 @@ class DecodeWorker(MeshWorker):
             self._settle()
 
     def migrate_out(self, reservation_id: int) -> bool:
-        """Offers a running sequence to other decode workers; it continues here until one has taken
-        it. Returns False if it cannot migrate now."""
+        """Offers a running sequence to other decode workers. It continues on this worker until
+        another one has taken it over. Returns False if it cannot migrate now."""
         group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
         if group is None or stream is None:
             return False
@@ -406,7 +406,7 @@ class DecodeWorker(MeshWorker):
         )
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
-        """Starts receiving the KV from a peer, or prefills here."""
+        """Starts receiving the group's KV from `source`, or prefills on this mesh if it is None."""
         if source is not None:
             self._incoming.begin(group, source)
         else:
@@ -435,7 +435,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """Lets the sequences of a group join the batch; all its KV has arrived."""
+        """Adds the sequences of a group, whose KV has arrived completely, to the batch."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
@@ -469,7 +469,7 @@ class DecodeWorker(MeshWorker):
             self._loop.fire(copies)
 
     def _drop(self, reservation_id: int) -> None:
-        """Cancels a reservation and forgets its stream. Idempotent."""
+        """Cancels a reservation and removes its stream. Idempotent."""
         group = self._state.groups.get(reservation_id)
         if group is not None:
             self._state.end_group(group)
@@ -478,9 +478,9 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """Ends a group, and its stream with an error."""
+        """Ends a group, and ends its stream with `error`."""
         if isinstance(error, BrokenModelError):
-            # the blocks that it started from may be the cause
+            # the cached blocks that it started from may be the cause
             self._forget_kept(group.rank, "broken")
         stream = self._streams.get(group.key)
         if stream is not None:
@@ -508,7 +508,7 @@ class DecodeWorker(MeshWorker):
         self._given.moved()
 
     async def fetch(self, call: FetchCall) -> FetchReply:
-        # lossily compressed KV differs from what the asker would compute
+        # lossily compressed KV differs from the KV that the requesting worker would compute
         if self._draining or self._config.codec != "none":
             return FetchReply()
         return await self._given.give(call)
@@ -520,7 +520,7 @@ class DecodeWorker(MeshWorker):
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
-            # deferred, because pages may have been taken from it within a plan
+            # deferred, because the hand-off may have lost its pages while a step was being planned
             asyncio.get_running_loop().call_soon(self._settle)
         elif self._migration.ended(handoff.sequence, error):
             self._settle()
@@ -530,7 +530,7 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or given)
 
     def _hand_on(self) -> None:
-        """Offers running sequences to other decode workers, a few times each."""
+        """Offers running sequences to other decode workers during a drain, a few times each."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

@@ -1,11 +1,11 @@
 """The disk tier of a mesh: writes blocks at their second use and restores them, in this run of the
 worker or a later one.
 
-Blocks go to disk from host memory and come back through it (`worker/host_tier.py`). The executor
-owns the files (`transfer/disk_store.py`); this module issues the commands. Block names stay the
-same as long as the cluster's secret does. Any failure of the disk is counted (`disk_errors`) and
-costs a cache miss. Only `erase` raises: files that it cannot remove would be served after a
-restart."""
+Blocks are copied to disk from host memory and restored through host memory (`worker/host_tier.py`).
+The executor owns the files (`transfer/disk_store.py`); this module issues the commands. Block names
+stay the same as long as the cluster's secret does. A failure of the disk is counted (`disk_errors`)
+and acts as a cache miss. Only `erase` raises, as files that it cannot remove would be served after
+a restart."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ class DiskTier(KvSource):
     Args:
         kept: Prefix cache of the mesh's pages.
         host: Host-memory tier that blocks pass through.
-        room: Bytes of disk; the tier is off without any or if `host` is off.
+        room: Bytes of disk. The tier is off if this is 0 or if `host` is off.
     """
 
     name: Origin = "disk"
@@ -214,15 +214,15 @@ class DiskTier(KvSource):
                 host.blocks.let_go((loaded,))
 
         await host.bring(restore, from_disk)
-        # blocks that a failing disk did not give took their time, too
+        # blocks that could not be read took time, too
         restore.moved_tokens = restore.plan.moved_tokens
         return ""
 
     async def _read(
         self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Reads a block into host memory and returns its checksums. Returns none if the disk is
-        slow, or if it does not hold what was written: then the block is dropped."""
+        """Reads a block into host memory and returns its checksums. Returns () if the disk is slow,
+        or if the file is missing or damaged. In the latter cases the block is dropped."""
         read = await self._run(
             LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
         )
@@ -292,7 +292,7 @@ class DiskTier(KvSource):
         return await self._end(self._issue(command))
 
     def _issue(self, command: DiskCommand) -> "asyncio.Future[StepResult] | None":
-        """Issues a command now. Returns None if the mesh, and its disk with it, has failed."""
+        """Issues a disk command now. Returns None if the mesh has failed."""
         try:
             return self._loop.submit(command)
         except JdisaggError:

@@ -1,15 +1,16 @@
 """Serves cached KV blocks of this mesh to other workers: the serving side of
 `worker/peer_fetch.py`.
 
-The holder decides what it gives. It restores blocks from its local sources where that is
-worthwhile, holds their pages, and offers them as a hand-off of its own (`worker/outgoing_kv.py`),
-with the checksums, heartbeats and leases of any hand-off. The pages are released when the hand-off
-ends. The number of hand-offs is bounded, and so are the tokens offered and not yet fetched. A block
-name is a keyed digest that includes the tenant, so a caller that can name a block may read it.
+The serving worker decides how many of the requested blocks it serves. It restores blocks from its
+local sources if that is worthwhile, holds their pages, and offers them as a hand-off
+(`worker/outgoing_kv.py`), with checksums, heartbeats and leases. The pages are released when the
+hand-off ends. The number of hand-offs and the tokens offered and not yet fetched are bounded. A
+block name is a keyed digest that includes the tenant, so a caller that can name a block may read
+it.
 
 A decode mesh serves without delaying its steps. Only a few extractions run between two steps. Pages
-are released as soon as all commands that read them are issued, because commands run in order. A
-sequence that lacks pages takes them from the youngest hand-off, which then ends."""
+are released as soon as all commands that read them are issued, because commands run in order. If a
+sequence needs pages and none is free, the youngest hand-off is ended and its pages are released."""
 
 import asyncio
 
@@ -29,15 +30,15 @@ BETWEEN_STEPS = 16  # extractions of a decode mesh at a time
 MOST_NAMES = 1 << 16
 # full chunks that are offered and not yet fetched
 MOST_CHUNKS = 4
-MOST_CHUNKS_OF_DECODE = 1  # fewer: sequences could use the room
+MOST_CHUNKS_OF_DECODE = 1  # fewer on a decode mesh, whose sequences could use the pages
 
 
 class GivenKv:
     """Serves the cache of one mesh.
 
     Args:
-        sources: Prefix cache in device pages, and what can be restored there before it is given.
-        decodes: The mesh runs decode steps, which must not be delayed.
+        sources: Prefix cache in device pages, and the tiers from which blocks are restored first.
+        decodes: Whether the mesh runs decode steps, which must not be delayed.
     """
 
     def __init__(
@@ -70,19 +71,19 @@ class GivenKv:
         return len(self._given)
 
     def close_for(self, seconds: float) -> None:
-        """Gives nothing for a while: during a reset of all workers, others may have cleared already
-        what this one still holds."""
+        """Serves nothing for `seconds` during a reset of all workers, because other workers may
+        already have cleared blocks that this one still holds."""
         self._closed_until = self._context.clock.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of the requested blocks that are here.
+        """Begins a hand-off of those requested blocks that this mesh caches.
 
         Raises:
             HandoffError: The hand-off id is in use.
-            InvalidRequestError: The names are no chain.
+            InvalidRequestError: The block names are invalid.
         """
         if not 0 <= call.first < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(
@@ -112,11 +113,11 @@ class GivenKv:
         return FetchReply(count - call.first)
 
     def moved(self) -> None:
-        """Notes that a block was fetched, so that more may be offered."""
+        """Reports that a block was fetched, so that more may be offered."""
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        """Notes that the hand-off of `owner` is over. Returns whether it was begun here."""
+        """Removes the hand-off of `owner`, which has ended. Returns False if there is none."""
         found = self._given.pop(owner, None)
         if found is not None:
             self._let_go(found[0], owner)
@@ -124,7 +125,7 @@ class GivenKv:
         return found is not None
 
     def give_way(self, rank: int) -> bool:
-        """Ends the youngest hand-off that holds pages of a rank. Returns False if none does."""
+        """Ends the youngest hand-off that holds pages of a rank. Returns False if there is none."""
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
@@ -148,7 +149,7 @@ class GivenKv:
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
-        """Returns the rank that holds most of the chain, after restoring what is worthwhile."""
+        """Restores blocks if worthwhile. Returns the rank that then caches most of the chain."""
         known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
         plan = self._sources.best(RestoreQuery(call.names, known))
         if plan is None or len(plan.chain) <= max(known):
@@ -175,7 +176,7 @@ class GivenKv:
                         self._places.release()
                         return
                     extracts.append(self._extract(handoff, offer, pages))
-                # the mesh works on other commands in between, so do not wait for each block
+                # does not wait for each block, because the mesh runs other commands in between
                 summing.append(self._tasks.spawn(self._announce(handoff, extracts)))
             if self._decodes:
                 self._let_go(rank, handoff.sequence)

@@ -2,9 +2,9 @@
 
 The executor owns the bytes (`ExtractBlock`, and `PullBlock` with the peer `HOST`); this module
 issues the commands. A copy out takes its place in the mesh's order at the moment of the call, so
-later commands may overwrite its pages. A restored piece is written into pages, read back, and its
-checksum is compared with that of the copy out. What a piece belongs to is known to the caller only
-(`worker/host_tier.py`, `worker/spilled_kv.py`)."""
+later commands may overwrite its pages. A restored piece is written into pages and read back, and
+its checksum is compared with that of the copy out. The callers (`worker/host_tier.py`,
+`worker/spilled_kv.py`) track which block or sequence a piece belongs to."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -44,8 +44,8 @@ class HostPieces:
         self._key = key
 
     def copy_out(self, offer: Offer, pages: Sequence[int]) -> "asyncio.Future[StepResult]":
-        """Copies the positions of an offer out of `pages`, which start at the sequence's first
-        position. Pages before the offer are not read."""
+        """Copies the positions of an offer to host memory. `pages` begin with the sequence's first
+        position; pages before the offer are not read."""
         number = self._loop.next_number()
         command = extraction(number, offer, pages, self._page_size, self._key)
         return self._loop.submit(msgspec.structs.replace(command, to_host=True))
@@ -53,7 +53,7 @@ class HostPieces:
     async def bring_back(
         self, pieces: Iterable[HostPiece], rank: int, pages: tuple[int, ...]
     ) -> bool:
-        """Copies pieces into the pages of a rank. Returns whether all checksums are right. After a
+        """Copies pieces into the pages of a rank. Returns whether all checksums match. After a
         cancellation nothing more is written, so the pages may be reused at once."""
         return all(await asyncio.gather(*(self._back(piece, rank, pages) for piece in pieces)))
 
@@ -73,7 +73,7 @@ class HostPieces:
         try:
             pulled = await asyncio.shield(pulling)
         except asyncio.CancelledError:
-            # drop the piece if it still arrives
+            # drops the piece if it arrives later
             pulling.add_done_callback(lambda _: self._drop(offer))
             raise
         assert isinstance(pulled, PullResult)
@@ -101,6 +101,6 @@ class HostPieces:
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
 
     def release(self, offer_ids: tuple[int, ...]) -> None:
-        """Drops pieces from host memory, also those that are still on their way there."""
+        """Drops pieces from host memory, including those that are still being copied there."""
         if offer_ids:
             self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids, from_host=True))

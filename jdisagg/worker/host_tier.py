@@ -2,10 +2,10 @@
 them.
 
 A copy out takes its place in the mesh's command order at the moment when the pages are given away,
-so it reads them before anything new is written. At most `MOST_WRITING` blocks are on their way out;
-further ones are dropped. `worker/host_pieces.py` moves the bytes and compares checksums; a block
-whose checksum differs is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads
-and writes blocks through this one."""
+so it reads them before a later command overwrites them. At most `MOST_WRITING` blocks are copied
+out at a time; further ones are dropped. `worker/host_pieces.py` moves the bytes and compares
+checksums; a block whose checksum differs is dropped and counts as a miss. The disk tier
+(`worker/disk_tier.py`) reads and writes blocks through this one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -35,7 +35,7 @@ class HostTier(KvSource):
 
     Args:
         kept: Prefix cache of the mesh's pages.
-        room: Bytes of host memory; with none the tier is off.
+        room: Bytes of host memory. The tier is off if this is 0.
         ids: Generator of fresh random 64-bit numbers.
     """
 
@@ -64,7 +64,7 @@ class HostTier(KvSource):
         self._copies: dict[bytes, asyncio.Task[None]] = {}  # on their way out
         key = 0
         if self.on:
-            # the same in the next run of the worker, which reads the blocks on disk
+            # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._copy_out)
         self._pieces = HostPieces(loop, limits.page_size, key)
@@ -98,7 +98,7 @@ class HostTier(KvSource):
         self._tasks.cancel()
 
     def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
-        """Returns new offers for the block that is the `index`-th of its chain."""
+        """Returns offers with new ids for block number `index` of a chain on `rank`."""
         tokens = self._kept.block_tokens
         start = index * tokens
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
@@ -106,7 +106,7 @@ class HostTier(KvSource):
     # ---- copying out
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        """Copies the `index`-th block of a chain, whose pages are about to be reused."""
+        """Copies block number `index` of a chain out of `pages`, which are about to be reused."""
         if self._loop.failure is not None or name in self.blocks:
             return
         if self.blocks.writing >= MOST_WRITING:
@@ -116,7 +116,7 @@ class HostTier(KvSource):
         block = self._add(name, offers)
         if block is None:
             return
-        # stands for the pages of the chain's earlier blocks, which are not read
+        # page 0 is a placeholder for the pages of the chain's earlier blocks, which are not read
         before = (0,) * (index * self._kept.block_tokens // self._limits.page_size)
         copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
         task = self._copies[name] = self._tasks.spawn(self._written(block, copies))
@@ -127,8 +127,8 @@ class HostTier(KvSource):
             del self._copies[name]
 
     async def copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
-        """Returns a block in host memory. Copies it there if only pages of `rank` hold it; returns
-        None if neither does."""
+        """Returns the block in host memory. If only pages of `rank` hold it, copies it out first.
+        Returns None if neither holds it."""
         pages = self._kept.pages(rank, name)
         if pages:
             self._copy_out(rank, name, index, pages)
@@ -167,11 +167,12 @@ class HostTier(KvSource):
         offers: tuple[Offer, ...],
         read: Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]],
     ) -> HostBlock | None:
-        """Adds a block from disk and holds it. Returns None if there is no room or reading failed.
+        """Adds a block from disk and prevents its eviction. Returns None if there is no room or
+        reading failed.
 
         Args:
             read: Writes the block to host memory under these offer ids. Returns the checksums of
-                its pieces, or none if it failed.
+                its pieces, or () if it failed.
         """
         block = self._add(name, offers)
         if block is None:
@@ -214,10 +215,10 @@ class HostTier(KvSource):
     async def bring(
         self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
     ) -> str:
-        """Copies blocks to the pages of a restore, a few at a time.
+        """Copies the blocks of a restore to its pages, a few at a time.
 
         Args:
-            elsewhere: Restores the block of this index in the chain, which is not here.
+            elsewhere: Restores the block with this index in the chain, which is not in host memory.
         """
         slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
 
@@ -236,8 +237,8 @@ class HostTier(KvSource):
         return ""
 
     async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
-        """Copies a block to its pages. Returns False, and drops the block, if its checksum differs
-        or a piece is gone."""
+        """Copies a block to its pages. If its checksum differs or a piece is missing, drops the
+        block and returns False."""
         if await self._pieces.bring_back(block.pieces, restore.plan.rank, restore.pages):
             return True
         if self.blocks.forget(block):

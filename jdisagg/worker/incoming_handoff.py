@@ -1,15 +1,15 @@
 """The receiving side of one hand-off: reads the sender's offers, then pulls, inserts, verifies and
 acknowledges each block.
 
-It works on the pages of one reservation. A bounded number of blocks is in flight. A failed or late
-pull is repeated a few times, and so is a block whose pages do not have the sender's checksum; the
-sender keeps a block until it is acknowledged. A pulled block that will not be inserted is dropped,
-also if the task is cancelled. Heartbeats renew the sender's lease and detect a sender that does not
-answer.
+It works on the pages of one reservation. A bounded number of blocks is in flight. A block is pulled
+again a few times if the pull fails or is late, or if the checksum of its pages differs from the
+sender's. The sender keeps a block until it is acknowledged. A pulled block that will not be
+inserted is dropped, even if the task is cancelled. Heartbeats renew the sender's lease and detect a
+sender that does not answer.
 
 Invariant: a block counts as received after it was verified. A hand-off is complete when every layer
-group received every position exactly once. Layers with a sliding window that are sent separately
-need only the positions that they still see. A model with recurrent state needs that state once."""
+group received every position exactly once. Sliding-window layers that are sent separately need only
+the positions still inside their windows. A model with recurrent state needs that state once."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,12 +39,12 @@ BLOCKS_IN_FLIGHT = 16
 
 @dataclass(slots=True)
 class Received:
-    """What one hand-off delivered.
+    """The result of one hand-off.
 
     Attributes:
         firsts: Tokens sampled by the sender.
-        moved: All generated tokens of a migrated sequence.
-        exposed_seconds: Time from the sender's last message to the last verified block.
+        moved: All generated tokens of a migrated sequence; empty for a prefill.
+        exposed_seconds: Seconds from the sender's last message to the last verified block.
     """
 
     firsts: tuple[FirstToken, ...] = ()
@@ -57,13 +57,14 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the blocks of one hand-off go.
+    """Describes where the blocks of one hand-off are written.
 
     Attributes:
         pages: Returns the pages of positions [0, n), or raises HandoffError.
-        cached_tokens: Leading positions that are in pages already.
+        cached_tokens: Number of leading positions that are in pages already.
         state: Returns the state slot; None for models without recurrent state.
-        windows: Destination of sliding-window layers that are sent separately.
+        windows: Destination of sliding-window layers that are sent separately; None if there are
+            none.
     """
 
     rank: int
@@ -76,11 +77,11 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class WindowDestination:
-    """Where separately sent sliding-window layers go.
+    """Describes where separately sent sliding-window layers are written.
 
     Attributes:
-        layer_groups: Number of groups that these layers form.
-        seen_from: Returns the first position that is needed of a sequence that ends at a position.
+        layer_groups: Number of layer groups among these layers.
+        seen_from: Returns the first needed position of a sequence, given its end position.
     """
 
     pages: Callable[[int], tuple[int, ...]]
@@ -105,7 +106,7 @@ class IncomingHandoff:
         self.inserting = 0
         self.last_insertion = 0
         self.closed = False
-        self.spoiled = False  # a block differed from what its sender had computed
+        self.spoiled = False  # whether the checksum of a block differed from its sender's
         self._loop = loop
         self._to = to
         self._pull_seconds = limits.pull_seconds
@@ -121,13 +122,13 @@ class IncomingHandoff:
         self._blocks = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
 
     def close(self) -> None:
-        """Stops all insertions from this moment on, because the pages have another owner now."""
+        """Stops all further insertions, because the pages now have another owner."""
         self.closed = True
 
     @property
     def completing(self) -> bool:
-        """Whether only the results of issued insertions are missing, the newest of which is command
-        `last_insertion`."""
+        """Whether all insertions are issued and only their results are missing. `last_insertion` is
+        the number of the newest one."""
         return self._all_offered and self._fetching == self.inserting and not self.closed
 
     def kept_tokens(self) -> int:
@@ -136,11 +137,11 @@ class IncomingHandoff:
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
-        """Returns when all KV is in its pages.
+        """Receives all KV into the destination's pages and returns the result.
 
         Raises:
-            HandoffError: The sender failed, or what it sent is incomplete.
-            UnavailableError: A mesh failed.
+            HandoffError: The sender failed, or it sent incomplete KV.
+            UnavailableError: This mesh or the sender's failed.
         """
         beats: list[asyncio.Task[None]] = []
         try:
@@ -175,8 +176,8 @@ class IncomingHandoff:
         return received
 
     async def _read_offers(self, tasks: asyncio.TaskGroup) -> tuple[HandoffEnd, float]:
-        """Starts fetching each offered block. Returns the sender's last message and its arrival
-        time once all blocks are fetched."""
+        """Starts a task to fetch each offered block. When all blocks are fetched, returns the
+        sender's last message and its arrival time."""
         offers = self.line.offers()
         end, ended_at = None, 0.0
         fetches: list[asyncio.Task[None]] = []
@@ -204,8 +205,7 @@ class IncomingHandoff:
         return end, ended_at
 
     async def _keep_alive(self) -> None:
-        """Renews the sender's lease. Raises HandoffError if the sender misses several
-        heartbeats."""
+        """Renews the sender's lease. Raises HandoffError if several heartbeats fail."""
         missed, seconds = 0, self._timeouts.heartbeat_seconds
         while True:
             try:
@@ -284,8 +284,7 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """Returns the codec of a block. State is never compressed, because its error would
-        persist."""
+        """Returns the codec of a block. State is never compressed, because its errors persist."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
@@ -297,7 +296,7 @@ class IncomingHandoff:
             self.inserting -= 1
 
     async def _pull(self, offer: Offer) -> str:
-        """Pulls a block once. Returns the error, or ""."""
+        """Pulls a block once. Returns the error text, or ""."""
         seconds, link = self._pull_seconds, self.line.link
         command = PullBlock(
             step=self._loop.next_number(),
@@ -334,7 +333,7 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Compares the pages with the sender's checksum. Returns the error, or ""."""
+        """Compares the pages with the sender's checksum. Returns the error text, or ""."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -366,14 +365,14 @@ class IncomingHandoff:
         return self._sums[offer_id]
 
     def _computing(self, offer: Offer) -> bool:
-        """Whether the sender has not reported yet that the block is computed."""
+        """Returns whether the sender has not reported yet that the block is computed."""
         if not self.line.link.verify or self._all_offered:
             return False
         known = self._sums.get(offer.offer_id)
         return known is None or not known.done()
 
     def _no_more_sums(self) -> None:
-        """Fails all outstanding checksums: the sender's last message has arrived."""
+        """Fails all waits for checksums, because the sender's last message has arrived."""
         self._all_offered = True
         for expected in self._sums.values():
             if not expected.done():
@@ -383,7 +382,7 @@ class IncomingHandoff:
                 expected.exception()
 
     def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
-        """Drops a block, even while it is still being pulled, and ignores how its pull ends."""
+        """Drops a block, even while it is being pulled, and ignores the result of the pull."""
         if pull is not None:
             pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
@@ -415,7 +414,7 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the position up to which all groups are complete, from `start` on."""
+    """Returns the end of the positions, from `start` on, that all layer groups have received."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 
@@ -429,7 +428,7 @@ def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
 
 
 def _covers(blocks: list[Offer], groups: int, start: int, end: int) -> bool:
-    """Whether each group received positions [start, end) once."""
+    """Returns whether each layer group received positions [start, end) exactly once."""
     tokens = sum(block.groups * block.valid_tokens for block in blocks)
     return tokens == groups * (end - start) and _reach(blocks, groups, start) == end
 

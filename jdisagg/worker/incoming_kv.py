@@ -1,9 +1,9 @@
 """Receives the KV of a decode worker's reservations until their sequences may join the batch.
 
-A failed source does not end a reservation. The verified blocks are kept, and within a lease another
-source may continue from there (`HandoffState.ORPHANED`). A migrated sequence brings its generated
-tokens and continues where it was. The outcome for each reservation is reported to `KvEvents`. Used
-on the event loop only."""
+A failed source does not end a reservation. The verified blocks are kept, and another source may
+continue after them until the lease ends (`HandoffState.ORPHANED`). For a migrated sequence, the
+hand-off includes its generated tokens. The outcome for each reservation is reported to `KvEvents`.
+Used on the event loop only."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -28,26 +28,26 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class KvEvents(Protocol):
-    """Receives the outcome for groups that still exist."""
+    """Receives the outcome of each group's hand-off while the group exists."""
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None: ...
 
     def kv_lost(self, group: SequenceGroup, lost: SourceLost) -> None:
-        """The source failed; another may continue."""
+        """Called when the source failed and another source may continue."""
         ...
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """No other source can help; the group ends."""
+        """Called when the group must end, because no other source can help."""
         ...
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """The KV of one group.
+    """The KV of one group and its current hand-off.
 
     Attributes:
-        kept_tokens: Positions that earlier sources delivered or that were cached here.
-        firsts: First tokens that the client has already; they override those of a new source.
+        kept_tokens: Number of leading positions that were cached or came from earlier sources.
+        firsts: First tokens that the client has received already; they override a new source's.
         handoff: Current hand-off.
         task: Task that runs it.
     """
@@ -80,7 +80,7 @@ class IncomingKv:
         self._incoming: dict[int, _Incoming] = {}
 
     def __len__(self) -> int:
-        """Hand-offs in progress."""
+        """Counts the hand-offs in progress."""
         return len(self._handoffs())
 
     @property
@@ -89,12 +89,11 @@ class IncomingKv:
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Whether a hand-off will be complete when the insertions issued before command `step` have
-        ended."""
+        """Returns whether some hand-off needs only insertions issued before command `step`."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:
-        """Returns the connection names of peers that blocks are arriving from."""
+        """Returns the connection names of the peers that are sending blocks to this worker."""
         return {handoff.line.link.peer for handoff in self._handoffs()}
 
     def begin(self, group: SequenceGroup, source: HandoffSource) -> None:
@@ -105,8 +104,7 @@ class IncomingKv:
     def replace_source(
         self, group: SequenceGroup, source: HandoffSource, firsts: tuple[FirstToken, ...]
     ) -> int | None:
-        """Continues with another source. Returns the first position that it has to send, or None if
-        all KV is here already."""
+        """Continues with another source. Returns the first position to send, or None if none is."""
         if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
             return None
         incoming = self._incoming.setdefault(group.key, _Incoming(group.cached_tokens))
@@ -124,7 +122,7 @@ class IncomingKv:
         return kept
 
     def forget(self, key: int, reason: str) -> None:
-        """Stops receiving for a group and aborts at its sender. Idempotent."""
+        """Stops receiving a group's KV and aborts the hand-off at its sender. Idempotent."""
         incoming = self._incoming.pop(key, None)
         if incoming is not None and incoming.handoff is not None:
             self._close(incoming, reason)
@@ -137,7 +135,7 @@ class IncomingKv:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        """Ends the current hand-off. Returns how many leading positions are here."""
+        """Ends the current hand-off. Returns how many leading positions are in pages."""
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
@@ -149,8 +147,8 @@ class IncomingKv:
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        """Receives from position `cached_tokens` on. Reports once to `KvEvents`, unless it is
-        closed before."""
+        """Receives positions from `cached_tokens` on. Reports one outcome to `KvEvents`, unless the
+        hand-off is closed before."""
         incoming, limits = self._incoming[group.key], self._state.limits
 
         def slot() -> int:
@@ -225,8 +223,8 @@ class IncomingKv:
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        """Keeps what has arrived and lets the reservation wait for another source, if one can
-        help."""
+        """Keeps the received KV and lets the reservation wait for another source, or fails the
+        group if none can help."""
         incoming.handoff = incoming.task = None
         incoming.kept_tokens = kept_tokens
         if group.key not in self._state.groups:

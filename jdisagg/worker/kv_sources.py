@@ -1,16 +1,16 @@
-"""Restores KV blocks that a prompt needs and the mesh's pages lack.
+"""Restores KV blocks that a prompt needs and that are not in the mesh's pages.
 
 A `KvSource` is one place outside the pages that holds cached blocks: host memory
-(`worker/host_tier.py`), disk (`worker/disk_tier.py`), other workers (`worker/peer_fetch.py`).
-`KvSources` asks all sources of a worker once for a prompt, takes the plan that saves most time, and
-runs it: it reserves pages, lets the source fill them, and keeps the verified blocks in the prefix
-cache. A prompt waits no longer than computing the same tokens would take. Then, or when the prompt
-is cancelled, the restore is cancelled, and what has arrived stays. A failed restore costs time and
-never a token.
+(`worker/host_tier.py`), disk (`worker/disk_tier.py`), other workers (`worker/peer_fetch.py`). For
+each prompt, `KvSources` gets a plan from each source once and runs the plan that saves most time.
+It reserves pages, lets the source fill them, and keeps the verified blocks in the prefix cache. A
+prompt waits no longer than computing the same tokens would take. After that time, or when the
+prompt is cancelled, the restore is cancelled, and the blocks that have arrived stay cached. A
+failed restore costs time but never changes a result.
 
 Invariants: a block enters the prefix cache only after its checksum was verified in its pages. The
-pages of a restore are released however it ends. Nothing is kept that a reset should have removed
-meanwhile."""
+pages of a restore are always released at its end. A reset also discards blocks still being
+restored."""
 
 import asyncio
 import contextlib
@@ -42,14 +42,14 @@ _RESTORED: dict[Origin, tuple[str, str]] = {
 
 @plain
 class RestoreQuery:
-    """The blocks of one prompt that can replace computing.
+    """The blocks of one prompt that need not be computed if they are restored.
 
     Attributes:
-        chain: Names of the prompt's first blocks, up to the last that is of use.
-        known: By rank, how many of them are in pages already.
-        ahead_tokens: Tokens of other prompts that are computed first.
-        peer: Worker that may hold the blocks, a hint of the router.
-        peer_tokens: Tokens that it is believed to hold.
+        chain: Names of the prompt's first blocks, up to the last useful one.
+        known: By rank, how many leading blocks of `chain` are in pages already.
+        ahead_tokens: Tokens of other prompts that will be computed before this prompt.
+        peer: Worker that may hold the blocks, according to the router; None if there is none.
+        peer_tokens: Tokens of the prompt that `peer` probably caches.
     """
 
     chain: Chain
@@ -61,16 +61,16 @@ class RestoreQuery:
 
 @plain
 class RestorePlan:
-    """What one source offers for a prompt.
+    """The blocks that one source can restore for a prompt.
 
     Attributes:
-        source: The source that moves the blocks.
-        rank: Data-parallel rank whose pages they enter.
+        source: Source that copies the blocks.
+        rank: Data-parallel rank to whose pages the blocks are copied.
         chain: Names of the prompt's first blocks, up to the last that the source restores.
-        tokens: Tokens of the chain that are not in pages.
-        moved_tokens: Tokens by which the source estimates its duration.
-        ahead_tokens: Tokens of other prompts behind whose computing the restore hides.
-        peer: Worker to fetch from.
+        tokens: Number of the chain's tokens that are not in pages.
+        moved_tokens: Number of tokens from which the duration is estimated.
+        ahead_tokens: Tokens of other prompts that are computed while the restore runs.
+        peer: Worker to fetch from; None if the source is local.
     """
 
     source: "KvSource"
@@ -84,15 +84,15 @@ class RestorePlan:
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """A plan that is running.
+    """A running restore.
 
     Attributes:
-        plan: The plan.
-        first: Blocks of the chain that were in pages before.
+        plan: Plan that it carries out.
+        first: Number of leading blocks of the chain that were in pages before.
         pages: Pages of the whole chain on the plan's rank, reserved for the restore.
-        held: By index in the chain, blocks that the source must not drop meanwhile.
-        origins: By index in the chain, where a block came from; only verified blocks.
-        moved_tokens: Tokens that count as moved for the source's prices, set by the source.
+        held: By index in the chain, blocks that the source must not evict meanwhile.
+        origins: By index in the chain, the origin of each verified block.
+        moved_tokens: Number of tokens that the source reports to its `prices`.
     """
 
     plan: RestorePlan
@@ -104,7 +104,7 @@ class Restore:
 
     @property
     def blocks(self) -> int:
-        """How many blocks of the chain are in pages, without a gap."""
+        """Number of leading blocks of the chain that are in pages."""
         count = self.first
         while count in self.origins:
             count += 1
@@ -112,13 +112,13 @@ class Restore:
 
 
 class KvSource(Protocol):
-    """One place that holds KV blocks outside the pages of a mesh.
+    """A source of KV blocks outside the pages of a mesh.
 
     Attributes:
-        name: Where its blocks come from, as usage and metrics name it.
-        prices: What it costs, as measured.
-        most_restores: Restores that may run at the same time.
-        most_seconds: Longest restore where computing is unmeasured; None if without limit.
+        name: Origin of its blocks in usage reports and metrics.
+        prices: Measured durations of its restores.
+        most_restores: Largest number of restores at a time.
+        most_seconds: Longest restore while the speed of computing is unmeasured; None is no limit.
     """
 
     name: Origin
@@ -127,55 +127,54 @@ class KvSource(Protocol):
     most_seconds: float | None
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
-        """Returns the plan that this source offers, on the best rank for it, or None if computing
-        is cheaper. The source does nothing yet."""
+        """Returns this source's plan on the best rank, or None if computing is faster. Starts
+        nothing."""
         ...
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
-        """Keeps the blocks of a restore from being dropped. Entered before pages are reserved,
-        because that may push other blocks out to the source."""
+        """Returns a context in which the blocks of a restore are not evicted. It is entered before
+        pages are reserved, because evicted pages may be copied to the source."""
         return contextlib.nullcontext()
 
     async def bring(self, restore: Restore) -> str:
         """Fills the pages of a restore and records each verified block in `restore.origins`.
-        Returns the cause if fewer blocks than planned arrived, or "". When cancelled it writes
-        nothing more to the pages. Raises JdisaggError if the mesh failed."""
+        Returns the cause if fewer blocks than planned arrived, else "". Once cancelled, it writes
+        no more pages. Raises JdisaggError if the mesh failed."""
         ...
 
     def failed(self, cause: str) -> None:
-        """Counts a restore that ended early: "room", "late", "unwanted", "reset", "failed" or a
-        cause of `bring`."""
+        """Counts a restore that ended early. `cause` is "room", "late", "unwanted", "reset",
+        "failed" or a cause that `bring` returned."""
         ...
 
     @property
     def quiet(self) -> bool:
-        """Whether no work of its own is in flight."""
+        """Whether the source has no background work in flight."""
         return True
 
     async def start(self) -> None:
-        """Finds what it holds from earlier runs of the worker."""
+        """Finds the blocks that earlier runs of the worker stored."""
 
     def used(self, rank: int, chain: Chain) -> None:
-        """Notes that a prompt was served from these blocks, which are in pages of `rank`."""
+        """Records that a prompt used these blocks, which are in pages of `rank`."""
 
     def clear(self, cause: str) -> int:
-        """Forgets all blocks; returns how many there were. Called before the pages are cleared."""
+        """Drops all blocks and returns their number. Called before the pages are cleared."""
         return 0
 
     async def erase(self) -> None:
-        """Removes what `clear` forgot from durable storage. Raises UnavailableError if the next run
-        of the worker would find it again."""
+        """Deletes blocks dropped by `clear` from durable storage. Raises UnavailableError if the
+        next run of the worker would still find them."""
 
     def expire(self, now: float) -> None:
-        """Drops what is too old or too long unused."""
+        """Drops blocks whose lifetime has ended at time `now`."""
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns its fill level for the worker's status; nothing where it holds no blocks."""
+        """Returns the fill level of its tiers for the status; empty if it stores no blocks."""
         return ()
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields rank, name, index in the chain and whether it is in use of each block, least
-        recently used first."""
+        """Yields (rank, name, index in chain, whether in use), least recently used first."""
         yield from ()
 
     def stop(self) -> None:
@@ -183,8 +182,8 @@ class KvSource(Protocol):
 
 
 class RestoredBlocks:
-    """Which blocks of one prompt were restored for it, and from where. A block that was in pages
-    already, or was restored for another prompt, counts as found in pages."""
+    """Records the origins of the blocks that were restored for one prompt. All other cached blocks
+    of the prompt count as found in pages."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -195,7 +194,7 @@ class RestoredBlocks:
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
-        """Returns where the prompt's first `tokens`, now in pages of a rank, were before."""
+        """Counts the prompt's first `tokens` positions by the origin of their blocks."""
         size = self._block_tokens
         found: dict[Origin, int] = {"host": 0, "disk": 0, "peer": 0}
         for (where, index), origin in self._origins.items():
@@ -210,7 +209,7 @@ class KvSources:
     Args:
         kept: Prefix cache of the mesh's pages.
         page_size: Tokens of a page.
-        sources: In order of preference where plans are equally good.
+        sources: Sources, preferred ones first if plans save equal time.
     """
 
     def __init__(
@@ -234,11 +233,11 @@ class KvSources:
 
     @property
     def quiet(self) -> bool:
-        """Whether no restore and no work of a source is in flight."""
+        """Whether neither a restore nor background work of a source is in flight."""
         return self._tasks.quiet and all([source.quiet for source in self._sources])
 
     def best(self, query: RestoreQuery) -> RestorePlan | None:
-        """Returns the plan that saves most time, or None if computing all of it is cheaper."""
+        """Returns the plan that saves most time, or None if no restore is faster than computing."""
         if not query.chain:
             return None
         free = [one for one in self._sources if self._running[one.name] < one.most_restores]
@@ -248,8 +247,8 @@ class KvSources:
     def begin(
         self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
     ) -> "asyncio.Task[None]":
-        """Starts a restore for a prompt. `done` is called once, when the restore has ended or took
-        as long as computing would; not if the task is cancelled because the prompt has ended."""
+        """Starts a restore for a prompt. `done` is called once, when the restore has ended or has
+        taken as long as computing would. It is not called if the task is cancelled."""
         return self._tasks.spawn(self._restore_in_time(plan, restored, done))
 
     async def _restore_in_time(
@@ -262,7 +261,7 @@ class KvSources:
                 await self.restore(plan, restored)
         except TimeoutError:
             source.failed("late")
-            # the rest would have taken longer still
+            # records twice the time so far, because the complete restore would have taken longer
             source.prices.moved_in(plan.moved_tokens, 2 * (self._now() - began))
         except asyncio.CancelledError:
             source.failed("unwanted")
@@ -270,7 +269,7 @@ class KvSources:
         done()
 
     async def restore(self, plan: RestorePlan, restored: RestoredBlocks | None = None) -> None:
-        """Runs a plan to its end. Records what arrived in `restored`."""
+        """Runs a plan to its end. Records the blocks that arrived in `restored`."""
         restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
         with plan.source.holding(restore):
             cause = await self._fill(restore, restored)
@@ -314,7 +313,7 @@ class KvSources:
             self._counters.add(tokens, count * self.kept.block_tokens)
 
     def computed_in(self, tokens: int, seconds: float) -> None:
-        """Records for all prices that `tokens` of a prompt were computed."""
+        """Records in the prices of all sources how long computing `tokens` tokens took."""
         for source in self._sources:
             source.prices.computed_in(tokens, seconds)
 
@@ -336,7 +335,7 @@ class KvSources:
             await source.erase()
 
     def erase_later(self) -> None:
-        """Like `erase`, in the background: a failure is only counted."""
+        """Runs `erase` in the background. A failure is only counted."""
 
         async def erase() -> None:
             with contextlib.suppress(UnavailableError):

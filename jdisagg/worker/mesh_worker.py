@@ -1,9 +1,9 @@
 """The common part of prefill and decode workers: step loop, outgoing KV, KV sources, leases, drain.
 
-A worker asks its scheduler, runs commands and reports results. It decides nothing about pages or
-batches. Its state is touched on the event loop only, between awaits, so every method sees it
-consistent. A background task sweeps periodically: it ends expired leases and detects a mesh that
-hangs."""
+A worker gets commands from its scheduler, runs them and reports results. Schedulers alone decide
+about pages and batches. The state is changed on the event loop only, between awaits, so every
+method finds it consistent. A background task periodically ends expired leases and detects a mesh
+that hangs."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -44,16 +44,16 @@ from jdisagg.worker.step_loop import DEPTH, StepLoop
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What one start of a worker depends on beside its mesh and configuration.
+    """The parameters of one run of a worker, apart from its mesh and configuration.
 
     Attributes:
         ids: Generator of fresh random 64-bit numbers.
         address: Address of its `PeerPort`; empty if peers know it by name.
-        loading_seconds: Estimated time for which it will still load programs while serving.
+        loading_seconds: Estimated seconds for which it still loads programs while serving.
         names: Naming of cached blocks; None disables the prefix cache.
-        tiers: Host memory and disk: for blocks on a prefill worker, for swapped-out sequences on a
-            decode worker.
-        kv_channels: Transports of KV, as its status reports them.
+        tiers: Capacity of host memory and disk, for cached blocks on a prefill worker and for
+            swapped-out sequences on a decode worker.
+        kv_channels: Returns the KV transports for the worker's status.
     """
 
     name: str
@@ -114,7 +114,7 @@ class MeshWorker(ABC):
         self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
-        self._forgotten = 0  # blocks cleared, not evicted for lack of room
+        self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
         self._sources: KvSources  # set by the subclass, which owns the prefix cache
         self._quiet = asyncio.Event()
 
@@ -128,8 +128,7 @@ class MeshWorker(ABC):
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
-        """Ends all work with UnavailableError and stops the background tasks. The executor stays
-        open."""
+        """Ends all work with UnavailableError and stops background tasks, but not the executor."""
         self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -139,8 +138,8 @@ class MeshWorker(ABC):
         await self._calls.stop()
 
     async def drain(self, deadline_seconds: float | None = None) -> None:
-        """Refuses new requests and returns when all work has ended or moved. Work left at the
-        deadline ends with UnavailableError, so that the router retries it elsewhere."""
+        """Refuses new requests and returns when all work has ended or migrated. Work left at the
+        deadline ends with UnavailableError, so that the router retries it on another worker."""
         self._draining = True
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -164,7 +163,7 @@ class MeshWorker(ABC):
         return self.status_now()
 
     def status_now(self) -> WorkerStatus:
-        """Raises UnavailableError if the mesh has failed."""
+        """Returns the status. Raises UnavailableError if the mesh has failed."""
         self._loop.check()
         return self._status()
 
@@ -174,7 +173,7 @@ class MeshWorker(ABC):
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes of the prefix cache since a router's mark, or None."""
+        """Returns changes of the prefix cache since a router's mark; None if there are none."""
         return self._kept.log.news(self.name, mark)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
@@ -204,11 +203,11 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _plan(self, step: int) -> StepCommand | None:
-        """Returns the next planned command, with this number, or None."""
+        """Returns the next planned command, with number `step`, or None if idle."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
-        """Takes the result of a planned command."""
+        """Processes the result of a planned command."""
 
     @abstractmethod
     def _status(self) -> WorkerStatus: ...
@@ -223,7 +222,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """A hand-off from here has ended: fetched completely, or with `error`."""
+        """Called when a hand-off from this worker has ended; `error` is None after success."""
 
     @abstractmethod
     def _hand_on(self) -> None:
@@ -237,11 +236,11 @@ class MeshWorker(ABC):
     def _find_sources(
         self, kept: Residency, room: TierRoom, peers: Mapping[str, PeerPort] | PeerResolver | None
     ) -> KvSources:
-        """Builds the sources that blocks of KV are restored from.
+        """Builds the sources from which KV blocks are restored.
 
         Args:
             kept: Prefix cache of the mesh's pages.
-            room: Host memory and disk for blocks.
+            room: Capacity of host memory and disk for blocks.
             peers: Workers to fetch blocks from; None if it fetches none.
         """
         loop, mesh, now = self._loop, self._mesh, self._clock.now
@@ -273,7 +272,7 @@ class MeshWorker(ABC):
         return (pages, *self._sources.stats())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
-        """Counts the cached part of a sequence of `tokens` that was given pages."""
+        """Adds a sequence of `tokens` tokens, of which `cached` were cached, to the counters."""
         kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
@@ -286,8 +285,8 @@ class MeshWorker(ABC):
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Clears the prefix cache of a rank (None: of all) and every block of the sources; files on
-        disk are not removed yet. Returns the number of blocks."""
+        """Clears the prefix cache of a rank (None: all ranks) and all blocks of the sources, but
+        does not delete files yet. Returns the number of dropped blocks."""
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
@@ -296,8 +295,7 @@ class MeshWorker(ABC):
         return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float) -> None:
-        """Compiles the request's grammar, if any. Raises InvalidRequestError if it is invalid or
-        takes too long."""
+        """Compiles the request's grammar, if any. Raises InvalidRequestError if that fails."""
         grammar = request.sampling.grammar
         if grammar is not None:
             if self._grammars is None:
@@ -308,7 +306,7 @@ class MeshWorker(ABC):
             await self._grammars.prepare(grammar, seconds)
 
     def _unchosen(self, request: Request, token: int) -> JdisaggError:
-        """Returns the error for a sequence whose sampling returned `token` instead of a choice."""
+        """Returns the error for a sequence whose sampling returned BROKEN_TOKEN or STUCK_TOKEN."""
         grammar = request.sampling.grammar
         if token != STUCK_TOKEN or grammar is None:
             return BrokenModelError()
@@ -347,7 +345,7 @@ class MeshWorker(ABC):
 
 
 class Attempts:
-    """The latest attempt of each (request, child), so that messages of earlier attempts are
+    """Stores the latest attempt of each (request, child), so that messages of earlier attempts are
     refused. Entries expire when no earlier attempt can hold a lease any more."""
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Migrates running sequences to another decode worker: copies while they run, then freezes them for
 the last part.
 
-A migration starts with a hand-off id that the router passes on. When another worker reads that
-hand-off, whole granules of written KV are extracted and offered while decoding continues. When
-little is left, the sequence is frozen and its steps in flight are awaited. Then the rest is
-offered, and the last message carries all generated tokens. When everything is acknowledged, the
-sequence ends here as moved. A failed migration changes nothing: the sequence continues here.
+A migration starts with a hand-off id, which the router passes to another worker. When that worker
+reads the hand-off, whole granules of written KV are extracted and offered while decoding continues.
+When little is left, the sequence is frozen and its steps in flight are awaited. Then the rest is
+offered, and the last message contains all generated tokens. When all blocks are acknowledged, the
+sequence ends on this worker as moved. After a failed migration the sequence simply continues.
 
 Invariant: an extraction is issued after the steps that wrote its positions, because only positions
 whose tokens were read back are offered."""
@@ -43,7 +43,7 @@ class _Migration:
 
 
 class MigrationSender:
-    """The migrations from one mesh.
+    """Migrates sequences away from one mesh.
 
     Args:
         ids: Generator of fresh random numbers.
@@ -70,7 +70,7 @@ class MigrationSender:
         self._changed = asyncio.Event()
 
     def movable(self, group: SequenceGroup) -> bool:
-        """Whether a group can migrate: it shares no pages and all its KV has arrived."""
+        """Returns whether a group can migrate: it has one child, and all its KV has arrived."""
         return (
             group.key not in self._migrations
             and len(group.children) == 1
@@ -79,11 +79,11 @@ class MigrationSender:
         )
 
     def moves(self, group: SequenceGroup) -> bool:
-        """Whether a group is being migrated."""
+        """Returns whether a group is being migrated."""
         return group.key in self._migrations
 
     def begin(self, group: SequenceGroup) -> int:
-        """Makes a movable group fetchable. Returns the hand-off id."""
+        """Opens a hand-off of a movable group for another worker. Returns the hand-off id."""
         child = group.children[0]
         handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)
         self._outgoing.open(handoff)
@@ -93,7 +93,7 @@ class MigrationSender:
         return handoff.handoff_id
 
     def poke(self) -> None:
-        """Notifies migrations of a change that they may wait for."""
+        """Wakes all migrations, because something that they wait for may have changed."""
         self._changed.set()
 
     def abort(self, key: int, reason: str) -> None:
@@ -102,8 +102,8 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def ended(self, key: int, error: JdisaggError | None) -> bool:
-        """Notes that the hand-off of group `key` is over. Returns whether that changed what may
-        run."""
+        """Ends the migration of group `key`, whose hand-off has ended. Returns whether its sequence
+        was still living, so that other work may be runnable now."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
@@ -141,7 +141,7 @@ class MigrationSender:
             self._outgoing.end(handoff, HandoffError(text))
 
     async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
-        """Offers whole granules in a few rounds. Returns the number of positions offered."""
+        """Offers whole granules in a few rounds. Returns how many positions were offered."""
         sent = 0
         for _ in range(MOST_ROUNDS):
             whole = child.position - child.position % self._state.limits.granule_tokens
@@ -164,7 +164,7 @@ class MigrationSender:
                 await self._changed.wait()
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
-        """Extracts positions [start, end) in all layer groups. Returns when all are computed."""
+        """Offers positions [start, end) in all layer groups. Returns when they are extracted."""
         limits, key = self._state.limits, self._checksum_key
         pages = self._state.ledgers[child.rank].pages(child.key)
         waiting: list[Coroutine[None, None, None]] = []
@@ -177,8 +177,8 @@ class MigrationSender:
         await asyncio.gather(*waiting)
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """Offers what changes with each step: the windows' positions and the recurrent state, of a
-        frozen sequence."""
+        """Offers the parts of a frozen sequence that change with each step: positions inside
+        sliding windows, and recurrent state."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
         for offer in (

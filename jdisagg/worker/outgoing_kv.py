@@ -1,12 +1,12 @@
-"""The KV that a worker sends: offers per hand-off, what is outstanding, and leases.
+"""Tracks the KV that a worker sends: the offers of each hand-off, unacknowledged ones, and leases.
 
-`OutgoingHandoff` is one hand-off; a receiver reads all messages from the first on, however late it
-connects. `OutgoingKv` holds all hand-offs of a worker and implements its `PeerPort`. Prefill
-workers offer prompts through it, decode workers running sequences and cached blocks.
+`OutgoingHandoff` is one hand-off. Its receiver reads all messages from the first on, even if it
+connects late. `OutgoingKv` holds all hand-offs of a worker and implements its `PeerPort`. Prefill
+workers offer prompts through it; decode workers offer running sequences and cached blocks.
 
-A hand-off has a lease from the moment when everything is offered; acknowledgements renew it, up to
-the request's deadline. From the moment when a receiver connects the lease is short, because
-receivers send heartbeats. `sweep` ends expired hand-offs."""
+A hand-off has a lease from the moment when all blocks are offered. Acknowledgements renew it, up to
+the request's deadline. After a receiver has connected the lease is short, because receivers send
+heartbeats. `sweep` ends expired hand-offs."""
 
 import asyncio
 from collections import deque
@@ -34,9 +34,9 @@ class OutgoingHandoff:
     """The sending side of one hand-off.
 
     Args:
-        sequence: Owner of the KV.
+        sequence: Key of the sequence or other owner of the KV.
         until: Deadline of the request.
-        destination: Name of the receiving worker, if known.
+        destination: Name of the receiving worker; "" if unknown.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OutgoingHandoff:
         self.sequence = sequence
         self.destination = destination
         self.until = until
-        self.outstanding_tokens = 0  # offered and not yet fetched
+        self.outstanding_tokens = 0  # tokens that are offered and not yet fetched
         self.acknowledgements = 0
         self.has_receiver = asyncio.Event()
         self.error: JdisaggError | None = None
@@ -73,16 +73,15 @@ class OutgoingHandoff:
         return self._handoff.state.final
 
     def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
-        """Applies an event. The new state must be left by `deadline`; None keeps the old
-        deadline."""
+        """Applies an event, with a deadline for leaving the new state (None: unchanged)."""
         until = self._handoff.deadline if deadline is None else min(deadline, self.until)
         self._handoff = self._handoff.advance(event, until)
 
     def announce(self, offers: Iterable[Offer], weight_tokens: int = 0) -> None:
-        """Publishes offers.
+        """Publishes offers to the receiver.
 
         Args:
-            weight_tokens: Tokens that each outstanding offer counts as; 0 counts what it holds.
+            weight_tokens: Tokens that each offer counts for while unacknowledged; 0 is its length.
         """
         for offer in offers:
             tokens = weight_tokens or offer.groups * offer.block_tokens
@@ -97,7 +96,7 @@ class OutgoingHandoff:
         self._changed.set()
 
     def finish(self, end: Callable[[int], HandoffEnd], deadline: float) -> None:
-        """Ends the offers; `end` builds the last message from their number."""
+        """Publishes the last message, which `end` builds from the number of offers."""
         self._messages.append(end(self._offers))
         self._changed.set()
         self.advance(HandoffEvent.ALL_OFFERED, deadline)
@@ -105,7 +104,7 @@ class OutgoingHandoff:
             self._advance_if_fetched()
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
-        """Returns the acknowledged offers that were outstanding."""
+        """Records acknowledgements. Returns the ids that had not been acknowledged before."""
         self.acknowledgements += 1
         fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
         if fetched or not offer_ids:
@@ -114,7 +113,7 @@ class OutgoingHandoff:
         return fetched
 
     def abort(self, error: JdisaggError) -> tuple[int, ...]:
-        """Fails the receiver. Returns the offers to release."""
+        """Ends the hand-off with an error for the receiver. Returns the offers to release."""
         self.advance(HandoffEvent.ABORT)
         self.error = error
         self._changed.set()
@@ -124,12 +123,12 @@ class OutgoingHandoff:
         return released
 
     def expect_receiver(self, deadline: float) -> None:
-        """Notes that a receiver connected, which must send again by `deadline`."""
+        """Records that a receiver connected. It must send its next message by `deadline`."""
         self._handoff = self._handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
-        """Returns a message by number, counted from 0, when it is available. Raises the error that
-        aborted the hand-off. Supports one reader at a time; the sweep bounds the wait."""
+        """Waits for message `number`, counted from 0, and returns it. Raises the error that aborted
+        the hand-off. Supports one reader at a time; `sweep` bounds the wait."""
         while True:
             if self.error is not None:
                 raise self.error
@@ -152,7 +151,7 @@ class OutgoingKv:
     """All hand-offs that one worker sends, by id.
 
     Args:
-        ended: Called once for each opened hand-off, with the error that aborted it or None.
+        ended: Called once for each hand-off that ends, with the error that aborted it or None.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class OutgoingKv:
         return handoff_id in self._handoffs
 
     def offered_tokens(self) -> dict[str, int]:
-        """Returns the tokens offered and not fetched, by destination."""
+        """Returns the tokens that are offered and not yet fetched, by destination."""
         offered: dict[str, int] = {}
         for handoff in self._handoffs.values():
             name = handoff.destination
@@ -200,7 +199,7 @@ class OutgoingKv:
         """Adds a hand-off.
 
         Args:
-            awaits: The receiver has requested it and must connect within the lease.
+            awaits: Whether the receiver requested the hand-off and must connect within the lease.
         """
         assert handoff.handoff_id not in self._handoffs, "ids are used once"
         self._handoffs[handoff.handoff_id] = handoff
@@ -210,7 +209,7 @@ class OutgoingKv:
             came.set()
 
     def finish(self, handoff: OutgoingHandoff, end: Callable[[int], HandoffEnd]) -> None:
-        """Notes that everything is offered."""
+        """Publishes the last message of a hand-off, all of whose blocks are offered."""
         handoff.finish(end, self._lease(handoff))
         self._forget_if_fetched(handoff)
 
@@ -317,8 +316,8 @@ def offers_of_pages(
     new_id: Callable[[], int],
     kind: KvKind = KvKind.POSITIONS,
 ) -> Iterator[Offer]:
-    """Yields the blocks in which positions [start, end) of a sequence in pages of `rank` are sent,
-    in all layer groups of `kind`."""
+    """Yields offers of positions [start, end) of a sequence on `rank`, in all layer groups of
+    `kind`."""
     largest = limits.chunk_buckets[-1]
     bands = limits.window_bands if kind is KvKind.WINDOW else limits.bands
     for first in range(start, end, largest):
@@ -341,15 +340,15 @@ def offers_of_pages(
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields the blocks of what separately sent sliding-window layers still see of a sequence of
-    `end` positions."""
+    """Yields the offers for separately sent sliding-window layers of a sequence of `end` positions,
+    for the positions still inside the windows."""
     if not limits.windows_apart:
         return
     yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
-    """Returns the block of a sequence's recurrent state, if the model has any."""
+    """Returns the offers of a sequence's recurrent state; empty if the model has none."""
     if not limits.kv_spec.has_state:
         return ()
     return (
@@ -360,7 +359,8 @@ def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tu
 
 
 def state_weight(limits: MeshLimits) -> int:
-    """Returns the tokens of KV that a state counts as among offers, by its bytes."""
+    """Returns the number of KV tokens that have as many bytes as a recurrent state, over all
+    groups."""
     spec = limits.kv_spec
     return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
 
@@ -368,8 +368,7 @@ def state_weight(limits: MeshLimits) -> int:
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """Returns the command that makes an offer from a sequence's pages up to its end. For a state
-    the slot is the only page."""
+    """Returns the command that extracts an offer from `pages` (for recurrent state: its slot)."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,

@@ -1,10 +1,11 @@
 """The peers of a worker as a source of KV: fetches cached blocks from another worker
 (`worker/given_kv.py` is the serving side).
 
-The router's hint names the worker that may hold the blocks. That worker is asked by block names and
-answers how many it gives. They arrive like any hand-off (`worker/incoming_handoff.py`): pulled,
-inserted into pages, checksummed, acknowledged. So the peer may use another layout. Lossy codecs are
-not used. Failures are counted (`peer_fetch_failed`, by cause)."""
+The router names a worker that may hold the blocks. The request to that worker lists block names,
+and the reply is the number of blocks that it sends. They are received by an ordinary hand-off
+(`worker/incoming_handoff.py`): pulled, inserted into pages, checksummed, acknowledged. The peer may
+therefore use another layout. Lossy codecs are not used. Failures are counted (`peer_fetch_failed`,
+by cause)."""
 
 from dataclasses import replace
 
@@ -61,7 +62,8 @@ class PeerFetch(KvSource):
         self._senders: list[str] = []  # peers that blocks are arriving from, by connection name
 
     def clear(self, cause: str) -> int:
-        # a peer may still hold what is being forgotten here, for as long as a reset of all takes
+        # while a reset of all workers runs, a peer may still hold blocks that this worker has
+        # dropped
         self._closed_until = self._now() + self._limits.timeouts.request.status_seconds
         return 0
 
@@ -103,7 +105,7 @@ class PeerFetch(KvSource):
         return "gone" if blocks < len(restore.plan.chain) else ""
 
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
-        """Asks the peer for the missing blocks. Returns None if it holds none of them."""
+        """Requests the missing blocks from the peer. Returns None if it holds none of them."""
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)

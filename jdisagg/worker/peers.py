@@ -1,8 +1,8 @@
-"""The workers that this one receives KV from: ports, compatibility checks, mesh connections.
+"""Connects to the workers that this one receives KV from: ports, compatibility checks, mesh links.
 
-A hello precedes everything else, so a restarted peer is never mistaken for its predecessor: a new
-boot id is a new peer to the mesh. A peer whose boot id is named by a hand-off is not greeted again.
-Peers are connected once, and disconnected when replaced or long unused.
+Workers exchange a hello before any other message. It contains a boot id, so a restarted peer is
+never mistaken for its predecessor. If a hand-off names the boot id of a connected peer, no new
+hello is sent. Peers are connected once, and disconnected when replaced or long unused.
 
 Page size and layout may differ between two workers. Protocol, model, KV spec with its dtype, block
 sizes and transfer transports must be equal."""
@@ -40,11 +40,11 @@ must not wait."""
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """The connection to one start of one peer.
+    """The connection to one run of one peer.
 
     Attributes:
-        peer: Name in commands.
-        checksum_key: Key of its checksums.
+        peer: Name of the peer in step commands.
+        checksum_key: Key of the peer's checksums.
     """
 
     peer: str = ""
@@ -64,10 +64,10 @@ class Peers:
     """The peers of one worker.
 
     Args:
-        peers: Ports by worker name (embedded cluster), or a resolver by address.
+        peers: Ports by worker name (embedded cluster), or a function that resolves an address.
         hello: Hello of this worker.
         codec: Codec of blocks from these peers.
-        calls: Sends acknowledgements and aborts.
+        calls: Background sender of acknowledgements and aborts.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Peers:
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Disconnects peers that were not used for long; the next hello reconnects them. `in_use`
-        names peers of running hand-offs."""
+        """Disconnects peers that were not used for long, except those named in `in_use`, which have
+        running hand-offs. The next hello reconnects them."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now
@@ -194,7 +194,7 @@ def hello_of(
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
-    """Raises IncompatiblePeerError naming the first field that differs and both values."""
+    """Raises IncompatiblePeerError, with both values, if a field that must be equal differs."""
     pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in _COMPARED]
     if ours.mesh is not None and theirs.mesh is not None:
         pairs.append(("transports", ours.mesh.transports, theirs.mesh.transports))
@@ -207,7 +207,7 @@ def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
 
 
 def peer_name(hello: PeerHello) -> str:
-    """Returns a peer's name in commands, different for each start of a worker."""
+    """Returns a peer's name in step commands, which differs for each run of a worker."""
     return f"{hello.worker}#{hello.boot_id:x}"
 
 

@@ -1,4 +1,4 @@
-"""One prompt at a prefill worker, from the call until its KV is fetched. Decides nothing."""
+"""The state of one prompt at a prefill worker, from the call until its KV is fetched."""
 
 import asyncio
 
@@ -15,19 +15,19 @@ from jdisagg.worker.outgoing_kv import OutgoingHandoff
 
 
 class PrefillTask:
-    """The state of one prompt.
+    """One prompt.
 
     Attributes:
-        chain: Names of its full blocks.
-        useful: Those of them that need no computing if cached.
-        known: By rank, leading useful blocks that were in pages when it was last looked up.
-        restored: Blocks that were restored for it.
-        restoring: Restore that it waits for.
+        chain: Names of the prompt's full blocks.
+        useful: Names of the blocks that need no computing if cached.
+        known: By rank, number of leading useful blocks in pages, at the last look-up.
+        restored: Origins of the blocks that were restored for this prompt.
+        restoring: Restore that the prompt waits for, or None.
         rank: Rank of its pages, or -1 without pages.
-        cached_tokens: Positions that were cached when it was given pages.
+        cached_tokens: Number of positions that were cached when the prompt got pages.
         epoch: Epoch of the prefix cache at that time.
-        extracting: Offers of cached positions that are not extracted yet.
-        firsts: Sampled tokens.
+        extracting: Offers that are not extracted from pages yet.
+        firsts: Sampled tokens, one for each sample.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class PrefillTask:
 
     @property
     def most_known(self) -> int:
-        """Positions that need no computing if cached: all but the last, or none if the logprobs of
-        each prompt token are requested."""
+        """Number of positions that need no computing if cached: all but the last, or 0 if
+        log-probabilities of prompt tokens are requested."""
         return self.prompt.tokens - 1 if self.of_prompt is None else 0
 
     @property
     def cached(self) -> CachedTokens:
-        """Returns where the cached tokens of the prompt were, without accepted tokens behind it."""
+        """Counts the prompt's cached tokens by origin, without accepted tokens after it."""
         known = min(self.cached_tokens, len(self.call.request.prompt_token_ids))
         return self.restored.split(self.rank, known)
 
     @property
     def scores(self) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt, if requested."""
+        """Log-probabilities of the prompt tokens, if requested."""
         return PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
 
     @property

@@ -1,12 +1,12 @@
 """The prefill worker: implements `PrefillPort` and `PeerPort` over admission, batching and a mesh.
 
-A prompt whose first blocks are worth restoring waits for that (`worker/kv_sources.py`), then
-queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. They
-serve its later chunks and, with the prefix cache (`scheduler/residency.py`), later prompts. Its KV
-is offered as soon as the chunk that computes it is issued, is kept until acknowledged, and is
-released at the latest when the lease ends. Cached positions that the decode worker lacks are
-extracted from pages after the last chunk, so that they do not delay the first token. A decode
-worker that fetches slowly delays only its own prompts."""
+A prompt whose first blocks are worth restoring waits for the restore (`worker/kv_sources.py`), then
+queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. The
+pages are read by its later chunks and, with the prefix cache (`scheduler/residency.py`), by later
+prompts. A chunk's KV is offered as soon as the chunk is issued. It is kept until acknowledged, or
+until the lease ends. Cached positions that the decode worker lacks are extracted from pages after
+the last chunk, so that they do not delay the first token. A decode worker that fetches slowly
+delays only its own prompts."""
 
 import asyncio
 import bisect
@@ -83,8 +83,8 @@ class PrefillWorker(MeshWorker):
     """Implements `PrefillPort`.
 
     Args:
-        peers: Workers to fetch cached blocks from, by name, or a resolver by address; None if it
-            fetches none.
+        peers: Workers to fetch cached blocks from: ports by name, or a function that resolves an
+            address; None disables fetching.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PrefillWorker(MeshWorker):
         self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # prompts with pages
         self._last_key = 0
-        # chunks in the pipeline are offered already
+        # the offers of chunks in the pipeline are published already
         chunks = CHUNKS_OFFERED + mesh.stages - 1
         self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
 
@@ -189,7 +189,7 @@ class PrefillWorker(MeshWorker):
             cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
             pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
             if pages is None:
-                break  # those withdrawn shared pages, so fewer became free than they held
+                break  # the withdrawn prompts shared pages, so fewer became free than they held
             self._waiting.remove(task.prompt)
             task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
             self._count_reuse(task.prompt.tokens, task.restored.split(rank, cached))
@@ -206,7 +206,7 @@ class PrefillWorker(MeshWorker):
         }
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
-        """Offers what a chunk will compute."""
+        """Offers the KV that a chunk will compute."""
         for row in chunk.rows:
             task = self._computing[row.sequence]
             if task.started_at is None:
@@ -218,8 +218,8 @@ class PrefillWorker(MeshWorker):
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
-        """Returns the offers to extract: cached positions that the decode worker lacks, the
-        positions that windows see, and the state."""
+        """Returns the offers to extract from pages: cached positions that the decode worker lacks,
+        positions inside sliding windows, and recurrent state."""
         start, end = task.call.from_token, task.cached_tokens
         offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
         offers += window_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
@@ -228,7 +228,7 @@ class PrefillWorker(MeshWorker):
         return offers
 
     def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
-        """Issues one of these offers."""
+        """Extracts one offer of `_to_extract` from pages."""
         key = task.prompt.key
         task.handoff.announce(
             (offer,), state_weight(self._mesh) if offer.kind is KvKind.STATE else 0
@@ -240,7 +240,7 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        """Schedules a turn if there is anything to plan."""
+        """Schedules a turn of the loop if there is anything to plan."""
         if self._waiting or self._extracts or self._batches:
             self._loop.wake()
 
@@ -324,7 +324,7 @@ class PrefillWorker(MeshWorker):
         return task
 
     def _look_up(self, task: PrefillTask) -> None:
-        """Finds, by rank, the blocks of a prompt that are in pages and need no computing."""
+        """Updates, by rank, how many useful blocks of a prompt are in pages."""
         kept, size = self._residency, self._residency.block_tokens
         if task.useful:
             ranks = range(self._mesh.ranks)
@@ -338,7 +338,7 @@ class PrefillWorker(MeshWorker):
         return RestoreQuery(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
 
     def _restored(self, task: PrefillTask) -> None:
-        """Queues a prompt whose restore has ended, with what is in pages now."""
+        """Queues a prompt whose restore has ended."""
         if self._tasks.get(task.prompt.key) is task:
             self._look_up(task)
             self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
@@ -349,14 +349,14 @@ class PrefillWorker(MeshWorker):
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
-        """Replies with the sampled tokens; all computed KV is offered by now."""
+        """Replies with the sampled tokens. All computed KV is offered before."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
         if unchosen:
             error = self._unchosen(task.call.request, unchosen[0])
             if isinstance(error, BrokenModelError):
-                # the blocks that it started from may be the cause
+                # the cached blocks that it started from may be the cause
                 self._forget_kept(task.rank, "broken")
                 self._sources.erase_later()
             self._outgoing.end(task.handoff, error)
@@ -373,15 +373,14 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
-        """Releases the pages when the tokens are sampled and everything is offered."""
+        """Releases the pages if the tokens are sampled and all KV is offered."""
         if task.firsts is not None and not task.extracting:
             fresh = task.epoch == self._residency.epoch
             self._stop_computing(task, task.chain if fresh else ())
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Releases a prompt's pages; the blocks of `chain`, which fill the first of them, stay
-        cached."""
+        """Releases a prompt's pages. The blocks of `chain`, in the first pages, stay cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
@@ -409,7 +408,7 @@ class PrefillWorker(MeshWorker):
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
-        self._look()  # its pages may admit others
+        self._look()  # the freed pages may admit other prompts
         self._quiet.set()
 
     def _forget_extracts(self, task: PrefillTask) -> None:
@@ -439,7 +438,7 @@ class PrefillWorker(MeshWorker):
         return len(self._outgoing) > 0
 
     def _hand_on(self) -> None:
-        """Does nothing: a prompt that is nearly computed has no better place."""
+        """Does nothing, because a running prefill is not worth moving."""
 
     def _end_everything(self, error: UnavailableError) -> None:
         self._outgoing.end_all(error)
@@ -475,7 +474,7 @@ def _order(prompt: QueuedPrompt) -> tuple[float, int]:
 
 
 def _offers(row: PrefillRow) -> list[Offer]:
-    """Returns a row's offers, in positions of the sequence."""
+    """Returns the offers of a chunk's row. Their positions are those of the sequence."""
     return [
         Offer(
             offer_id=spec.offer_id,

@@ -1,8 +1,8 @@
-"""Messages from the receiver of a hand-off to its sender: acknowledgements, heartbeats, aborts.
+"""Sends messages from a hand-off's receiver to its sender: acknowledgements, heartbeats, aborts.
 
-They are sent in the background. A lost acknowledgement is repeated after the next answered
-heartbeat, because a migration waits for it. An abort is repeated until it was received, or for as
-long as the sender's lease lasts."""
+Messages are sent in the background. A lost acknowledgement is repeated after the next answered
+heartbeat, because a migration waits for it. An abort is repeated until the sender has received it
+or its lease has ended."""
 
 from collections.abc import AsyncIterator
 
@@ -12,7 +12,7 @@ from jdisagg.worker.peers import PeerLink
 
 
 class SenderLine:
-    """The sender of one hand-off.
+    """The connection to the sender of one hand-off.
 
     Attributes:
         link: Connection to the sender, set after its hello.
@@ -31,20 +31,20 @@ class SenderLine:
 
     @property
     def name(self) -> str:
-        """Name in errors."""
+        """Name of the sender in errors."""
         return f"hand-off {self.source.handoff_id}"
 
     def offers(self) -> AsyncIterator[PeerMessage]:
         return self.peer.offers(self.source.handoff_id, self._attempt)
 
     def acknowledge(self, offer_id: int) -> None:
-        """Acknowledges a block. One message is in flight at a time; later acknowledgements are sent
-        together in the next one."""
+        """Acknowledges a block. One message is in flight at a time; the next one contains all
+        further acknowledgements."""
         self._unsent.append(offer_id)
         self._send_next()
 
     def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
-        """Repeats all acknowledgements at the end: a migrated sequence waits for them, and so does
+        """Repeats all acknowledgements at the end. A migrated sequence waits for them, and so does
         a hand-off without offers."""
         self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
 

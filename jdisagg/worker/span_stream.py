@@ -1,8 +1,8 @@
-"""The spans of one reservation on their way to the caller of `generate`.
+"""Queues the token spans of one reservation for the caller of `generate`.
 
-The queue is bounded by the requested tokens, so a slow reader blocks nothing. The stream ends when
-every child has ended, or with the error that ended them. The worker's sweep ends expired groups, so
-`next` needs no timer: a timer for each token would cost more than the token."""
+The queue never holds more than the requested tokens, so a slow reader delays no other work. The
+stream ends when every child has ended, or with the error that ended them. The worker's sweep ends
+expired groups, so `next` needs no timer. A timer for each token would be expensive."""
 
 import asyncio
 
@@ -20,10 +20,10 @@ class SpanStream:
     """The queue of one reservation.
 
     Attributes:
-        taken: Whether its caller has connected; it may until `lease_until`.
-        kv_bytes_moved, exposed_seconds, prompt_logprobs: Sent with the next span.
-        moves: How often it was offered to other workers.
-        began_at: When its KV began to arrive.
+        taken: Whether the caller of `generate` has connected, which it must do by `lease_until`.
+        kv_bytes_moved, exposed_seconds, prompt_logprobs: Values to send with the next span.
+        moves: How often the reservation was offered to other workers.
+        began_at: Time when its KV began to arrive.
     """
 
     def __init__(self, group: SequenceGroup) -> None:
@@ -40,7 +40,7 @@ class SpanStream:
         self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
     def put(self, progress: ChildProgress) -> None:
-        """Converts progress of a child to a span."""
+        """Converts progress of a child to a span and queues it."""
         if progress.child not in self._open:
             return
         end = _end_of(progress)
@@ -67,7 +67,7 @@ class SpanStream:
                 self._spans.put_nowait(None)
 
     def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
-        """Adds a message about the whole reservation."""
+        """Queues a message about the whole reservation."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:

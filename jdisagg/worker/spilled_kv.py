@@ -1,13 +1,13 @@
 """Swaps the KV of preempted and suspended sequences out to host memory and back in.
 
 `scheduler/spills.py` decides which sequences are swapped; this module issues the commands. The
-copies take their place in the mesh's order when the pages are taken. The last positions go first,
-so that their pages are free at once; the others follow batch by batch while their pages are held. A
-sequence continues from the last token that was read back, and results of steps in flight are
-dropped. Checksums are compared when the KV is back in pages.
+copies take their place in the mesh's order when the pages are taken. The last positions are copied
+first, so that their pages become free at once. The others follow batch by batch, and their pages
+are held meanwhile. A sequence continues from the last token that was read back. Results of steps in
+flight are dropped. Checksums are compared when the KV is back in pages.
 
 If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
-preempted and is recomputed by another attempt. So swapping costs time and never a token."""
+preempted and is recomputed by another attempt. So such failures never change tokens."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class SpilledKv:
     """The swapped-out sequences of one decode mesh.
 
     Args:
-        changed: Called when something changed that others may wait for.
-        most_seconds: How long a sequence may wait for pages.
+        changed: Called when pages became free, or a sequence ended or became ready.
+        most_seconds: Longest time that a sequence may wait for pages.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SpilledKv:
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of host memory; nothing if the tier is off."""
+        """Returns the fill level of host memory; empty if the tier is off."""
         spills = self.spills
         if not spills.room_bytes:
             return ()
@@ -85,7 +85,7 @@ class SpilledKv:
     # ---- suspended requests
 
     def suspend(self, group: SequenceGroup, until: float | None) -> None:
-        """Suspends a group and keeps its KV until an instant, or resumes it (None)."""
+        """Suspends a group and keeps its KV until time `until`. None resumes it."""
         group.suspended_until = until
         if until is None:
             self._suspended.pop(group.key, None)
@@ -97,8 +97,8 @@ class SpilledKv:
                 spill.until = until
 
     def rest(self) -> None:
-        """Swaps out the sequences of suspended requests once all their KV has arrived. Some wait
-        for others' copies; those without room end."""
+        """Swaps out the sequences of suspended requests whose KV has all arrived. A few are copied
+        at a time. Sequences for which host memory has no room end."""
         for key, group in list(self._suspended.items()):
             if key not in self._state.groups:
                 del self._suspended[key]
@@ -110,7 +110,7 @@ class SpilledKv:
                     self._state.end_child(child, preempted=True, counted=False)
 
     def end_suspended(self) -> None:
-        """Ends suspended requests as preempted, so that they resume elsewhere."""
+        """Ends suspended requests as preempted, so that they resume on another worker."""
         for group in list(self._suspended.values()):
             for child in group.alive:
                 self._state.end_child(child, preempted=True, counted=False)
@@ -170,8 +170,8 @@ class SpilledKv:
     async def _write(
         self, spill: Spill, copies: "list[asyncio.Future[StepResult]]", pages: tuple[int, ...]
     ) -> None:
-        """Copies batch after batch, so that few tokens are staged at a time. Pages become free
-        after each."""
+        """Copies batch by batch, so that few tokens are staged. Pages become free after each
+        batch."""
         for number, batch in enumerate(spill.batches):
             try:
                 if number:
@@ -191,7 +191,7 @@ class SpilledKv:
         self._changed()
 
     def _let_go(self, spill: Spill, pages: int) -> None:
-        """Releases all but the first `pages` pages held for copies."""
+        """Releases all but the first `pages` of the pages held for copies."""
         ledger, before = self._state.ledgers[spill.rank], spill.guest
         if before:
             spill.guest = self._state.residency.guest() if pages else 0
@@ -202,8 +202,7 @@ class SpilledKv:
     # ---- back
 
     def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
-        """Swaps a sequence in: it has pages again, and the first `cached_tokens` positions are in
-        them already."""
+        """Swaps a sequence in. `pages` hold its first `cached_tokens` positions already."""
         returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
         self._moving[spill.child.key] = returning
 
@@ -231,8 +230,7 @@ class SpilledKv:
     # ---- gone
 
     def settle(self) -> None:
-        """Drops the KV of ended sequences and cancels its copies. Called before others write to
-        their pages."""
+        """Drops the KV of ended sequences and cancels their copies, before pages are reused."""
         for spill in self.spills.ended() if len(self.spills) else ():
             if task := self._moving.pop(spill.child.key, None):
                 task.cancel()
@@ -240,7 +238,7 @@ class SpilledKv:
             self._pieces.release(spill.offer_ids)
 
     def sweep(self, now: float) -> None:
-        """Ends sequences that waited too long for pages, and suspended ones whose time is over."""
+        """Ends sequences that waited or were suspended beyond their deadline."""
         for spill in self.spills:
             if spill.child.stage is Stage.SPILLED and spill.until < now:
                 late = spill.child.group.suspended_until is None

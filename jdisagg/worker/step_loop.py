@@ -1,9 +1,9 @@
 """Issues the commands of one mesh in order and reads their results in order.
 
-Planned commands: when a result has arrived and when `wake` was called, the loop takes a turn. It
-applies the finished results and plans commands until `depth` of them are in flight. Nothing runs
-between turns. Other commands (pulls, inserts, copies, releases) go through `submit` and `fire` and
-take their place in the mesh's order at the moment of the call."""
+The loop takes a turn when the result of a planned command has arrived and when `wake` was called.
+It applies the finished results and plans commands until `depth` of them are in flight. Other
+commands (pulls, inserts, copies, releases) are issued by `submit` and `fire` and take their place
+in the mesh's order at the moment of the call."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class StepLoop:
 
     Args:
         plan: Returns the next planned command, given its number, or None if there is nothing to do.
-        apply: Takes the result of a planned command, in order of issue.
+        apply: Called with each planned command and its result, in order of issue.
         failed: Called once, when the mesh has failed.
         now: Clock in seconds.
         depth: Largest number of planned commands in flight.
@@ -68,7 +68,7 @@ class StepLoop:
         self.wake()
 
     async def stop(self) -> None:
-        """Stops planning; commands in flight run out on the mesh, unread."""
+        """Stops planning. Commands in flight end on the mesh, and their results are not read."""
         self._events = None
 
     def wake(self) -> None:
@@ -78,7 +78,7 @@ class StepLoop:
             self._events.call_soon(self._take_turn)
 
     def has_finished(self) -> bool:
-        """Whether the oldest planned command has a result that is not applied yet."""
+        """Returns whether the oldest planned command has a result that is not applied yet."""
         return bool(self._flight) and self._flight[0][1].done()
 
     def next_number(self) -> int:
@@ -86,7 +86,7 @@ class StepLoop:
         return self._steps
 
     def in_flight(self, kind: type) -> bool:
-        """Whether a planned command of this kind has a result that is not applied yet."""
+        """Returns whether a planned command of this kind is issued and not yet applied."""
         return any([isinstance(command, kind) for command, _ in self._flight])
 
     def newest(self, kind: type) -> int:
@@ -97,7 +97,7 @@ class StepLoop:
         return 0
 
     def check(self) -> None:
-        """Raises UnavailableError if the mesh has failed: a new error for each caller."""
+        """Raises a new UnavailableError if the mesh has failed."""
         if self.failure is not None:
             raise UnavailableError(self.failure.message) from self.failure
 
@@ -127,8 +127,7 @@ class StepLoop:
             )
 
     def behind(self, instant: float) -> bool:
-        """Whether a command issued at or before `instant` is still running, so that later ones may
-        not have begun."""
+        """Returns whether a command issued at or before time `instant` is unfinished."""
         self._forget_done()
         return bool(self._running) and self._running[0][0] <= instant
 
@@ -140,7 +139,7 @@ class StepLoop:
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
-        """Issues a command whose result carries nothing; if it fails, so has the mesh."""
+        """Issues a command whose result is not needed. If it fails, the mesh counts as failed."""
         if self.failure is None:
             try:
                 future = self.submit(command)
@@ -152,7 +151,7 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Declares the mesh failed and reports it once: its contents cannot be trusted."""
+        """Declares the mesh failed, because its contents may be wrong, and reports that once."""
         if self.failure is not None:
             return
         text = (
@@ -176,7 +175,7 @@ class StepLoop:
         self._turn_due = False
         if self._events is not None and self.failure is None:
             try:
-                self._turn_due = True  # a `wake` by what is applied needs no other turn
+                self._turn_due = True  # a `wake` within `apply` needs no additional turn
                 while self.has_finished():
                     command, future = self._flight.popleft()
                     self._apply(command, future.result())
