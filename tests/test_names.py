@@ -95,7 +95,7 @@ REMAINING: dict[str, int] = {
     "jdisagg/node": 32,
     "jdisagg/ops": 1,
     "jdisagg/router": 40,
-    "jdisagg/scheduler": 9,
+    "jdisagg/scheduler": 2,
     "jdisagg/service": 5,
     "jdisagg/simulator": 66,
     "jdisagg/supervisor": 4,

@@ -1,9 +1,9 @@
 """Cuts the KV of a chunk's row into the blocks that are offered to a receiver, by tokens and by
 layers. The blocks have few shapes, so few programs are compiled.
 
-The granule is the shortest block. Every block is a power-of-two number of granules long. A row is
-cut from large to small blocks, and only its last block is padded, to the next multiple of the
-granule. A row starts at a multiple of the granule in its chunk, so padding never reaches the next
+The shortest block has `granule_tokens` tokens, and every block is longer by a power of two. A row
+is cut from large to small blocks, and only its last block is padded, to the next multiple of
+`granule_tokens`. Rows start at such multiples in their chunk, so padding never reaches the next
 row. If several blocks cost more than padding, the last row of a chunk is sent as one padded block
 per band.
 
@@ -34,12 +34,12 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """Returns the length of a single block: the next power-of-two multiple of the granule."""
+    """Returns the length of a single block: the next power-of-two multiple of `granule_tokens`."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
 def padded(tokens: int, granule_tokens: int) -> int:
-    """Rounds `tokens` up to a multiple of the granule."""
+    """Rounds `tokens` up to a multiple of `granule_tokens`."""
     return -(-tokens // granule_tokens) * granule_tokens
 
 

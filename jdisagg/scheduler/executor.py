@@ -20,8 +20,8 @@ class MeshLimits:
         context_tokens: Largest number of positions of a sequence.
         chunk_buckets, batch_buckets: Compiled sizes, ascending.
         layer_groups: Number of layer groups whose KV is offered separately.
-        granule_tokens: Length of the shortest offered block. Every block is a power-of-two number
-            of granules long, and the rows of a packed chunk start at multiples of the granule.
+        granule_tokens: Length of the shortest offered block. Every block is longer by a power of
+            two, and the rows of a packed chunk start at multiples of this length.
         pack_tokens: Limit of tokens when several prompts share a chunk; None is the largest bucket.
             A single prompt may always fill the largest bucket. With a smaller limit only whole
             prompts share a chunk.
@@ -118,7 +118,7 @@ class MeshLimits:
 
     def block_shapes(self) -> list[tuple[range, int]]:
         """Returns (layer groups, tokens) of every block that can be offered. Lengths double from
-        the granule up to the largest chunk."""
+        `granule_tokens` up to the largest chunk."""
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:

@@ -1,10 +1,10 @@
 """Packs prompts into chunks, on each rank in order of the requests' arrival. Pure.
 
 A chunk holds, per rank, at most one row that continues a long prompt, a few rows that start after
-cached positions, then rows of new prompts. Each row starts at a multiple of the granule. Its size
-is the smallest bucket that holds the fullest rank. A prompt longer than the room left is cut and
-continues in the next chunk. Prompts may be cut only at multiples of `cut_tokens`. A prompt whose
-first part does not fit waits.
+cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`. Its
+size is the smallest bucket that holds the fullest rank. A prompt longer than the room left is cut
+and continues in the next chunk. Prompts may be cut only at multiples of `cut_tokens`. A prompt
+whose first part does not fit waits.
 
 Invariants: a job's rows are issued in order and without gap after its cached positions; a job
 samples only in its last row; a rank has at most one begun job, besides those held back."""
@@ -26,8 +26,8 @@ class PrefillJob:
     Attributes:
         cached_tokens: Leading positions whose KV is in the pages already.
         issued_tokens: Leading positions that are cached or in issued commands.
-        offers_from: First position, a multiple of the granule, whose KV is offered to a peer; None
-            if no KV is offered.
+        offers_from: First position, a multiple of `granule_tokens`, whose KV is offered to a peer;
+            None if no KV is offered.
         state: Slot of its recurrent state.
         prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
             set, no positions are cached.
