@@ -1,2 +1,2 @@
-"""Model families, one per file, assembled from `jdisagg.ops`, with checkpoints, tokenizers and the
-catalogue."""
+"""Model families, one per file, built from `jdisagg.ops`; readers of checkpoints and tokenizers;
+and the catalogue of families."""

@@ -1,10 +1,10 @@
-"""Attention and the decoder layer, from which every family is assembled. `models/feed_forward.py`
-has the feed-forward blocks.
+"""Attention and the decoder layer of all families. `models/feed_forward.py` has the feed-forward
+blocks.
 
-Flax NNX modules over `jdisagg/ops`. They see local shards inside `shard_map` (`Shards` names the
-axes) or whole arrays, and derive local head and expert counts from the weights. There is one psum
-after the attention output and one after the feed-forward, whose biases are added once, after it. No
-layer knows its index: layers of equal configuration have equal structure."""
+These Flax NNX modules run on local shards inside `shard_map` (`Shards` names the axes) or on whole
+arrays, and derive local head and expert counts from the weights. There is one psum after the
+attention output and one after the feed-forward; biases are added after the psum. Layers hold no
+index, so layers of equal configuration have equal structure."""
 
 import math
 
@@ -87,8 +87,8 @@ class Attention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] of these rows. Other tokens only have their keys and values
-        cached."""
+        """Returns [T, D], or [R, D] for the tokens `rows_R`. For all other tokens only keys and
+        values are computed and cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
         k_TC = self.k(x_TD, shards)
@@ -123,7 +123,7 @@ class Attention(nnx.Module):
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
 
     def _normal(self, x: jax.Array, norm: Norm | None, shards: Shards) -> jax.Array:
-        """Splits into heads, normalised each by itself or all together."""
+        """Splits into heads and normalises each head by itself or all heads together."""
         if norm is None:
             return self._heads(x)
         return self._heads(norm(x, shards.tp)) if self.norm_all else norm(self._heads(x))
@@ -148,8 +148,8 @@ def _mixer(
 
 
 class DecoderLayer(nnx.Module):
-    """Attention (or its recurrent replacement) and feed-forward, or only one of them, each with a
-    residual and with norms before it, after it, or both."""
+    """Attention (or a recurrent layer in its place) and feed-forward, or only one of them. Each has
+    a residual connection, and norms before it, after it, or both."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -209,7 +209,7 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None,
         recur: Recur | None,
     ) -> jax.Array:
-        """Returns the output of attention or its replacement for these rows."""
+        """Returns the output of attention, or of the recurrent layer, for the tokens `rows_R`."""
         assert self.attention is not None, "this layer has a mixer"
         into_TD = _normed(x_TD, self.attention_norm)
         if isinstance(self.attention, GatedDeltaNet | Mamba2):
@@ -221,7 +221,7 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scale is None else x * self.layer_scale[...][None, :]
 
     def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
-        """Returns a block's contribution to the residual stream."""
+        """Returns what a block adds to the residual stream: y after its norm and factor."""
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
 

@@ -1,4 +1,4 @@
-"""The supported families: config.json's `model_type` -> the reader of its config."""
+"""The supported families, by config.json's `model_type`, with each family's config reader."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from models.quantization_config import stored_quantization
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`architecture` is the class name in the family's checkpoints."""
+    """A model family. `architecture` is the class name in config.json."""
 
     architecture: str
     read_config: Callable[[HfConfig], DecoderConfig]
@@ -84,7 +84,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the configuration of a supported model. Raises CheckpointError for others, by name."""
+    """Reads the configuration of a supported model. Raises CheckpointError, with the name, for
+    other models."""
     kind = hf.raw("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -1,9 +1,9 @@
 """A checkpoint's chat template: Jinja in a sandbox, with the helpers that published templates
 expect.
 
-Templates come with checkpoints and messages from clients; neither may reach Python through the
-other, so the environment is immutable and sandboxed. A template that does not compile is the
-checkpoint's fault, messages that it refuses are the client's."""
+Neither a checkpoint's template nor a client's messages may execute Python, so the environment is
+immutable and sandboxed. A template that does not compile raises CheckpointError. Messages that the
+template refuses raise InvalidRequestError."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training. Serving renders only its
+    """The block `{% generation %}`, which marks the assistant's text for training. Renders its
     body."""
 
     tags = {"generation"}
@@ -68,8 +68,8 @@ class ChatTemplate:
         """Returns the prompt's text.
 
         Args:
-            messages: A message's content is text, a list of text parts, or None. A template that
-                displays only one of the two forms gets that form.
+            messages: The content of each is text, a list of text parts, or None. Content is
+                converted if the template displays only text or only parts.
             continue_final_message: Ends the prompt inside the last message, after its content.
             arguments: Further variables of the template, `documents` among them.
             tools: Tools in the form of OpenAI's API.
@@ -113,9 +113,9 @@ class ChatTemplate:
         return dict(message) if "content" not in message else {**message, "content": content}
 
     def _forms_of(self, name: str, role: object, calling: bool) -> "_Forms":
-        """Finds the forms of content that the template displays for a role, with tool calls or
-        without, by rendering a probe in each form. The result is kept: it depends on the template
-        alone."""
+        """Renders a probe in each form of content and returns which of them the template displays
+        for a role, with or without tool calls. The result is cached, because it depends on the
+        template only."""
         if (name, role, calling) not in self._forms:
             text = self._probe(name, role, calling, _PROBE)
             both = [{"type": "text", "text": text} for text in (_PROBE, _SECOND_PROBE)]
@@ -175,8 +175,8 @@ class ChatTemplate:
 
 
 class _Forms(NamedTuple):
-    """Forms of a message's content that a template displays: text, the first of several text parts,
-    and all of them."""
+    """Whether a template displays content given as text, the first of several text parts, and all
+    parts."""
 
     text: bool
     one: bool
@@ -192,9 +192,9 @@ _REFUSALS = (
 
 
 def _continued(messages: list[dict[str, object]]) -> str:
-    """Appends a mark to the last message's content, in place, and returns it: the prompt ends where
-    the rendered mark begins. The content itself may occur elsewhere in the prompt. The space at the
-    end of the mark shows whether the template strips content."""
+    """Appends a mark to the last message's content, in place, and returns the mark. The prompt ends
+    where the rendered mark begins; the content itself may occur several times. The mark ends with a
+    space, which is missing in the result if the template strips content."""
     content = messages[-1].get("content") if messages else None
     number = 0
     while f"<<continue-{number}>>" in str(messages):
@@ -228,7 +228,7 @@ def _now(form: str) -> str:
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,  # noqa: E501
              sort_keys: bool = False) -> str:  # fmt: skip
-    """Dumps plain JSON, because Jinja's own filter escapes for HTML."""
+    """Encodes JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,10 +1,10 @@
-"""Loads a checkpoint directory into any layout, each device's slices directly from the files.
+"""Loads a checkpoint directory into any layout. Each device's slices are read directly from the
+files.
 
 A directory holds config.json and either safetensors files in Hugging Face format or the Orbax
-format that `jdisagg convert` writes. Every tensor must be accounted for: missing, extra and wrongly
-shaped ones are listed. Each process reads only its own slices. If the files hold a head despite
-`tie_word_embeddings`, it is compared with the embedding and used if the two differ, as in
-transformers."""
+format that `jdisagg convert` writes. Missing, unknown and wrongly shaped tensors are listed in an
+error. Each process reads only its own slices. As in transformers, a head tensor that differs from
+the embedding is used even if config.json sets `tie_word_embeddings`."""
 
 import logging
 import re
@@ -65,8 +65,8 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 
 def load_kv_scales(directory: str | Path) -> tuple[KVScales, str]:
-    """Returns the divisors of keys and values stored in fp8, and their origin. Without an origin
-    ("") all are one. Raises `CheckpointError`."""
+    """Returns the divisors of keys and values stored in fp8, and the source of the divisors. The
+    source "" means that all divisors are one. Raises `CheckpointError`."""
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
@@ -90,9 +90,9 @@ def load_model(
         layout: Layout of the weights.
         devices: As many devices as the layout has.
         dtype: Type of the weights, "float32" or "bfloat16".
-        platform: Platform that decides the orientation of kernels, by default the devices'.
+        platform: JAX platform for which kernels are oriented. None means that of the devices.
         weights: Quantized type of the layers' matrices, applied while reading.
-        kv_dtype: Stored type of KV (`KEPT_DTYPES`), "" for `dtype`.
+        kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
@@ -148,7 +148,8 @@ def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors 
 def _with_kv_scales(
     read: Decoder, kept: Decoder, scales: KVScales, mesh: Mesh, layout: Layout
 ) -> Decoder:
-    """Fills `kept`, the same model without arrays and with KV scales, from `read`."""
+    """Copies the arrays of `read` into `kept`, an abstract model that also has KV scales, and fills
+    these from `scales`."""
     leaves = jax.tree.leaves(nnx.state(read))
     of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
     arrays = []
@@ -167,7 +168,7 @@ def _with_kv_scales(
 
 def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     """Opens the tensors of the model that `hf` describes, under the names of a text model.
-    Quantized ones appear under their usual names, as floats."""
+    Quantized matrices appear as floats under their unquantized names."""
     files = SafetensorsFiles.from_directory(directory)
     files = files.text_part() if hf.nested else files
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
@@ -276,14 +277,14 @@ def _check(
 
 
 def _adds_nothing(name: str, files: CheckpointTensors) -> bool:
-    """Whether this is a zero bias without a place in the model. Some quantizers write one for each
-    matrix."""
+    """Whether the tensor is a zero bias without a parameter in the model. Some quantizers write
+    such a bias for each matrix."""
     return name.endswith("_proj.bias") and not np.any(files.read(name, (slice(None),)))
 
 
 def _behind_the_last(name: str, config: DecoderConfig) -> bool:
-    """Whether this belongs to a layer for multi-token prediction, stored behind the model's own
-    layers and not read."""
+    """Whether the tensor belongs to a multi-token prediction layer, which is stored after the
+    model's own layers and is not read."""
     if config.mtp_aside and name.startswith("mtp."):
         return True
     number = re.match(r"model\.layers\.(\d+)\.", name)

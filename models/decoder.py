@@ -1,9 +1,9 @@
 """A decoder-only transformer that implements `jdisagg.model_api`: stem (embedding, final norm,
 head) and layers.
 
-`abstract_model` has shapes only, `init_model` random weights, and `checkpoint.py` fills the same
-description from files. The vocabulary is padded to a multiple of tp. Kernels have the platform's
-orientation (`jdisagg/ops/linear.py`)."""
+`abstract_model` builds it with shapes only, `init_model` with random weights, and `checkpoint.py`
+from files. The vocabulary is padded to a multiple of tp. Kernels have the platform's orientation
+(`jdisagg/ops/linear.py`)."""
 
 import math
 
@@ -70,7 +70,7 @@ class DecoderStem(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The model with the parts that programs use: `stem`, `layers`, and their properties."""
+    """The model: `stem`, `layers`, and the properties that programs use."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Decoder(nnx.Module):
         attend: Attend,
         shards: Shards | None = None,
     ) -> jax.Array:
-        """Returns logits of every position, float32 [T, V_padded], for tests and training. Programs
-        call stem and layers themselves."""
+        """Returns the logits of every position, float32 [T, V_padded]. For tests and training only:
+        serving programs call stem and layers separately."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=True):
@@ -122,7 +122,7 @@ def abstract_model(
 
     Args:
         tp: Determines the padding of the vocabulary.
-        weights: Stored form of the layers' matrices, in `dtype` if "".
+        weights: Quantized type of the layers' matrices. Empty means `dtype`.
     """
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:

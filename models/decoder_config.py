@@ -1,8 +1,8 @@
-"""Configuration of a decoder-only transformer as frozen plain data, which a family's file reads
+"""Configuration of a decoder-only transformer as frozen plain data. Each family's file builds it
 from config.json.
 
-Layers with equal `LayerConfig` have equal structure, so that one compiled program serves them all.
-Holds no JAX arrays."""
+Layers with equal `LayerConfig` have equal structure and share one compiled program. Holds no JAX
+arrays."""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from jdisagg.ops.rope_frequencies import Rope
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention. A token's cache is `rank` values and `rope_dim` rotated ones,
-    shared by all heads. A head's key has `nope_dim` + `rope_dim` values, its value `value_dim`.
-    Queries are computed in two steps through `query_rank` values, or in one step if that is 0."""
+    """Multi-head latent attention. The cache holds `rank` latent and `rope_dim` rotated values per
+    token, shared by all heads. A head's key has `nope_dim` + `rope_dim` values, and its value has
+    `value_dim`. Queries are computed in two steps through `query_rank` values, or in one step if
+    `query_rank` is 0."""
 
     query_rank: int
     rank: int
@@ -46,7 +47,7 @@ class DeltaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Channels of one key head: its queries and keys, and the values of its group."""
+        """Convolution channels of one key head: its query, its key, and the values of its group."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     def state(self) -> tuple[KVComponent, ...]:
@@ -63,8 +64,8 @@ class MambaConfig:
 
     Attributes:
         copies: 0 if groups are sharded with the heads. Otherwise each kv shard computes the groups'
-            shared part, and its convolution state is stored this many times, once per kv head, so
-            that every head sharding has it.
+            write and read vectors, and their convolution state is stored `copies` times, once per
+            kv head, so that each head shard holds a copy.
         bias: Whether input and output projections have biases.
         step_limits: Bounds of the steps after the softplus.
     """
@@ -85,12 +86,12 @@ class MambaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Channels that a group shares: its write and read vectors."""
+        """Convolution channels that the heads of a group share: its write and read vectors."""
         return 2 * self.state_dim
 
     def own_units(self, heads: int) -> tuple[int, int]:
-        """Splits `heads` neighbouring heads, whose first is any multiple of `heads`, into (units,
-        heads of each), the largest units that lie within one group."""
+        """Splits a device's `heads` neighbouring heads into the largest equal units that each lie
+        within one group. Returns (units, heads per unit)."""
         size = math.gcd(heads, self.group_heads)
         return heads // size, size
 
@@ -116,11 +117,12 @@ class AttentionConfig:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
         scale: Factor of the scores. None means one over the root of the head size.
         cap: Bound of the scores through a tanh. 0 means none.
-        sinks: Whether each head has a score without a value that joins the softmax.
-        latent: Latent attention, with one kv head and queries of `head_dim` values.
+        sinks: Whether each head has an attention sink: a learned score in the softmax without a
+            value.
+        latent: Latent attention, or None. It has one kv head and queries of `head_dim` values.
         gated: Whether outputs are multiplied by the sigmoid of a gate.
         value_norm: Whether each head of v has a norm without a weight.
-        keys_are_values: Whether v uses the matrix of k, before norms and rope.
+        keys_are_values: Whether v is computed with the matrix of k, before norms and rope.
     """
 
     query_heads: int
@@ -141,22 +143,25 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """Experts and their routing.
+    """Experts of a layer and their routing.
 
     Attributes:
         normalised: Whether the chosen weights are scaled to sum to one, before `scaling`.
         shared_ffn: Width of an expert that every token uses. 0 means none.
         shared_gate: Whether that expert has a gate of its own.
         scores: Softmax over all experts, or sigmoid of each.
-        correction: Whether a bias affects the choice only.
-        groups, groups_per_token: Groups of experts, and how many of the best are considered.
-        wide: Whether softmax routing computes in float32 from the product on, as sigmoid always
-            does.
+        correction: Whether a bias is added to the scores for the choice of experts, but not for
+            their weights.
+        groups, groups_per_token: Number of expert groups, and number of best groups from which a
+            token's experts are chosen.
+        wide: Whether softmax routing multiplies by the router matrix in float32, as sigmoid routing
+            always does.
         biased: Whether experts and router have biases.
-        clamp: Gate function of the experts, silu if None.
-        latent: Width of a narrower space in which experts work. 0 means the model's width.
-        beside: Whether experts run beside a dense block of `shared_ffn`, each with its own norms,
-            and are routed by the residual stream (Gemma 4).
+        clamp: Gate function of the experts. None means silu.
+        latent: Width of the experts' inputs and outputs, if narrower than the model's. 0 means the
+            model's width.
+        beside: Whether a dense block of width `shared_ffn` runs in parallel with the experts, each
+            with its own norms, and the router reads the residual stream (Gemma 4).
     """
 
     experts: int
@@ -185,10 +190,10 @@ class LayerConfig:
         window: Positions attended to, the token's own included. None means all.
         experts: None in a dense layer.
         rotated: Whether the layer has rotary positions.
-        rope, attention: Overrides of the model's.
-        delta, mamba: Recurrence in place of attention.
-        parts: Whether the layer has a mixer (attention or its replacement), a feed-forward block,
-            or both (Nemotron has one).
+        rope, attention: Overrides of the model's. None means the model's.
+        delta, mamba: Recurrent layer in place of attention, or None.
+        parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
+            or both. Nemotron's layers have one of them.
     """
 
     window: int | None = None
@@ -202,7 +207,7 @@ class LayerConfig:
 
     @property
     def recurrent(self) -> DeltaConfig | MambaConfig | None:
-        """The recurrence in place of attention, if any."""
+        """The recurrent layer's configuration, or None for attention."""
         return self.delta or self.mamba
 
 
@@ -220,10 +225,9 @@ class DecoderConfig:
         logits_divisor: Divisor of the logits.
         logits_cap: Bound of the logits through a tanh. 0 means none.
         layer_scales: Whether each layer's output has a learned factor.
-        left_aside, mtp_aside: Layers for multi-token prediction that a checkpoint may hold and that
-            are not read: their count behind the last layer, and whether they have names of their
-            own.
-        kv_dtype: Stored type of KV (`KEPT_DTYPES`), "" for the weights' type.
+        left_aside, mtp_aside: Multi-token prediction layers of the checkpoint, which are not read:
+            their number after the last layer, and whether they have a name prefix of their own.
+        kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
     """
 
     family: str
@@ -253,7 +257,7 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Most shards of the kv heads of all layers: their greatest common divisor."""
+        """Largest number of shards into which the kv heads of every layer divide."""
         return math.gcd(*(self.attention_of(layer).kv_heads for layer in self.layers))
 
     @property
@@ -285,7 +289,7 @@ class DecoderConfig:
         )
 
     def cost_geometry(self, name: str) -> CostGeometry:
-        """Returns the sizes that the cost depends on."""
+        """Returns the sizes for the cost model."""
         attention, experts = self.attention, self.experts
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
@@ -366,8 +370,8 @@ class DecoderConfig:
         return KVSpec(tuple(self._kept_of(layer, kept) for layer in self.layers), dtype)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
-        """Returns a layer's KV. `kept` is the type of keys and values if it differs from the
-        state's."""
+        """Returns the KV spec of a layer. `kept` is the type of keys and values, or "" for the
+        spec's type."""
         if layer.recurrent:
             return KVLayer((), state=layer.recurrent.state())
         if layer.parts == "ffn":

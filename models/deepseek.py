@@ -55,7 +55,7 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_v2_config(hf: HfConfig) -> DecoderConfig:
-    """Reads V2: softmax scores, whose weights are scaled and never normalised."""
+    """Reads V2, which routes by softmax and scales expert weights without normalising them."""
     config = _read_latent(hf, V2_DEFAULTS, SIZES)
     method = hf.raw("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -84,7 +84,7 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Mistral Small 4: softmax scores, and queries that grow with their position."""
+    """Reads Mistral Small 4, which routes by softmax and scales queries by their position."""
     if hf.count("n_group", 1) != 1 and not hf.sizes_only:
         raise hf.error("n_group", "must be 1", "groups of experts are not supported here")
     hf.pass_over("topk_group")
@@ -116,8 +116,8 @@ def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]
 
 
 def _check_turned_part(hf: HfConfig) -> None:
-    """Checks that `partial_rotary_factor`, in the rotary parameters or beside them, agrees with the
-    rotated part of a head."""
+    """Checks that `partial_rotary_factor` agrees with the rotated part of a head. The field may be
+    among the rotary parameters or at the top level."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     inner = given.get("partial_rotary_factor") if isinstance(given, dict) else None
     turned = hf.count("qk_rope_head_dim", MISTRAL_SIZES.rope_dim)
@@ -132,7 +132,7 @@ def _check_turned_part(hf: HfConfig) -> None:
 
 
 def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
-    """Reads everything but the experts."""
+    """Reads all fields except those of the experts."""
     refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")
     rope_dim = hf.count("qk_rope_head_dim", sizes.rope_dim)
@@ -164,7 +164,7 @@ def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) ->
 
 
 def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
-    """Checks `head_dim`, which is redundant and for which releases use different sizes."""
+    """Checks the redundant field `head_dim`, whose meaning differs between releases."""
     whole = latent.nope_dim + latent.rope_dim
     sizes = {latent.rope_dim, latent.nope_dim, latent.value_dim, whole}
     if hf.count("head_dim", whole) not in sizes:
@@ -172,8 +172,8 @@ def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
 
 
 def _yarn_scale(hf: HfConfig) -> float:
-    """Returns the factor of the scores' scale from `mscale_all_dim`, in addition to rope's own
-    effect. As in transformers it applies to any extended rope."""
+    """Returns the YaRN factor for the scores' scale, from `mscale_all_dim`. As in transformers it
+    applies to every type of extended rope."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) in (
         None,

@@ -1,5 +1,5 @@
-"""Feed-forward blocks of all families: a gated MLP, one without a gate, routed experts, and experts
-beside a dense block. `models/blocks.py` uses them in its layers."""
+"""Feed-forward blocks of all families: a gated MLP, an MLP without a gate, routed experts, and
+experts in parallel with a dense block."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ _OUT_OF_EXPERTS: Axes = ("expert", "expert_ffn", "embed")
 def _experts(
     make: Make, shape: tuple[int, int, int], axes: Axes, form: KernelForm
 ) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array] | None]:
-    """Creates a stack [E, in, out], and scales [E, out] if its values are quantized."""
+    """Creates a stack of matrices [E, in, out], and scales [E, out] if it is quantized."""
     experts, into, out = shape
     kept = (experts, into // 2, out) if form.packed(experts=True) else shape
     stack = parameter(make(kept, form.role(experts=True), into), axes)
@@ -77,8 +77,8 @@ def _experts(
 
 
 class SparseMLP(nnx.Module):
-    """A router and experts, each a gated MLP, optionally with biases and with a shared expert that
-    every token uses. Experts are whole on a device (ep > 1) or split inside over tp."""
+    """A router and experts, optionally with biases and with a shared expert for every token. Each
+    expert is a gated MLP, which lies whole on one device (ep > 1) or is split over tp."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
@@ -131,7 +131,7 @@ class SparseMLP(nnx.Module):
         valid_T: jax.Array | None,
         chosen_by_TD: jax.Array | None = None,
     ) -> jax.Array:
-        """`chosen_by_TD` is the router's input if it differs from the experts'."""
+        """Computes the block. `chosen_by_TD` is the router's input, or None for `x_TD`."""
         # Experts without a gate have `up` in its place.
         gate = self.up if self.gate is None else self.gate
         gate_scale = self.up_scale if self.gate is None else self.gate_scale
@@ -189,7 +189,7 @@ class SparseMLP(nnx.Module):
 def _latent(
     make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
 ) -> tuple[Linear, Linear] | tuple[None, None]:
-    """Creates the projections into the experts' space and back, whole on each device."""
+    """Creates the projections to the experts' width and back, replicated on each device."""
     if not routed.latent:
         return None, None
     into, out = (config.width, routed.latent), (routed.latent, config.width)
@@ -200,8 +200,8 @@ def _latent(
 
 
 class ParallelMLP(nnx.Module):
-    """A dense block and experts beside it, each with its own norms. The dense block takes the
-    layer's normalised input. Experts and router normalise the residual stream themselves."""
+    """A dense block in parallel with experts, each with its own norms. The dense block takes the
+    layer's normalised input, and experts and router take the residual stream and normalise it."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
@@ -218,7 +218,7 @@ class ParallelMLP(nnx.Module):
     def __call__(
         self, into_TD: jax.Array, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None
     ) -> jax.Array:
-        """`into_TD` is the normalised residual stream `x_TD`."""
+        """Computes the block. `into_TD` is the residual stream `x_TD` after the layer's norm."""
         dense_TD = self.dense_norm(self.dense(into_TD, shards, valid_T))
         routed_TD = self.routed(self.routed_norm(x_TD), shards, valid_T, chosen_by_TD=x_TD)
         return dense_TD + self.routed_post_norm(routed_TD)

@@ -2,9 +2,9 @@
 Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head.
 
 Each key head serves a group of value heads, and a group's queries, keys and values are adjacent in
-one kernel and one convolution. Groups are sharded over kv heads' axis, like the state. If tp
-exceeds that, each replica computes the recurrence, and only the gate and the output are split
-further. The state is float32, the convolution's has the activations' type."""
+one kernel and one convolution. Groups and state are sharded over the mesh axis "kv". Devices along
+"rep" compute the same recurrence, and only the gate and the output are split over them. The
+recurrent state is float32, and the convolution's state has the activations' type."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from models.linear import Linear, Norm, own_heads, rows_of
 
 
 class GatedDeltaNet(nnx.Module):
-    """Gated DeltaNet. `recur` stores the state between a sequence's tokens."""
+    """Gated DeltaNet layer. `recur` loads and stores the state of each sequence."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, delta: DeltaConfig, form: KernelForm
@@ -47,7 +47,8 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] of these rows. Other tokens only update the state."""
+        """Returns [T, D], or [R, D] for the tokens `rows_R`. All other tokens only update the
+        state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TN = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
@@ -75,7 +76,7 @@ class GatedDeltaNet(nnx.Module):
         return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
 
     def _heads(self, y_TC: jax.Array, decay_TN: jax.Array, write_TN: jax.Array) -> DeltaInputs:
-        """Returns the rule's inputs from the convolution's output."""
+        """Splits the convolution's output into the inputs of the delta rule."""
         delta, tokens = self.delta, y_TC.shape[0]
         group_TGC = jax.nn.silu(y_TC).reshape(tokens, -1, delta.group_channels)
         q_TGH, k_TGH, v_TGC = jnp.split(group_TGC, (delta.key_dim, 2 * delta.key_dim), axis=2)

@@ -1,6 +1,6 @@
 """Gemma 2 and Gemma 3's text model: norms before and after blocks with weights added to one, scaled
 embeddings, GELU, and windows in some layers. Gemma 2 bounds scores and logits through a tanh (arXiv
-2408.00118). Gemma 3's windowed layers have rotary positions of their own."""
+2408.00118). Gemma 3's layers with a window have other rotary parameters than the rest."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tie
 
 
 def read_2_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Gemma 2. Missing bounds of scores and logits have defaults, and null disables them."""
+    """Reads Gemma 2. The bounds of scores and logits have defaults, and null disables a bound."""
     hf.pass_over("sliding_window_size")  # published beside `sliding_window` and never used
     config = _read(hf, DEFAULTS_2, pattern=2, bias=hf.flag("attention_bias", False))
     scores, logits = (
@@ -25,8 +25,9 @@ def read_2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Gemma 3, whose published configs omit the class's defaults. `rope_parameters` are by
-    kind of layer or, before transformers 5, those of layers without a window only."""
+    """Reads Gemma 3, whose published configs omit fields with transformers' defaults. In
+    transformers 5 `rope_parameters` has one entry per kind of layer. Earlier configs give those of
+    layers without a window only."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8}
     hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
     given, local = hf.raw("rope_parameters"), None

@@ -3,8 +3,8 @@ another head size, kv heads of their own, values that may use the keys' matrix, 
 heads. Queries, keys and values have norms, blocks have norms on both sides, and each layer's output
 has a factor. 26B-A4B has experts beside each dense block.
 
-The additions of E2B and E4B, embeddings of each layer and layers that share keys and values, are
-refused by name."""
+Two features of E2B and E4B are refused by name: per-layer embeddings, and layers that share keys
+and values."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ _BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wi
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the published form and that of transformers 5. Raises CheckpointError."""
+    """Reads the published form of the config or that of transformers 5. Raises CheckpointError."""
     _refuse_what_the_small_ones_have(hf)
     given = hf.raw("rope_parameters")
     if given is not None and not (isinstance(given, dict) and given.keys() <= _ROPES.keys()):
@@ -78,8 +78,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
-    """Refuses assumed features and, for size queries, stated ones. Otherwise `refuse_unread`
-    refuses stated ones by name."""
+    """Refuses features of E2B and E4B that a missing field would imply. When only sizes are read,
+    fields that request such a feature are refused too; `refuse_unread` does that in other cases."""
     if "hidden_size_per_layer_input" not in hf.fields:
         raise hf.error(
             "hidden_size_per_layer_input",
@@ -106,8 +106,8 @@ def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
 def _full(
     hf: HfConfig, windowed: AttentionConfig, windows: tuple[int | None, ...]
 ) -> AttentionConfig:
-    """Returns the attention of layers without a window. Sizes are as published or, as in
-    transformers 5, by layer number."""
+    """Returns the attention of layers without a window. Reads the published fields or, from
+    transformers 5, the sizes by layer number."""
     same = hf.flag("attention_k_eq_v", False)
     heads, size = windowed.kv_heads, hf.count("global_head_dim", 512)
     given = hf.count("num_global_key_value_heads", heads)

@@ -1,8 +1,8 @@
 """generation_config.json: tokens that end a text, and sampling defaults for requests that leave
 them unset, as in vLLM and SGLang.
 
-`do_sample` is not read, as there: a request for greedy decoding sets temperature 0. Needs no JAX,
-because routers read it."""
+`do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. Must not
+import JAX, because routers use this module."""
 
 import json
 from pathlib import Path

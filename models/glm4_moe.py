@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: experts by corrected sigmoid scores, optionally in groups, beside a shared
-expert, with dense first layers and half of each head rotated."""
+"""GLM-4.5, 4.6 and 4.7: experts chosen by corrected sigmoid scores, optionally in groups, a shared
+expert, dense first layers, and half of each head rotated."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, 
 
 @dataclass(frozen=True, slots=True)
 class RoutingDefaults:
-    """Defaults of transformers for experts' fields missing in config.json."""
+    """Values that transformers assumes for routing fields missing in config.json."""
 
     experts: int
     experts_per_token: int

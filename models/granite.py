@@ -1,6 +1,6 @@
 """Granite 3 and 4: Llama with scales on embeddings, residuals, attention scores and logits. Granite
-4's form covers dense models and hybrids: Mamba-2 in most layers, optional experts beside a
-feed-forward block for every token, and optional rotary positions."""
+4 models are dense or hybrids, which have Mamba-2 in most layers, optional experts with a shared
+expert, and optional rotary positions."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
 """Reads a Hugging Face config.json: typed fields with the defaults of their family.
 
-A reader requests the fields that it supports. Remaining fields are checked at the end
-(`refuse_unread`, by the lists of `models/hf_fields.py`), so that nothing that may change the output
-is ignored."""
+A family's reader requests the fields that it supports. At the end `refuse_unread` checks the
+remaining fields against the lists of `models/hf_fields.py`, so that no field that may change the
+output is ignored."""
 
 import json
 import math
@@ -17,8 +17,9 @@ from models.model_folder import check_model_folder
 
 @dataclass(frozen=True, slots=True)
 class FamilyDefaults:
-    """Defaults of transformers for fields missing in config.json. `partial_rotary` is the rotated
-    fraction of a head. None means whole heads, whatever the config states."""
+    """Values that transformers assumes for fields missing in config.json. `partial_rotary` is the
+    rotated fraction of a head. None means that whole heads are rotated, whatever the config states.
+    """
 
     kv_heads: int | None
     context_tokens: int
@@ -30,8 +31,8 @@ class FamilyDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """A multimodal model whose text part is served: its class, the default `model_type` of that
-    part, and the default of `tie_word_embeddings`."""
+    """A multimodal model of which the text part is served: its class name, the text part's default
+    `model_type`, and the default of `tie_word_embeddings`."""
 
     architecture: str
     text: str
@@ -57,8 +58,8 @@ class HfConfig:
     def __init__(
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
-        """`sizes_only` reads a model's cost and ignores unsupported options. `nested` is set if the
-        fields are the text part of a multimodal model."""
+        """Wraps the fields. `sizes_only` ignores unsupported options, for cost estimates. `nested`
+        means that the fields are the text part of a multimodal model."""
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
         self.nested = outer is not None and isinstance(inner, dict)
@@ -156,12 +157,12 @@ class HfConfig:
         return other
 
     def pass_over(self, *fields: str) -> None:
-        """Marks fields as read that change nothing in this family, as in transformers."""
+        """Marks fields as read that do not change the output of this family."""
         self._read.update(fields)
 
     def unread(self, *, known_only: bool = False) -> list[str]:
-        """Returns the fields that were not read and are not known to be harmless, each with its
-        value and its meaning if known."""
+        """Returns the unread fields that may change the output, each with its value and, if known,
+        its meaning."""
         found = []
         for field, value in self.fields.items():
             if field in self._read or harmless(field) or says_nothing(field, value):
@@ -205,7 +206,7 @@ def _text_part(
 
 
 def checked_number(value: object, default: float | None, name: str, where: str) -> float:
-    """Checks a finite number. Without a default it is required."""
+    """Checks a finite number. Without a default the number is required."""
     if value is None:
         if default is None:
             raise CheckpointError(

@@ -1,5 +1,5 @@
-"""Fields of config.json that the families share: sizes, biases, rotary positions, windows. A
-family's file reads its own options and replaces values."""
+"""Reads the config.json fields that all families share: sizes, biases, rotary positions, windows. A
+family's file reads its own options and replaces values of the result."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +32,8 @@ def read_decoder(
     activation: Activation = "silu",
     ffn_default: int | None = None,
 ) -> DecoderConfig:
-    """Reads the fields that all families share. All layers are dense and without a window, for the
-    family's file to `replace`."""
+    """Reads the fields that all families share. Returns a config of dense layers without a window,
+    which the family's file changes by `replace`."""
     names = ACTIVATIONS[activation]
     for field in ("hidden_act", "hidden_activation"):
         if hf.raw(field) not in (None, *names) and not hf.sizes_only:
@@ -93,7 +93,7 @@ def read_window(hf: HfConfig, default: int | None = None) -> int | None:
 
 
 def with_one_window(hf: HfConfig, config: DecoderConfig, window: int | None) -> DecoderConfig:
-    """Gives all layers one window, with which `layer_types` must agree."""
+    """Sets one window for all layers. Raises an error if `layer_types` contradicts it."""
     windows = (window,) * len(config.layers)
     if read_layer_types(hf, len(windows), window, [True] * len(windows)) != windows:
         raise hf.error("layer_types", "must agree with sliding_window", "one window serves all")
@@ -103,8 +103,8 @@ def with_one_window(hf: HfConfig, config: DecoderConfig, window: int | None) -> 
 def read_layer_types(
     hf: HfConfig, layers: int, window: int | None, default: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Returns the window of each layer, by `layer_types` if given, else for layers where `default`
-    is True."""
+    """Returns the window of each layer, or None. `layer_types` selects the layers with a window.
+    Without this field, `default` does."""
     types = hf.names("layer_types")
     if types is None:
         return tuple(window if windowed else None for windowed in default)
@@ -124,8 +124,8 @@ def read_layer_types(
 
 
 def refuse_windows(hf: HfConfig, reason: str) -> None:
-    """Refuses windows and other kinds of layers that the config does not itself disable, for
-    families with uniform layers."""
+    """Refuses windows and special kinds of layers that the config enables, for families with
+    uniform layers."""
     types = hf.names("layer_types") or ()
     if any(kind != "full_attention" for kind in types) and not hf.sizes_only:
         raise hf.error("layer_types", f"is not supported ({reason})", "use a checkpoint without it")
@@ -137,7 +137,7 @@ def refuse_windows(hf: HfConfig, reason: str) -> None:
 
 
 def _kv_heads_default(hf: HfConfig, heads: int, defaults: FamilyDefaults) -> int:
-    """Returns one kv head per query head for a null, and the family's default for an absent
-    field."""
+    """Returns the default number of kv heads: one per query head if the field is null, the family's
+    default if it is absent."""
     explicit_null = "num_key_value_heads" in hf.fields
     return heads if explicit_null or defaults.kv_heads is None else defaults.kv_heads

@@ -1,11 +1,10 @@
-"""Fields of config.json that are known to leave the output unchanged or to change it.
+"""Lists of config.json fields: those that never change the output, and those that do.
 
-Readers request the fields that they support, and `HfConfig` records them. Every other field must be
-listed here. A field in neither list with a significant value is refused by name."""
+`HfConfig` checks the fields that a family's reader did not request against these lists. A field in
+neither list is refused by name, unless its value means the same as an absent field."""
 
 
 def names(text: str) -> frozenset[str]:
-    """Splits a text into names."""
     return frozenset(text.split())
 
 
@@ -116,7 +115,7 @@ _TRUE_WHERE_ABSENT = frozenset({"is_causal"})
 
 
 def says_nothing(name: str, value: object) -> bool:
-    """Whether a field has the meaning of an absent one."""
+    """Whether this value means the same as an absent field."""
     if name in _TRUE_WHERE_ABSENT:
         return value is None or value is True
     return not value or (name in NEUTRAL and value == NEUTRAL[name])
@@ -127,6 +126,5 @@ def harmless(name: str) -> bool:
 
 
 def short(value: object) -> str:
-    """Shortens a value for messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

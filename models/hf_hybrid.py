@@ -1,5 +1,5 @@
-"""Config fields of Mamba-2 and attention hybrids of all families: kinds of layers under the present
-and former names of transformers, and the limits of a step."""
+"""Config fields of hybrids of Mamba-2 and attention: the kinds of layers, under the present and
+former names of transformers, and the limits of Mamba-2's step."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ NAMES = {
 
 
 def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Returns the kinds of the layers that `field` lists, under one name each. They must be among
-    `kinds`."""
+    """Returns the kinds of the layers that `field` lists, in their present names. Raises an error
+    for a kind outside `kinds`."""
     stated = hf.names(field)
     if stated is None or kinds is None:
         return stated
@@ -53,8 +53,8 @@ def checked_mamba(hf: HfConfig, mamba: MambaConfig, kv_heads: int, groups: str) 
 
 
 def _step_limits(hf: HfConfig) -> tuple[float, float]:
-    """Reads step limits. transformers writes infinity as {"__float__": "Infinity"}, others as
-    Python's json does."""
+    """Reads the limits of a step. transformers writes infinity as {"__float__": "Infinity"}, other
+    tools as Python's json does."""
     stated = hf.raw("time_step_limit")
     if stated is None:
         return 0.0, math.inf

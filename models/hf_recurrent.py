@@ -1,4 +1,4 @@
-"""Tensors of the parameters of layers with recurrent state.
+"""Maps the parameters of recurrent layers to Hugging Face tensors.
 
 Gated DeltaNet (`models/gated_delta.py`) groups rows by key head. Qwen3-Next stores queries, keys,
 values and gate in one tensor grouped by key head, and the two scalars of each value head in
@@ -7,7 +7,7 @@ one for each other parameter. The convolution of both is as in Qwen3.5.
 
 Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
 step per head), one for the convolution over x, b and c, and one for each other parameter. Our
-parameters group rows by group, b before c."""
+parameters order b and c by group, b before c."""
 
 from collections.abc import Mapping
 
@@ -65,14 +65,15 @@ def delta_source(
 
 
 def _parts(delta: DeltaConfig, size: int, first: int, count: int) -> tuple[int, ...]:
-    """Returns `count` rows from `first` on of each key head's `size` rows."""
+    """Returns the rows [first, first + count) of each key head, which has `size` rows."""
     return tuple(
         size * head + first + row for head in range(delta.key_heads) for row in range(count)
     )
 
 
 def _by_group(delta: DeltaConfig) -> tuple[int, ...]:
-    """Returns the rows of all queries, keys and values, ordered by key head."""
+    """Returns the tensor rows of all queries, keys and values in the order of our parameter, by key
+    head."""
     queries = delta.key_heads * delta.key_dim
     values = delta.values_per_key * delta.value_dim
     rows: list[int] = []

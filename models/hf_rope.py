@@ -128,8 +128,9 @@ def rope_of(
 
 
 def extended_context(context: int, rope: Rope) -> int:
-    """Returns the longest sequence. linear multiplies max_position_embeddings, yarn its original
-    context. llama3 states the result. dynamic and longrope are served without their extension."""
+    """Returns the longest sequence in tokens. linear multiplies max_position_embeddings, and yarn
+    multiplies its original context. For llama3 max_position_embeddings includes the extension.
+    dynamic and longrope are served without their extension."""
     match rope.type:
         case "linear":
             return max(context, int(context * rope.factor))
@@ -144,7 +145,8 @@ def extended_context(context: int, rope: Rope) -> int:
 def _proportional(
     hf: HfConfig, number: Callable[[str, float], float], head_dim: int, defaults: FamilyDefaults
 ) -> Rope:
-    """Reads rope that rotates part of a head's pairs, rounded as in transformers."""
+    """Reads a rope of type proportional, which rotates a part of each head's pairs. The part is
+    rounded as in transformers."""
     part = number("partial_rotary_factor", 1.0)
     theta, factor = number("rope_theta", defaults.rope_theta), number("factor", 1.0)
     pairs = int(part * head_dim // 2)
@@ -158,8 +160,8 @@ def _proportional(
 
 
 def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:
-    """Returns how many dimensions of a head are rotated. `given` is 0 if the parameters leave it
-    out."""
+    """Returns the number of rotated dimensions of a head. `given` is the value in the rotary
+    parameters, or 0 if absent."""
     part = hf.number("partial_rotary_factor", given or defaults.partial_rotary or 1.0)
     if given and part != given:
         raise CheckpointError(
@@ -191,7 +193,8 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """Follows the LongRoPE paper's code, also within the original context."""
+    """Returns the factor of the LongRoPE paper's code, which also applies within the original
+    context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -200,7 +203,7 @@ def _longrope_attention_factor(factor: float, original: int, given: float) -> fl
 def _yarn_attention_factor(
     factor: float, given: float, mscale: float, mscale_all_dim: float
 ) -> float:
-    """Implements equation 22 of the YaRN paper, with DeepSeek's pair of scales."""
+    """Returns the factor of equation 22 of the YaRN paper, extended by DeepSeek's two scales."""
     if not math.isnan(given):
         return given
 

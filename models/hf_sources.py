@@ -1,7 +1,7 @@
-"""Cuts slices of our parameters out of Hugging Face tensors, without reading the rest.
+"""Reads slices of parameters from Hugging Face tensors, without reading the rest of a tensor.
 
-Their matrices are [out, in], ours [in, out] or [out, in], and [E, in, out] for experts. The
-vocabulary of a parameter may be padded beyond its tensor, and padding reads as zeros."""
+Hugging Face matrices are [out, in]. Parameters are [in, out] or [out, in], and [E, in, out] for
+experts. A parameter's vocabulary may be padded beyond its tensor; padding is read as zeros."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +14,14 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class Source(Protocol):
-    """The source of one parameter."""
+    """Where the values of one parameter are stored."""
 
     def needs(self) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors."""
         ...
 
     def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
-        """Reads the slice `index` of the parameter (in its own, padded coordinates), in the stored
-        dtype."""
+        """Reads the slice `index` of the (padded) parameter in the stored dtype."""
         ...
 
 
@@ -69,8 +68,8 @@ class PerExpert:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A matrix made of rows from `first_row` on of one tensor [rows, in]. `flipped` means that the
-    parameter is [in, out]."""
+    """A matrix that consists of the rows from `first_row` on of one tensor [rows, in]. `flipped`
+    means that the parameter is [in, out]."""
 
     name: str
     shape: tuple[int, ...]
@@ -89,8 +88,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A stack [N, in, out] of rows from `first_row` on of each head, in one tensor [N x rows of a
-    head, in]."""
+    """A stack [N, in, out] from one tensor [N x rows of a head, in]: for each head its rows from
+    `first_row` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -111,9 +110,9 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class SomeRows:
-    """A parameter made of these rows, in this order, of one tensor [rows, ...]. `flipped` means
-    that it is [in, out]. Only these rows are read, run by run. Further dimensions of the tensor
-    have size one."""
+    """A parameter that consists of the listed rows of one tensor [rows, ...], in the listed order.
+    `flipped` means that the parameter is [in, out]. Only these rows are read. Dimensions of the
+    tensor beyond the second have size one."""
 
     name: str
     shape: tuple[int, ...]
@@ -138,8 +137,8 @@ class SomeRows:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A stack [E, in, out] inside one tensor [E, all out, in], from row `first_row` on, or with
-    `inward` inside one [E, in, all out]."""
+    """A stack [E, in, out] that is a part of one tensor [E, all out, in], from row `first_row` on.
+    With `inward` the tensor is [E, in, all out]."""
 
     name: str
     shape: tuple[int, ...]

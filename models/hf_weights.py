@@ -1,8 +1,9 @@
-"""The Hugging Face tensors of each of our parameters, as literal tables. `models/hf_sources.py`
-cuts slices out of tensors.
+"""Tables of the Hugging Face tensor names of each parameter. `models/hf_sources.py` reads slices of
+these tensors.
 
-Experts have one tensor each, or one fused tensor with gate and up side by side, or interleaved if
-biased (gpt-oss). Queries, keys and values may be one tensor, and so may a dense gate and up."""
+Experts have one tensor each or one fused tensor, in which gate and up are adjacent, or interleaved
+if biased (gpt-oss). Queries, keys and values may be one tensor, and so may gate and up of a dense
+block."""
 
 from collections.abc import Mapping
 
@@ -153,8 +154,8 @@ FUSED_EXPERTS_DOWN = (
 
 
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """Returns the source of one parameter. `found` are the checkpoint's tensors, which decide
-    between the forms that a parameter may have."""
+    """Returns the source of one parameter, in the form that matches the checkpoint's tensors
+    `found`."""
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)
@@ -217,7 +218,8 @@ def _first(prefix: str, names: tuple[str, ...], found: Shapes) -> str:
 def _gated_queries(
     name: str, key: str, config: DecoderConfig, parameter: ParameterShape
 ) -> SomeRows:
-    """Each head has its queries first, then its gate."""
+    """Returns the source of queries or gate in a tensor that holds, for each head, the query's rows
+    before the gate's."""
     heads, size = config.attention.query_heads, config.attention.head_dim
     first = size if key == "attention.gate.kernel" else 0
     rows = tuple(2 * size * head + first + row for head in range(heads) for row in range(size))
@@ -225,7 +227,8 @@ def _gated_queries(
 
 
 def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
-    """Each head has the rows of its keys first, then those of its values."""
+    """Returns the source of keys or values in a tensor that holds, for each head, the key's rows
+    before the value's."""
     attention, latent = config.attention, config.attention.latent
     assert latent is not None
     rows = latent.nope_dim + latent.value_dim
@@ -234,8 +237,8 @@ def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
 
 
 def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
-    """Handles [E, out, in] of transformers 5, and [E, in, out] of some families in transformers
-    4."""
+    """Returns the source in a fused tensor: [E, out, in] in transformers 5, [E, in, out] for some
+    families in transformers 4."""
     inward = (shape[0], shape[2], shape[1])
     if found[name] == inward and inward != shape:
         return Fused(name, inward, first, inward=True)
@@ -243,7 +246,8 @@ def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Sh
 
 
 def _biased_experts(prefix: str, key: str, shape: tuple[int, ...]) -> Source:
-    """Stacks [E, in, out] and [E, out]. Gate and up are interleaved in the last dimension."""
+    """Returns the source in a stack [E, in, out] or [E, out], in which gate and up alternate in the
+    last dimension."""
     half, _, bias = key.removeprefix("mlp.").partition("_")
     end = "_bias" if bias else ""
     if half == "down":

@@ -23,15 +23,14 @@ def local_model(name: str, revision: str | None = None, weights: bool = True) ->
     stderr.
 
     Args:
-        name: A folder, or `org/name` of a Hugging Face repository. A folder of that name wins.
+        name: A folder, or `org/name` of a Hugging Face repository. A folder takes precedence.
         revision: Branch, tag or commit of the repository; None is its default branch.
-        weights: Whether weights are needed; without, configuration and tokenizer alone are
-            downloaded.
+        weights: Whether to download weights too, or only configuration and tokenizer.
 
     Raises:
-        CheckpointError: If the name is `org/name`, is not in the cache and cannot be downloaded.
-            The error gives the command that downloads it elsewhere. A name of another form is
-            returned as a path, for `check_model_folder` to refuse.
+        CheckpointError: `org/name` is not in the cache and cannot be downloaded. The error gives a
+            command to download it on another machine. Other names are returned as paths, which
+            `check_model_folder` checks.
     """
     folder = Path(name).expanduser()
     if folder.exists() or not _HUB_NAME.fullmatch(name):
@@ -76,8 +75,8 @@ def local_model(name: str, revision: str | None = None, weights: bool = True) ->
 
 
 def served_name(directory: str) -> str:
-    """Returns the name of a model in the APIs: its folder's, or org/name in the Hugging Face
-    cache (models--ORG--NAME/snapshots/COMMIT)."""
+    """Returns the name of a model in the APIs: the folder's name, or org/name for a folder of the
+    Hugging Face cache (models--ORG--NAME/snapshots/COMMIT)."""
     path = Path(directory).expanduser().resolve()
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
@@ -86,7 +85,7 @@ def served_name(directory: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost cause: the hub's own texts span paragraphs."""
+    """Returns the first line of the innermost cause. The hub's own texts span paragraphs."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().split("\n")[0] or type(error).__name__

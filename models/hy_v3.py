@@ -1,4 +1,4 @@
-"""Hy3: Qwen3's attention, experts by corrected sigmoid scores beside a shared expert, and a dense
+"""Hy3: Qwen3's attention, experts chosen by corrected sigmoid scores, a shared expert, and a dense
 first layer."""
 
 from dataclasses import replace

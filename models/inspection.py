@@ -1,8 +1,8 @@
-"""Inspects a checkpoint folder or a config.json, and whether it can be served, without reading a
-weight.
+"""Inspects a checkpoint folder or a config.json and finds out whether the model can be served.
+Reads no weights.
 
-The config is read strictly, as a worker reads it. If that fails, it is read again for its sizes
-only, so that the report lists everything that is missing instead of the first problem."""
+The config is first read as a worker reads it. If that fails, it is read again for its sizes only,
+so that the report lists all missing features instead of the first problem."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,8 +30,9 @@ _LISTED = 5
 
 @dataclass
 class Inspection:
-    """`missing` is empty if the checkpoint loads. `config` is None for unsupported families, which
-    have at most a `geometry`. That is None if the sizes cannot be read either."""
+    """Result of an inspection. `missing` lists why the model cannot be served, and is empty if it
+    can. `config` is None for unsupported families. `geometry` is None if the sizes cannot be read.
+    """
 
     where: str
     family: str
@@ -71,7 +72,8 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    """Returns the KV bytes of a token in one layer of each kind, 0 for kinds without KV."""
+    """Returns the KV bytes of one token in one layer, for each kind of layer; 0 for kinds without
+    KV."""
     kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token

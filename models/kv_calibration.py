@@ -1,8 +1,8 @@
-"""Measures the magnitudes of a model's keys and values over sample tokens, from which its KV scales
-are chosen (`models/kv_scales.py`).
+"""Measures the magnitudes of a model's keys and values over sample tokens. `models/kv_scales.py`
+chooses KV scales from them.
 
-Layers run as loaded, on their mesh, one after the other over whole sequences, with dense attention
-and no cache (`ops/dense_attention.py`). This covers every family, including those with state.
+The loaded layers run on their mesh, one after the other over whole sequences, with dense attention
+and no cache (`ops/dense_attention.py`). This works for every family, including recurrent ones.
 Layers of equal structure share a program."""
 
 from collections.abc import Sequence
@@ -43,12 +43,13 @@ class _Place:
 
 
 def largest_kept(loaded: LoadedModel, sequences: Sequence[Sequence[int]]) -> KVScales:
-    """Returns the largest magnitude of each layer's KV over these tokens, by kv head.
+    """Returns the largest magnitude of each layer's keys and values over the sample, by kv head.
 
     Args:
-        loaded: Model that stores KV in its own type.
-        sequences: Token ids, each from its sequence's start. Each length compiles a program, and
-            memory is tokens x tokens a head, so use few lengths of at most a few thousand.
+        loaded: Model whose KV is stored in the model's type.
+        sequences: Token ids of whole sequences. Each distinct length compiles a program, and memory
+            grows with the square of the length, so use few lengths of at most a few thousand
+            tokens.
 
     Raises:
         BrokenModelError: A value is not finite.

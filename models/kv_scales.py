@@ -2,11 +2,11 @@
 and kv head a power of two for keys and one for values. Latents, which have no heads, have one per
 layer.
 
-Scales belong to the model and never to a request, or tokens would depend on earlier requests and on
-placement. The first of these sources applies: 1. `kv_scales.json` in the model's folder, written by
-`jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per matrix or kv head, as ModelOpt and
-llm-compressor write them (stored value = value / scale), rounded up to powers of two; 3. one, for
-everything without a scale."""
+Scales belong to the model. If they depended on requests, tokens would depend on earlier requests
+and on placement. The first of these sources applies: 1. `kv_scales.json` in the model's folder,
+written by `jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per matrix or kv head, as
+ModelOpt and llm-compressor write them (stored value = value / scale), rounded up to powers of two;
+3. one, for everything without a scale."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ _TENSORS = (
 
 
 def scale_parameters(make: Make, config: DecoderConfig, **kv_heads: int) -> nnx.Dict | None:
-    """Creates a layer's scale parameters by name, one number for 0 heads. None if KV is not
-    rounded."""
+    """Creates a layer's scale parameters, by component name. A component without heads has one
+    scale. Returns None if KV is stored in the model's type."""
     if not config.kv_dtype:
         return None
     return nnx.Dict(
@@ -58,7 +58,8 @@ def scale_parameters(make: Make, config: DecoderConfig, **kv_heads: int) -> nnx.
 def find_kv_scales(
     directory: Path, config: DecoderConfig, files: CheckpointTensors | None
 ) -> tuple[KVScales, str]:
-    """Returns the scales of a model and their origin, "" if all are one by default.
+    """Returns the scales of a model and their source. The source is "" if all scales are one by
+    default.
 
     Args:
         files: Tensors of the model, or None for the Orbax format, which holds no scales.
@@ -85,8 +86,8 @@ def find_kv_scales(
 
 
 def chosen_scales(largest: np.ndarray) -> np.ndarray:
-    """Returns the smallest powers of two, float32, by which these magnitudes times `MARGIN` lie
-    within e4m3. Zero gives one."""
+    """Returns float32 scales: for each magnitude the smallest power of two by which magnitude x
+    `MARGIN` must be divided to fit into e4m3. A magnitude of zero gives 1."""
     needed = largest.astype(np.float64) * MARGIN / FP8_LARGEST
     return np.where(needed > 0, _power_of_two(np.clip(needed, _LEAST, _MOST)), 1).astype(np.float32)
 
@@ -94,8 +95,8 @@ def chosen_scales(largest: np.ndarray) -> np.ndarray:
 def write_kv_scales(
     path: Path, config: DecoderConfig, scales: KVScales, of: str, largest: KVScales | None = None
 ) -> None:
-    """Writes kv_scales.json. `of` and `largest`, the magnitudes found, inform readers. Raises
-    ConfigError if the file cannot be written."""
+    """Writes kv_scales.json. `of` and `largest` (the measured magnitudes) are stored for
+    information only. Raises ConfigError if the file cannot be written."""
     layers = [
         {
             name: {"scale": values.tolist()}

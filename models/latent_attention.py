@@ -1,8 +1,8 @@
 """Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4.
 `jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
-The projection to the cached vector is whole on every device, and heads are sharded over tp. Queries
-are computed in one step or, with a norm between, in two."""
+The projection to the cached vector is replicated, and heads are sharded over tp. Queries are
+computed by one projection, or by two with a norm between them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ _EPSILON = 1e-6
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """`keys` and `values` map the latent to a head's part of key and value."""
+    """Latent attention. For each head, `keys` maps the latent to the part of the key without rotary
+    positions, and `values` maps it to the value."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -88,8 +89,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), shards)
 
     def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
-        """Returns queries [R, N, nope + rope], whose last part is rotated, and which may grow with
-        their position."""
+        """Returns queries [R, N, nope + rope]. The last part is rotated. Some models scale queries
+        by their position."""
         if self.config.query_rank:
             q = self.q_b(self.q_norm(self.q_a(x_RD, shards)), shards)
         else:

@@ -39,8 +39,8 @@ class Linear(nnx.Module):
         return self._product(x_TD, shards, None if self.bias is None else self.bias[...])
 
     def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        """Multiplies with a kernel whose input dimension is sharded over tp: sums over the shards,
-        then adds the bias."""
+        """Multiplies with a kernel whose input dimension is sharded over tp, sums over the shards,
+        and adds the bias."""
         y_TD = self._product(x_TD, shards, None)
         if shards.tp:
             y_TD = lax.psum(y_TD, shards.tp)
@@ -58,7 +58,7 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Root mean square norm with a weight, which is added to one if `above_one`."""
+    """Root mean square norm with a weight. With `above_one` the factor is one plus the weight."""
 
     def __init__(
         self, make: Make, size: int, axes: Axes, epsilon: float, *, above_one: bool = False
@@ -68,17 +68,18 @@ class Norm(nnx.Module):
         self.epsilon, self.above_one = epsilon, above_one
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """`over` names the mesh axes over which the normalised dimension is sharded."""
+        """Normalises the last dimension, which is sharded over the mesh axes `over`."""
         return rms_norm(x, self.weight[...], self.epsilon, over, above_one=self.above_one)
 
 
 def own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
-    """Returns this device's `heads` of the heads that all replicas have."""
+    """Selects this device's `heads` heads from an output that is replicated over the mesh axis
+    "rep"."""
     if out_RNH.shape[1] == heads:
         return out_RNH
     return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)
 
 
 def rows_of(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
-    """Returns these rows, or all. Padding takes token 0."""
+    """Returns the rows `rows_R`, or all rows if None. Padding indices (-1) give row 0."""
     return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

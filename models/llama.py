@@ -1,5 +1,5 @@
-"""Llama 2 and 3.x, and the many checkpoints of the same form: optional biases on all projections,
-one head size, no window."""
+"""Llama 2 and 3.x, and other models of the same form: optional biases on all projections, one head
+size, no window."""
 
 from dataclasses import replace
 

@@ -2,11 +2,11 @@
 hybrids: a short convolution, the recurrence (`jdisagg/ops/state_space.py`), a gate, and a norm over
 groups of heads after the gate.
 
-Heads are sharded over kv heads' axis, like the state. If tp exceeds that, each replica computes the
-recurrence, and only the gate and the output are split further. A group's shared part (b and c of
-the recurrence) is sharded with its heads if the groups divide over any number of kv shards.
-Otherwise each shard computes and stores it whole (Granite has one group). The recurrent state is
-float32, the convolution's has the activations' type."""
+Heads and state are sharded over the mesh axis "kv". Devices along "rep" compute the same
+recurrence, and only the gate and the output are split over them. The vectors b and c of a group are
+sharded with its heads if the groups divide over every possible number of kv shards. Otherwise each
+shard computes and stores b and c of all groups (Granite has one group). The recurrent state is
+float32, and the convolution's state has the activations' type."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Convolution(nnx.Module):
     def __call__(
         self, x_TC: jax.Array, inputs_RSC: jax.Array, runs: Runs | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the outputs and each row's last inputs."""
+        """Returns the outputs and the last inputs of each row, which are its next state."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if runs is None:
             y_TC, inputs_RSC = convolve_step(x_TC, kernel, inputs_RSC, bias)
@@ -45,7 +45,8 @@ class Convolution(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Root mean square norm over each group of heads, which may be spread over several devices."""
+    """Root mean square norm over each group of heads. The heads of a group may lie on several
+    devices."""
 
     def __init__(self, make: Make, config: DecoderConfig, mamba: MambaConfig) -> None:
         size = mamba.heads * mamba.head_dim
@@ -69,7 +70,7 @@ class GroupNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """Mamba-2. `recur` stores the state between a sequence's tokens."""
+    """Mamba-2 layer. `recur` loads and stores the state of each sequence."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, mamba: MambaConfig, form: KernelForm
@@ -96,7 +97,8 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] of these rows. Other tokens only update the state."""
+        """Returns [T, D], or [R, D] for the tokens `rows_R`. All other tokens only update the
+        state."""
         mamba = self.mamba
         x_TC, bc_TC = self.x(x_TD, shards), self.bc(x_TD, shards)
         least, most = mamba.step_limits
@@ -136,8 +138,8 @@ class Mamba2(nnx.Module):
     def _of_own_groups(
         self, z_TC: jax.Array, heads: int, shards: Shards
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns b and c [T, G, ds] for this device's heads, one for each unit of heads that share
-        it."""
+        """Returns b and c [T, G, ds] for this device's heads. Each unit of heads
+        (`MambaConfig.own_units`) has its own entry."""
         mamba = self.mamba
         z_TGC = z_TC.reshape(z_TC.shape[0], -1, mamba.group_channels)
         if mamba.copies and shards.tp:

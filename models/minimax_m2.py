@@ -1,5 +1,5 @@
-"""MiniMax M2: experts in every layer, by corrected sigmoid scores, a norm over all heads of q and
-of k, and partly rotated heads."""
+"""MiniMax M2: experts in every layer, chosen by corrected sigmoid scores; one norm over all heads
+of q and one over those of k; partly rotated heads."""
 
 from dataclasses import replace
 

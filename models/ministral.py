@@ -1,5 +1,5 @@
 """Ministral 8B of 2024: Mistral with windows in some layers. Ministral 3 and Devstral 2: Mistral
-whose queries grow with their position."""
+with queries that are scaled by their position."""
 
 from dataclasses import replace
 
@@ -35,8 +35,8 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
 def without_query_growth(
     hf: HfConfig, assumed: dict[str, object], *passed_over: str
 ) -> tuple[HfConfig, float]:
-    """Returns the config without query growth (and fields to pass over) in its rotary parameters,
-    and the growth factor. `assumed` are the default parameters."""
+    """Removes the query growth factor, and the fields `passed_over`, from the rotary parameters.
+    Returns the changed config and the factor. `assumed` replaces missing rotary parameters."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field) or assumed
     if not isinstance(given, dict):
@@ -48,7 +48,8 @@ def without_query_growth(
 
 
 def with_query_growth(config: DecoderConfig, beta: float, hf: HfConfig) -> DecoderConfig:
-    """Raises CheckpointError if the original context, on which the growth is based, is missing."""
+    """Sets the query growth factor. Raises CheckpointError if the original context, which the
+    growth depends on, is missing."""
     rope = replace(config.attention.rope, query_beta=beta)
     if beta and not rope.original_tokens:
         field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"

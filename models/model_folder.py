@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's folder. Needs no JAX, because routers read the tokenizer only."""
+"""Checks of a checkpoint's folder. Must not import JAX, because routers use this module."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def check_model_folder(directory: Path) -> None:
 
 
 def stored_dtype(directory: Path) -> str:
-    """Returns the compute type that the config states, as one of ours: "bfloat16" also for float16,
-    "float32" if none is stated."""
+    """Returns the compute type for the dtype in config.json: "bfloat16" for bfloat16 and float16,
+    "float32" otherwise or if there is none."""
     fields = read_object(directory / "config.json")
     inner = fields.get("text_config")
     stated = [

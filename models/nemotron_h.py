@@ -1,6 +1,6 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one of Mamba-2, attention without
-positions, a feed-forward block, or experts, by a pattern. Feed-forward has a squared ReLU instead
-of a gate. Experts are chosen as in DeepSeek-V3, may work in a narrower space, and stand beside a
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: a pattern makes each layer Mamba-2, attention without
+positions, a feed-forward block, or experts. Feed-forward has a squared ReLU instead of a gate.
+Experts are routed as in DeepSeek-V3, may have a narrower input and output width, and come with a
 shared expert."""
 
 from dataclasses import replace
@@ -65,7 +65,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _kinds(hf: HfConfig) -> tuple[str, tuple[str, ...]]:
-    """Returns the layers' kinds and the field that states them."""
+    """Returns the kind of each layer, and the name of the config field that lists the kinds."""
     field, pattern = "layers_block_type", hf.raw("hybrid_override_pattern")
     kinds = read_kinds(hf, field, tuple(PATTERN.values()))
     if kinds is None:

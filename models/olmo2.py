@@ -1,4 +1,5 @@
-"""OLMo 2: norms after attention and feed-forward, and one over all heads of q and of k."""
+"""OLMo 2: norms after attention and feed-forward, one norm over all heads of q and one over those
+of k."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in three layers of four, whose positions are never extended."""
+"""OLMo 3: OLMo 2 with a window in three of four layers. The rope extension applies only to layers
+without a window."""
 
 from dataclasses import replace
 

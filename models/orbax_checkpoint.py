@@ -1,5 +1,5 @@
-"""Checkpoints in Orbax format: written once from any layout, restored directly into the shardings
-of any other.
+"""Checkpoints in Orbax format, which are written from any layout and restored directly into the
+shardings of any other.
 
 A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the
 tokenizer's files. Arrays are stored as [in, out] with the unpadded vocabulary, independent of
@@ -52,8 +52,8 @@ def is_orbax(directory: Path) -> bool:
 
 
 def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: Path) -> None:
-    """Writes the weights, and copies config and tokenizer files from `source`. Refuses a
-    destination that has weights."""
+    """Writes the weights, and copies config and tokenizer files from `source`. Raises
+    CheckpointError if the destination already has weights."""
     check_destination(destination)
     arrays = jax.tree.leaves(nnx.state(model))
     stored = _stored_form(model, mesh, layout)
@@ -75,8 +75,8 @@ def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: 
 
 
 def _say_untied(path: Path) -> None:
-    """Corrects `tie_word_embeddings` of the copied config.json for a head that differs from the
-    embedding."""
+    """Sets `tie_word_embeddings` to false in the copied config.json, because the head differs from
+    the embedding."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.get("tie_word_embeddings"):
         path.write_text(json.dumps(fields | {"tie_word_embeddings": False}, indent=2) + "\n")

@@ -1,5 +1,5 @@
-"""A model's parameters as a flat list of paths and shapes, and back, for every checkpoint
-format."""
+"""Converts a model's parameters to a flat list of paths and shapes, and back, for all checkpoint
+formats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ ParameterPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """A parameter as the model declares it. `transposed` means that its kernel is stored as [out,
-    in], like in Hugging Face tensors."""
+    """Path and shape of a parameter. `transposed` means that its kernel is [out, in], as in Hugging
+    Face tensors."""
 
     path: ParameterPath
     shape: tuple[int, ...]

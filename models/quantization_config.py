@@ -1,8 +1,8 @@
-"""config.json's `quantization_config` for the forms that are supported (`stored_forms`). Others are
-refused by name.
+"""Reads config.json's `quantization_config`. Forms other than those of `stored_forms` are refused
+by name.
 
-Tensors show which matrices are quantized, so lists of modules are not read. Activations and KV use
-the model's type, whatever the checkpoint states."""
+The names of the tensors show which matrices are quantized, so lists of modules are not read.
+Activations and KV keep the model's type, whatever the checkpoint states."""
 
 import re
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class StoredQuantization:
     """Quantization of a checkpoint.
 
     Attributes:
-        bits: Bits that packed numbers may have.
-        blocks: Candidate blocks (outputs, inputs) that share a scale, 0 for all. The first that
-            fits applies.
-        zeros_less_one: Whether zero points are stored less one (gptq).
-        ordered: Whether the group of each input is stored.
+        bits: Possible sizes of packed numbers, in bits.
+        blocks: Possible sizes (outputs, inputs) of the block that shares a scale; 0 means all. The
+            first that fits the scales' shape is used.
+        zeros_less_one: Whether stored zero points are one too small (gptq).
+        ordered: Whether a tensor gives the scale group of each input.
     """
 
     method: str
@@ -42,7 +42,7 @@ class StoredQuantization:
 
 
 def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
-    """Returns None if nothing is quantized. Raises CheckpointError."""
+    """Returns the checkpoint's quantization, or None if it has none. Raises CheckpointError."""
     stated = hf.raw(FIELD)
     if stated is None or hf.sizes_only:
         return None
@@ -95,7 +95,7 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
 
 
 class _Stated:
-    """An object of config.json and its path for messages."""
+    """An object inside config.json, with its path for error messages."""
 
     def __init__(self, fields: object, where: str) -> None:
         if not isinstance(fields, dict):
@@ -125,7 +125,7 @@ class _Stated:
             raise self._error(field, f"({meaning}) is not supported", _REMEDY)
 
     def group(self, field: str) -> int:
-        """Returns how many inputs share a scale, or 0 for all of them (-1 in the file)."""
+        """Returns the number of inputs that share a scale. 0 (-1 in the file) means all inputs."""
         value = self.fields.get(field)
         if value is None or value == -1:
             return 0
@@ -134,7 +134,7 @@ class _Stated:
         return int(value)
 
     def pair(self, field: str) -> tuple[tuple[int, int], ...]:
-        """Returns at most one pair, from a list or from text such as "128x128"."""
+        """Returns a list with one pair or none, from a list or from text such as "128x128"."""
         value = self.fields.get(field)
         if value is None:
             return ()

@@ -1,6 +1,6 @@
-"""A quantized checkpoint read as if it were in float: each matrix appears under its usual name and
-is restored to float32 slice by slice. Tensor names identify quantized matrices. All other tensors
-are read unchanged."""
+"""Reads a quantized checkpoint like a float one: each matrix appears under its unquantized name and
+is dequantized to float32 slice by slice. Tensor names show which matrices are quantized. All other
+tensors are read unchanged."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -36,8 +36,8 @@ _AT_ONCE = 1 << 22  # values
 
 
 class QuantizedFiles:
-    """Implements `CheckpointTensors`. Raises CheckpointError with the tensors that a quantized
-    matrix lacks or that have another shape."""
+    """Quantized `CheckpointTensors`. Raises CheckpointError with the missing and wrongly shaped
+    tensors of quantized matrices."""
 
     def __init__(self, files: SafetensorsFiles, stated: StoredQuantization, where: str) -> None:
         self._files = files
@@ -77,7 +77,7 @@ class QuantizedFiles:
         return whole
 
     def kept(self, names: Iterable[str], weights: Weights) -> bool:
-        """Whether a model with such weights can use all these matrices in their stored form."""
+        """Whether a model with quantized type `weights` can use all of these matrices as stored."""
         matrices = [self._matrices.get(name) for name in names]
         return all(
             isinstance(each, ScaledMatrix | PackedMatrix) and each.kept == weights
@@ -99,8 +99,9 @@ class QuantizedFiles:
 
 
 def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Index]]:
-    """Yields a slice in pieces, because restoring takes several times a value's size: each piece's
-    place in the result and in the matrix. Stacks go one expert at a time."""
+    """Splits a slice into pieces, because dequantizing needs several times the memory of the
+    result. Yields each piece's place in the result and in the matrix. A piece has at most one
+    expert."""
     experts, (rows, columns) = inside[:-2], inside[-2:]
     at_once = max(1, _AT_ONCE // shape[-1])
     stack = range(experts[0].start, experts[0].stop) if experts else (None,)
@@ -199,7 +200,8 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
 
 
 def _stated_inputs(files: SafetensorsFiles, name: str) -> int:
-    """Returns the inputs of a packed matrix, whose last word may be partly used."""
+    """Returns the number of inputs of a packed matrix as stored in the file, because the last word
+    may be partly used."""
     stated = files.raw(name).reshape(-1) if files.kind(name) in _INTEGERS else np.empty(0)
     if stated.size != 2 or not np.all(stated > 0):
         raise CheckpointError(
@@ -240,7 +242,7 @@ def _mxfp4(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, Sto
 
 
 def _qweights(files: SafetensorsFiles) -> dict[str, tuple[int, int]]:
-    """Returns shapes by the name before qweight."""
+    """Returns the shape of each qweight tensor, by the prefix of its name."""
     return {
         name.removesuffix("qweight"): (shape[0], shape[1])
         for name, shape in files.shapes().items()

@@ -1,9 +1,9 @@
-"""Matrices quantized while they are read from a float checkpoint, or used as stored if the
-checkpoint has that form.
+"""Sources that quantize matrices while reading a float checkpoint, or use them as stored if the
+checkpoint has the requested form.
 
 A scale covers all inputs of an output. A device that holds some of the inputs therefore reads all
-of them, and values do not depend on the layout. Beside the weights, this needs memory for one
-quantized parameter of a process and one of its matrices in float32."""
+of them, so that values do not depend on the layout. Reading needs memory for one quantized
+parameter of the process and for one of its matrices in float32."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,9 +23,9 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Matrix:
-    """One matrix, or a stack of experts, by its float source. Holds quantized parts, by their
-    outputs, until values and scales are read. `stored` is set if the checkpoint has it
-    quantized."""
+    """One matrix, or a stack of experts, and its float source. Holds the quantized parts, by their
+    outputs, until values and scales are read. `stored` is set if the checkpoint holds the requested
+    form."""
 
     source: Source
     shape: tuple[int, ...]
@@ -36,7 +36,8 @@ class _Matrix:
     kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Returns values with all inputs, and scales, of these outputs (and experts)."""
+        """Returns the quantized values, for all inputs, and the scales of these outputs (and
+        experts)."""
         bounds = tuple((part.start, part.stop) for part in outputs)
         if bounds not in self.kept:
             self.kept[bounds] = self._quantized(tensor, outputs)
@@ -84,7 +85,7 @@ class _Values:
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """Its scales, read last."""
+    """The scales of a quantized matrix, which are read after its values."""
 
     matrix: _Matrix
 
@@ -100,8 +101,8 @@ def quantized_sources(
     floats: Mapping[ParameterPath, tuple[ParameterShape, Source]],
     files: CheckpointTensors,
 ) -> list[Source]:
-    """Returns the source of each parameter of a quantized model, in leaf order, in which values
-    precede their scales. `floats` are the sources of the same model in float."""
+    """Returns the source of each parameter of a quantized model, in leaf order, which has values
+    before their scales. `floats` are the sources of the same model in float."""
     stored = files if isinstance(files, QuantizedFiles) else None
     matrices: dict[ParameterPath, _Matrix] = {}
     sources: list[Source] = []
@@ -124,7 +125,7 @@ def quantized_sources(
 
 
 def _owner(path: ParameterPath) -> ParameterPath:
-    """Returns the path of the values that a scale belongs to."""
+    """Returns the path of the values of a scale parameter."""
     last = str(path[-1])
     if last == "scale":
         return (*path[:-1], "kernel")

@@ -44,8 +44,8 @@ def sparse_layers(
 
 
 def _window(hf: HfConfig) -> int | None:
-    """Returns the window of all layers if `use_sliding_window` is set. This family has no
-    `max_window_layers`."""
+    """Returns the window of all layers if `use_sliding_window` is set, else None. Ignores
+    `max_window_layers`, as this family does."""
     hf.pass_over("max_window_layers", "sliding_window")
     if not hf.flag("use_sliding_window", False) or (
         "sliding_window" in hf.fields and not hf.has("sliding_window")

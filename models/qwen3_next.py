@@ -1,6 +1,6 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6: Gated DeltaNet in most layers, and in the others attention with
 a gate, norms on each head of q and k, and partly rotated heads. Norm weights are added to one. Only
-Qwen3.5's text models are served, for which rotary positions in three dimensions equal plain
+the text part of Qwen3.5 is served. For text, three-dimensional rotary positions equal ordinary
 ones."""
 
 from dataclasses import replace

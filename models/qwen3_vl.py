@@ -1,5 +1,5 @@
-"""Qwen3-VL's text model: Qwen3 and Qwen3-MoE. For text, rotary positions in three dimensions equal
-plain ones."""
+"""Qwen3-VL's text model: Qwen3 and Qwen3-MoE. For text, three-dimensional rotary positions equal
+ordinary ones."""
 
 from dataclasses import replace
 

@@ -1,9 +1,10 @@
-"""Reshards a loaded model on its devices or on others of this process, for a worker that changes
+"""Reshards a loaded model on the same or other devices of this process, for a worker that changes
 its role.
 
-Nothing is read again. Each parameter is transferred from its old sharding into its new one, device
-to device, and its old array is freed before the next. The extra memory is thus one parameter,
-twice. Vocabulary padding, which depends on tp, is cut off and recreated as zeros."""
+No file is read again. Each parameter is copied from its old sharding to its new one, device to
+device, and its old array is freed before the next parameter. The extra memory is thus twice the
+size of one parameter. Vocabulary padding, which depends on tp, is cut off and recreated as zeros.
+"""
 
 from collections.abc import Sequence
 
@@ -23,8 +24,8 @@ from models.parameter_tree import with_arrays
 def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> LoadedModel:
     """Reshards the weights to `layout`, on exactly as many `devices`. Blocks until done.
 
-    Consumes `loaded` like a donation. Other references to its arrays keep their memory in use.
-    Raises `LayoutError` before anything is transferred."""
+    Donates `loaded`, which must not be used afterwards. Other references to its arrays keep their
+    memory in use. Raises `LayoutError` before anything is transferred."""
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
     mesh = layout_mesh(layout, config.kv_heads, devices)
@@ -54,8 +55,8 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
 
 
 def _resized(array: jax.Array, shape: tuple[int, ...], vocabulary: int) -> jax.Array:
-    """Adjusts the padding to the new layout. Runs replicated on the old mesh, because old shards
-    need not divide the new size."""
+    """Adjusts the vocabulary padding to the new layout. The array is replicated on the old mesh for
+    this, because the old mesh need not divide the new size."""
     if array.shape == shape:
         return array
     assert isinstance(array.sharding, NamedSharding)

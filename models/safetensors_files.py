@@ -1,9 +1,9 @@
 """Tensors of a directory of safetensors files, read slice by slice from a memory map as numpy
 arrays.
 
-This module parses the headers itself: the numpy API of the safetensors package has no bfloat16 and
-notices a truncated file only when a tensor is read. Only the pages of a slice are read from disk.
-Knows nothing of models."""
+This module parses the headers itself, because the numpy API of the safetensors package has no
+bfloat16 and detects a truncated file only when a tensor is read. Only the pages of a slice are read
+from disk. The module must not depend on models."""
 
 import json
 import logging
@@ -62,13 +62,13 @@ class StoredTensor:
 
 
 class CheckpointTensors(Protocol):
-    """The tensors of a checkpoint by name, as numbers of a float type."""
+    """The tensors of a checkpoint by name, with values of a float type."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """Returns the stored types under the format's names (F32, BF16, ...), without tensors whose
-        names end with `but`."""
+        """Returns the stored types under the format's names (F32, BF16, ...). Tensors with a name
+        that ends with one of `but` are left out."""
         ...
 
     def unreadable(self) -> list[str]:
@@ -79,7 +79,7 @@ class CheckpointTensors(Protocol):
     def total_bytes(self) -> int: ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a slice, valid while this object lives. Copy values that are kept."""
+        """Reads a slice. The array is valid only while this object lives, so copy it to keep it."""
         ...
 
 
@@ -92,8 +92,8 @@ class SafetensorsFiles:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "SafetensorsFiles":
-        """Reads all headers. An index, if present, decides which file each tensor is read from.
-        Other copies, and tensors that it does not name, are ignored."""
+        """Reads all headers. An index, if present, gives the file of each tensor. Other copies of a
+        tensor, and tensors that are not in the index, are ignored."""
         weight_map = _weight_map(directory)
         if weight_map is None:
             return cls(_read_header(directory / _SINGLE))
@@ -120,7 +120,8 @@ class SafetensorsFiles:
         )
 
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
-        """Returns the same tensors with prefixes replaced, one after the other."""
+        """Returns the same tensors with these prefixes replaced in their names, one prefix after
+        the other."""
         names = {name: name for name in self._tensors}
         for old, new in beginnings:
             for name, called in names.items():

@@ -1,4 +1,5 @@
-"""Seed-OSS: Llama with biases on q, k and v, and another switch for the output's."""
+"""Seed-OSS: Llama with biases on q, k and v, and an option of its own for the output projection's
+bias."""
 
 from dataclasses import replace
 

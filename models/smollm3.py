@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth layer has no positions, and only those layers may have a
+"""SmolLM3: Llama in which every fourth layer has no rotary positions. Only these layers may have a
 window."""
 
 from dataclasses import replace

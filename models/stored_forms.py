@@ -1,8 +1,9 @@
 """Formats of quantized matrices in published checkpoints.
 
-A matrix w [out, in] (or a stack [E, out, in] of `ScaledMatrix`) is stored as numbers q, scales s of
-blocks of values, and optional zero points z of the same blocks: w = (q - z) * s, here in float32.
-Any slice is restored without reading the rest. Words are int32, with number 0 at the low end:
+A matrix w [out, in] (or a stack [E, out, in] of `ScaledMatrix`) is stored as numbers q, and one
+scale s and optionally one zero point z per block of values: w = (q - z) * s, computed in float32.
+Any slice is dequantized without reading the rest. Numbers are packed into int32 words, number 0 in
+the lowest bits:
 
 - `ScaledMatrix`: q of 8 bits, int8 or fp8 (e4m3), unpacked. DeepSeek's and Qwen's fp8 with blocks
   of 128 x 128; compressed-tensors' int-quantized and float-quantized.
@@ -42,18 +43,19 @@ class StoredMatrix(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Returns the names of its tensors with the shapes that each may have."""
+        """Returns the names of the matrix's tensors, with the shapes that each may have."""
         ...
 
     def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns w, float32, of a slice within bounds. For `Mxfp4Matrix` the last part may have a
+        """Returns a slice of w in float32. For `Mxfp4Matrix` the last part of the index may have a
         step, because gate and up are interleaved."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """`block` is the outputs and inputs that share a scale. The last blocks may be smaller."""
+    """`block` is the size (outputs, inputs) of a block that shares a scale. The last blocks may be
+    smaller."""
 
     values: str
     scale: str
@@ -79,8 +81,8 @@ class ScaledMatrix:
 
     @property
     def kept(self) -> Weights:
-        """The weights form for which the matrix can be used as stored (one scale per output, no
-        zero point), or ""."""
+        """Quantized type as which the matrix can be used without dequantizing (one scale per
+        output, no zero point), or ""."""
         if self.zero_point or self.block[1] < self.shape[-1]:
             return ""
         return "fp8" if self.fp8 else "int8"
@@ -106,8 +108,8 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`name` is the prefix of weight_packed and the other tensors. `group` is the inputs that share
-    a scale."""
+    """`name` is the prefix of weight_packed and the other tensors. `group` is the number of inputs
+    that share a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -167,8 +169,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """`name` is the prefix of qweight and the other tensors. `group` is the inputs that share a
-    scale."""
+    """`name` is the prefix of qweight and the other tensors. `group` is the number of inputs that
+    share a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -196,8 +198,9 @@ class AwqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """`name` is the prefix of qweight and the other tensors. `group` is the inputs that share a
-    scale, unless `ordered`: then `g_idx` holds each input's group. `added` corrects zero points."""
+    """`name` is the prefix of qweight and the other tensors. `group` is the number of consecutive
+    inputs that share a scale. With `ordered`, `g_idx` gives each input's group instead. `added` is
+    added to zero points."""
 
     name: str
     shape: tuple[int, int]
@@ -259,8 +262,9 @@ class Mxfp4Matrix:
 def unpacked(
     words: np.ndarray, bits: int, axis: int, part: slice, order: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Unpacks the numbers `part` along `axis` of words [rows, columns] packed along it, as uint8.
-    `order` gives the place of each number of a word from its low end on. Empty means in order."""
+    """Unpacks numbers from words [rows, columns] that are packed along `axis`. Returns the numbers
+    `part` of that axis as uint8. `order[i]` is the index of the number in a word's i-th field from
+    the low end; empty means i."""
     each = WORD_BITS // bits
     first = part.start // each
     cut = slice(first, -(-part.stop // each))
@@ -278,7 +282,7 @@ def unpacked(
 
 
 def _of_groups(grid: np.ndarray, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
-    """Returns each input's entry of its group, in float32."""
+    """Returns for each input the entry of its group along `axis` of `grid`, in float32."""
     if groups.size and not 0 <= groups.min() <= groups.max() < grid.shape[axis]:
         raise CheckpointError(
             f"{name}g_idx must name groups from 0 to {grid.shape[axis] - 1}, got {groups.min()} to"

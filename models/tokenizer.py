@@ -1,9 +1,9 @@
 """Tokenizer of a checkpoint: text to token ids and back, special tokens, end tokens, chat templates
 and sampling defaults.
 
-The `tokenizers` package does the work. Truncation and padding of a tokenizer.json are disabled,
-because the server limits lengths. Instances are thread-safe. Only the package's batch calls release
-the GIL, so long texts use these: a text of megabytes takes seconds."""
+Wraps the `tokenizers` package. Truncation and padding of a tokenizer.json are disabled, because the
+server limits lengths. Instances are thread-safe. Long texts take seconds and are encoded by the
+package's batch calls, which release the GIL."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +30,8 @@ _SPECIAL_NAMES = (
 
 
 class Tokenizer:
-    """A tokenizer. `eos_ids` end a text, the main one first. `special_ids` are not part of the
-    text. `sampling_defaults` are generation_config.json's, for requests that leave fields unset."""
+    """A tokenizer. `eos_ids` end a text; the first is the main one. `special_ids` are left out of
+    decoded text on request. `sampling_defaults` apply to fields that a request leaves unset."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Tokenizer:
         return self._chat is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns token ids, with BOS and the like if tokenizer.json adds them."""
+        """Returns token ids, including BOS and other special tokens that tokenizer.json adds."""
         try:
             return list(
                 self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
@@ -102,7 +102,7 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of the ids. Ids beyond the vocabulary have none."""
+        """Returns the text of the ids. Ids outside the vocabulary add no text."""
         try:
             # Called for every token of every stream: releasing the GIL would cost more than it
             # gains.
@@ -117,7 +117,7 @@ class Tokenizer:
             ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the vocabulary's own spelling, or None for an unknown id."""
+        """Returns the token's spelling in the vocabulary, or None for an unknown id."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
@@ -135,7 +135,8 @@ class Tokenizer:
         """Renders messages to the text that the model was trained on, special tokens included.
 
         Args:
-            continue_final_message: Whether the text ends with the last message's content.
+            continue_final_message: Whether the prompt ends inside the last message, after its
+                content.
             arguments: Additional variables of the template.
             tools: Tools that the model may call.
         """
@@ -154,8 +155,7 @@ class Tokenizer:
 
 
 def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
-    """Reads special tokens by name. A file states one as a string, or as an object with
-    `content`."""
+    """Reads special tokens by name. Each is a string or an object with `content`."""
 
     def content(value: object) -> object:
         return value.get("content") if isinstance(value, dict) else value
@@ -174,9 +174,9 @@ def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
 def _eos_ids(
     directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str | list[str]]
 ) -> tuple[int, ...]:
-    """Returns the EOS ids of generation_config.json, config.json (each an id or a list) and the
-    tokenizer, in this order, possibly none. All are needed: often only the tokenizer has a chat's
-    end token, because generation_config.json is the base model's."""
+    """Returns the EOS ids of generation_config.json, config.json and the tokenizer, in this order.
+    All three are read because generation_config.json is often the base model's, and then only the
+    tokenizer has the end token of a chat."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found += stated_eos_ids(directory / name)
@@ -193,9 +193,9 @@ def _eos_ids(
 
 
 def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns a checkpoint's chat templates by name, as transformers finds them:
-    chat_template.jinja and additional_chat_templates/NAME.jinja; else tokenizer_config.json's, a
-    string, a list of named ones or an object; else chat_template.json's."""
+    """Returns a checkpoint's chat templates by name, from the same places as transformers:
+    chat_template.jinja and additional_chat_templates/NAME.jinja; otherwise tokenizer_config.json (a
+    string, a list of named templates, or an object); otherwise chat_template.json."""
     found = {
         path.stem: path.read_text(encoding="utf-8")
         for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))

@@ -1,2 +1,2 @@
-"""What processes send each other: frozen structs (`Message`) that are their own wire form, and no
-dataclasses. Reaches neither JAX nor gRPC."""
+"""Messages between processes: frozen `Message` structs, which msgpack encodes directly. Imports
+neither JAX nor gRPC."""

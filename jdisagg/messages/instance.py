@@ -1,8 +1,9 @@
-"""Messages between the leader of an instance and its followers, on one ordered stream per follower.
+"""Messages between the leader process of an instance and its follower processes, on one ordered
+stream per follower.
 
-A follower joins, reports when it is loaded and warm, and then runs every ordered command in order.
-It reports what the leader cannot observe: how its part of a pull ended, and failures. Both sides
-send heartbeats, and silence counts as death."""
+A follower joins, loads and warms up its mesh, reports this, and then runs the leader's commands in
+order. It reports its own failures and the results of its part of each pull. Both sides send
+heartbeats and treat a silent peer as dead."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -10,8 +11,7 @@ from jdisagg.plain import Message
 
 
 class LeaderPlace(Message, frozen=True):
-    """Address and secret of the leader. Followers receive it as text through their common JAX
-    job."""
+    """Address and secret of the leader, which followers receive as text through the JAX runtime."""
 
     address: str
     secret: int
@@ -26,8 +26,8 @@ class LeaderPlace(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First message on the stream. `secret` authenticates the follower. `end` is the address at
-    which its process receives `KvPlane` messages."""
+    """First message of a follower. `secret` authenticates the follower, and `end` is its endpoint
+    on the KV plane."""
 
     process: int
     secret: int
@@ -35,7 +35,7 @@ class Join(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The follower's mesh has run its warm-up."""
+    """Reports that the follower has loaded and warmed up its mesh."""
 
 
 class Reported(Message, frozen=True):
@@ -46,8 +46,8 @@ class Reported(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Command `number` raised on this process. `fatal` means that its mesh is broken. Otherwise
-    every process is expected to fail alike."""
+    """Command `number` raised an error on this process. `fatal` means that the mesh is broken;
+    otherwise every process should have raised the same error."""
 
     number: int
     message: str
@@ -59,7 +59,7 @@ class Beat(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """All processes are ready. Silence counts from now on."""
+    """Reports that all processes are ready. From here on a silent process counts as dead."""
 
 
 class Ordered(Message, frozen=True):
@@ -70,7 +70,7 @@ class Ordered(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Finish the ordered commands, then end."""
+    """Requests that the follower finishes the commands it has received and then exits."""
 
 
 FollowerMessage = Join | Ready | Reported | Failed | Beat

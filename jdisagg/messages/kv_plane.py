@@ -3,31 +3,31 @@
 
 Before the first pull of receiver process R from sender process S:
 
-- R -> S  Open: R will pull.
+- R -> S Open: R announces its pulls.
 - S -> R  Opened: the address to pull from.
 
 One pull of R from each sender process S of the peer's instance:
 
-- R -> S  PullRequest: the KV that R needs for its own devices, under a fresh random id that also
-  names it on the data plane.
-- S -> R  Posted: where the bytes wait (none if S holds nothing for R), or
+- R -> S PullRequest: the KV that R needs for its own devices, under a new random id, which the data
+  plane uses as well.
+- S -> R Posted: location of the bytes (no pieces if S holds nothing for R), or
 - S -> R  Refused: the reason. Also sent later, when the offer is revoked.
-- R -> S  Pulled: everything arrived and S forgets the posting, or
-- R -> S  Withdraw: R gave up and S takes back its posting under the id.
-- R -> S  Leave: R will pull nothing more and S closes its state for R.
+- R -> S Pulled: everything arrived, and S frees the posting, or
+- R -> S Withdraw: R gave up the pull, and S withdraws its posting.
+- R -> S Leave: R makes no more pulls, and S frees its state for R.
 
-Pull ahead: if R knows the address and the pieces, it pulls on the data plane together with its
-request, before the posting and perhaps before the offer. S then posts without a reply. If S refuses
-or receives a withdrawal, it posts an error under the id, so that nothing stays parked in the
-engine.
+Pull ahead: if R already has the address and the list of pieces, it starts the data-plane pull
+together with its request, before the posting and perhaps before the offer. S then posts without a
+reply. If S refuses or receives a withdrawal, it posts an error under the id, so that R's pull does
+not wait in the engine forever.
 
-Other backends follow the same exchange. With shared memory, S answers at once, the region's first
-byte reports when the bytes are written, and R sends Pulled once it needs them no more. With NIXL, R
-reads what S wrote into registered memory. With CUDA IPC on one host, R copies the arrays that S
-computed and holds.
+Other backends follow the same exchange. With shared memory, S replies at once and sets the region's
+first byte when all bytes are written; R sends Pulled after its last read. With NIXL, R reads the
+bytes that S wrote into registered memory. With CUDA IPC on one host, R copies directly from S's
+arrays.
 
-Any message may be lost, late or doubled: ids are used once and deadlines decide. Device numbers
-belong to the side that names them."""
+Any message may be lost, late or duplicated. Ids are therefore used once, and every wait has a
+deadline. Device numbers are those of the side that owns the device."""
 
 import enum
 from typing import Protocol
@@ -37,7 +37,7 @@ from jdisagg.plain import Message
 
 
 class KvBackend(enum.StrEnum):
-    """What moves the bytes of a pull."""
+    """Transport of a pull's bytes."""
 
     ENGINE = "engine"
     SHARED = "shared"
@@ -46,8 +46,8 @@ class KvBackend(enum.StrEnum):
 
 
 class Wanted(Message, frozen=True):
-    """One device of the receiving dp rank, with its process and its head shard (0 ..
-    PullRequest.head_shards - 1)."""
+    """One device of the receiving dp rank, with its process and its index among the
+    `PullRequest.head_shards` head shards."""
 
     device: int
     process: int
@@ -55,7 +55,7 @@ class Wanted(Message, frozen=True):
 
 
 class PostedPiece(Message, frozen=True):
-    """Granule `part` of the pieces from sender device `source` to receiver device `destination`."""
+    """Piece number `part` of those from sender device `source` to receiver device `destination`."""
 
     source: int
     destination: int
@@ -63,8 +63,8 @@ class PostedPiece(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """The receiver will use its connection `link` to this boot of the sender, with `transports`
-    parallel connections."""
+    """Opens the receiver's connection `link` to this boot of the sender. The data plane uses
+    `transports` parallel connections."""
 
     sender_boot_id: int
     link: int
@@ -72,7 +72,7 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Postings for connection `link` are on the transfer server at `address`."""
+    """Reply to `Open`: the transfer server at `address` serves connection `link`."""
 
     link: int
     address: str
@@ -83,7 +83,7 @@ class PullRequest(Message, frozen=True):
 
     Attributes:
         pull_id: Random 64 bits, used once.
-        sender_boot_id: Intended boot of the sender. Any other refuses.
+        sender_boot_id: Boot of the sender that should serve the request. Any other boot refuses.
         link: Number of the receiver's connection to this sender process. A higher number replaces a
             lower one.
         transports: Connections of the data plane, equal on both sides.
@@ -92,13 +92,13 @@ class PullRequest(Message, frozen=True):
         dtype, components, granule, tokens, head_size: Type and sizes of a piece [1, C, G, T, H]
             before the codec.
         head_shards: Shards of the receiver's heads.
-        wanted: Devices of the receiving rank in all processes, from which every sender process
-            computes the same plan.
-        process: The receiver's own process. Only its devices are served.
-        turn: Index of the sender's replica to use first.
-        address: Transfer server of a pull ahead, else empty.
+        wanted: Devices of the receiving rank in all processes. Every sender process computes the
+            same reshard plan from them.
+        process: The receiver's own process. Only the devices of this process are served.
+        turn: Index of the sender's preferred replica.
+        address: Transfer server of a pull ahead. Empty for other pulls.
         pieces: Pieces of a pull ahead, in the order in which they are pulled.
-        backend: What moves the bytes.
+        backend: Transport of the bytes.
     """
 
     pull_id: int
@@ -163,13 +163,14 @@ KvMemory = InMemory | InRegistered | OnDevice
 
 
 class Posted(Message, frozen=True):
-    """The pieces wait under uuid `pull_id` in this order, each as its codec's leaves.
+    """Reply to `PullRequest`: the pieces are ready under uuid `pull_id`, in this order. Each piece
+    is sent as the arrays of its codec.
 
     Attributes:
         address: Transfer server (host:port), meaningless if `pieces` is empty.
         heads: kv heads of the whole block.
-        pieces: Posted pieces. Empty if nothing waits.
-        memory: Location of the pieces unless the backend is the engine.
+        pieces: Posted pieces. Empty if the sender holds nothing for the receiver.
+        memory: Location of the pieces. None for the transfer engine.
     """
 
     pull_id: int
@@ -189,14 +190,15 @@ class Refused(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """Everything that this sender process posted under the id has arrived. Its memory may be
-    reused."""
+    """Reports that all pieces of this sender process have arrived, so that it may reuse their
+    memory."""
 
     pull_id: int
 
 
 class Withdraw(Message, frozen=True):
-    """The receiver gave up the pull. `ahead` means that its request already waits in the engine."""
+    """The receiver gave up the pull. `ahead` means that the pull already waits in the transfer
+    engine."""
 
     pull_id: int
     ahead: bool = False

@@ -44,7 +44,7 @@ class Unpacker(Generic[T]):
         """Decodes `data`.
 
         Raises:
-            InvalidRequestError: The bytes are not such a message.
+            InvalidRequestError: The bytes are no message of this class.
         """
         try:
             return self._decoder.decode(data)

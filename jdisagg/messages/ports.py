@@ -1,9 +1,9 @@
 """Ports: the calls of the request path to a worker, and the calls between two workers at a
 hand-off.
 
-An embedded cluster calls these directly, separate processes over gRPC. All arguments are frozen
-plain data. Durations are remaining seconds. `attempt` numbers rise with each retry of a request, so
-that calls of an outdated attempt are ignored."""
+An embedded cluster calls ports directly, and separate processes call them over gRPC. All arguments
+are frozen plain data. Deadlines are remaining seconds. Each retry of a request has a higher
+`attempt` number, so that workers ignore calls of an outdated attempt."""
 
 import enum
 from collections.abc import AsyncIterator
@@ -18,8 +18,8 @@ from jdisagg.request import CachedTokens, Request, TokenLogprobs
 
 
 class Child(Message, frozen=True):
-    """One of a request's n streams, with its accepted tokens. A new prefill forces these and never
-    resamples them."""
+    """One of a request's n streams, with its accepted tokens. A retry computes the KV of these
+    tokens and never samples them again."""
 
     index: int
     accepted: tuple[int, ...] = ()
@@ -34,8 +34,9 @@ class ReserveCall(Message, frozen=True):
             accepted tokens.
         age_seconds: Time since the request arrived. Queues serve by arrival, so a preempted request
             precedes younger ones.
-        whole: Whether all KV will be sent, including positions cached here.
-        computes: Whether the worker itself computes what is not cached here, at least one token.
+        whole: Whether all KV will be sent, including positions that the worker has cached.
+        computes: Whether the worker itself prefills the tokens that it has not cached, at least
+            one.
     """
 
     request: Request
@@ -48,8 +49,8 @@ class ReserveCall(Message, frozen=True):
 
 
 class Reservation(Message, frozen=True):
-    """Pages held under a lease of `lease_seconds`, until `generate` takes them over. The first
-    `cached_tokens` positions are cached here and are neither computed nor sent."""
+    """Pages reserved for `lease_seconds`, or until `generate` uses them. The decode worker has the
+    first `cached_tokens` positions cached, so they are neither computed nor sent."""
 
     reservation_id: int
     worker: str
@@ -71,7 +72,8 @@ class HandoffSource(Message, frozen=True):
         worker: Name of the sender.
         handoff_id: Id of the hand-off at the sender.
         address: host:port of its `PeerPort`. Empty in the embedded cluster, which resolves names.
-        boot_id: Boot of the sender's process. 0 means unknown, and a hello then finds it out.
+        boot_id: Boot of the sender's process. With 0 (unknown), the receiver learns it from the
+            hello.
     """
 
     worker: str
@@ -81,7 +83,7 @@ class HandoffSource(Message, frozen=True):
 
 
 class GenerateCall(Message, frozen=True):
-    """Starts a reserved sequence. Without `source` the worker prefills it itself."""
+    """Starts a reserved sequence. Without `source` the decode worker itself computes the prompt."""
 
     reservation_id: int
     attempt: int
@@ -90,8 +92,8 @@ class GenerateCall(Message, frozen=True):
 
 
 class SpanEnd(enum.Enum):
-    """Why a child's spans end. `PREEMPTED`: its pages were taken, and the path retries with the
-    accepted tokens. `MOVED`: another worker took the sequence over and continues it."""
+    """Why a child's spans end. `PREEMPTED`: the worker took the child's pages, and the request path
+    retries with the accepted tokens. `MOVED`: another worker continues the sequence."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -100,8 +102,9 @@ class SpanEnd(enum.Enum):
 
 
 class SourceLost(Message, frozen=True):
-    """The KV of hand-off `handoff_id` will not arrive. The reservation is kept for a while with the
-    first `kept_tokens` positions, and `resume_source` can fetch the rest from another source."""
+    """Reports that the KV of hand-off `handoff_id` will not arrive. The decode worker keeps the
+    reservation with the first `kept_tokens` positions for a while, and `resume_source` can fetch
+    the rest from another source."""
 
     handoff_id: int
     kept_tokens: int
@@ -116,11 +119,11 @@ class Span(Message, frozen=True):
     Attributes:
         kv_bytes_moved: Bytes of the hand-off, on the first span.
         exposed_transfer_seconds: Hand-off time beyond the prefill, on the first span.
-        lost: Failure of the KV's source. Concerns the whole reservation, without tokens.
-        moving: Hand-off under which another worker can take the sequence over. Concerns the whole
-            reservation, without tokens.
+        lost: Failure of the KV's source. Such a span has no tokens and applies to all children.
+        moving: Hand-off by which another worker can take the sequence over. Such a span has no
+            tokens and applies to all children.
         prompt_logprobs: Requested prompt log-probabilities, on the first span.
-        aside: Whether the child has no pages for a while after these tokens.
+        aside: Whether the child is swapped out after these tokens.
     """
 
     child: int
@@ -150,9 +153,9 @@ class PrefillCall(Message, frozen=True):
     """Computes prompt and accepted tokens, samples one token per child, and offers the KV.
 
     Attributes:
-        from_token: First position whose KV is offered under `handoff_id`. At the end of the prompt
-            nothing is offered.
-        peer: Hint at a worker that has the first `peer_tokens` positions cached and sends them
+        from_token: First position whose KV is offered under `handoff_id`. The prompt's length means
+            that no KV is offered.
+        peer: Worker that probably has the first `peer_tokens` positions cached and can send them
             under this hand-off.
     """
 
@@ -187,7 +190,7 @@ class FetchCall(Message, frozen=True):
         asker: Worker that receives the KV.
         names: Chain of block names from the first position on.
         first: Index of the first block to fetch.
-        block_tokens: Positions of a block.
+        block_tokens: Tokens of a block.
         deadline_seconds: Time limit of the offer.
     """
 
@@ -200,21 +203,20 @@ class FetchCall(Message, frozen=True):
 
 
 class FetchReply(Message, frozen=True):
-    """Number of blocks offered from `first` on, at most those requested. With 0 no hand-off
-    began."""
+    """Number of blocks offered, counted from `first`. 0 means that no hand-off has begun."""
 
     blocks: int = 0
 
 
 class Offer(Message, frozen=True):
-    """A KV block that can be pulled, perhaps still being computed.
+    """A KV block that the receiver may pull. The sender may still be computing it.
 
-    It holds positions [start, start + valid_tokens) of `groups` layer groups from `group` on,
-    padded to `block_tokens`, on dp rank `rank` of the sender.
+    The block holds positions [start, start + valid_tokens) of `groups` layer groups from `group`
+    on, padded to `block_tokens`, on dp rank `rank` of the sender.
 
     Attributes:
-        kind: What the block holds. WINDOW has the positions that windows still reach, in layer
-            groups of its own. STATE and WINDOW follow all blocks of POSITIONS.
+        kind: Content of the block. WINDOW blocks hold the positions inside the sliding windows and
+            have their own layer groups. STATE and WINDOW blocks follow all POSITIONS blocks.
     """
 
     offer_id: int
@@ -228,7 +230,8 @@ class Offer(Message, frozen=True):
 
 
 class OfferChecksum(Message, frozen=True):
-    """Expected checksum of an offered block after insertion, sent once the block is computed."""
+    """Checksum that an offered block must have after its insertion. Sent once the block is
+    computed."""
 
     offer_id: int
     checksum: int
@@ -238,11 +241,11 @@ class HandoffEnd(Message, frozen=True):
     """End of a hand-off. `prompt_logprobs` repeats those of `PrefillReply`, which may be lost.
 
     Attributes:
-        offers: Number of offers.
-        tokens: Number of positions.
-        firsts: Tokens sampled at the end.
-        moved: All generated tokens of a running sequence that moves. The KV of the newest is not
-            included.
+        offers: Number of blocks offered.
+        tokens: Number of positions offered.
+        firsts: First sampled token of each child.
+        moved: All generated tokens of a running sequence that moves to another worker. The KV of
+            the newest token is not included.
     """
 
     offers: int
@@ -256,16 +259,16 @@ PeerMessage = Offer | OfferChecksum | HandoffEnd
 
 
 class PeerHello(Message, frozen=True):
-    """Properties that two workers compare before they hand over KV. Differences are refused by
-    field name.
+    """Properties that two workers compare before a KV hand-off. A difference is refused with an
+    error that names the field.
 
     Attributes:
         kv_layers: KV spec as text.
         windows_apart: Whether layers with a window are sent separately, limited to their window.
-        worker, boot_id: Sender's name and boot, which may differ between the sides.
-        checksum_key: Secret key of the checksums of this side's offers, sent over this control
-            connection only. It may differ.
-        mesh: Sender's mesh. Only its `transports` must be equal.
+        worker, boot_id: Name and boot of the worker that sends this hello. Not compared.
+        checksum_key: Secret key of this worker's checksums, sent over the control connection only.
+            Not compared.
+        mesh: Mesh of this worker. Only `transports` must be equal on both sides.
     """
 
     protocol: int
@@ -282,8 +285,8 @@ class PeerHello(Message, frozen=True):
 
 
 async def close_stream(items: object) -> None:
-    """Closes a port's iterator, which cancels the call. Iterators that are no generators hold
-    nothing to close."""
+    """Closes an iterator returned by a port, which cancels the call. Iterators without `aclose`
+    need no closing."""
     aclose = getattr(items, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -291,12 +294,12 @@ async def close_stream(items: object) -> None:
 
 class PrefillPort(Protocol):
     async def prefill(self, call: PrefillCall) -> PrefillReply:
-        """Returns once the tokens are sampled. Raises OverloadedError (queue full),
-        DeadlineExceededError or UnavailableError."""
+        """Computes a prompt and returns once the first tokens are sampled. Raises OverloadedError
+        (queue full), DeadlineExceededError or UnavailableError."""
         ...
 
     async def cancel_prefill(self, handoff_id: int) -> None:
-        """Frees compute, offers and pages of the hand-off. Idempotent."""
+        """Stops the prefill and frees the offers and pages of the hand-off. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
@@ -309,14 +312,14 @@ class PrefillPort(Protocol):
 
 class DecodePort(Protocol):
     async def reserve(self, call: ReserveCall) -> Reservation:
-        """Waits in a bounded queue for room. Raises OverloadedError if the queue is full,
-        InvalidRequestError if the request can never fit, DeadlineExceededError if the wait outlasts
-        the deadline."""
+        """Reserves pages, waiting in a bounded queue until enough are free. Raises OverloadedError
+        if the queue is full, InvalidRequestError if the request can never fit,
+        DeadlineExceededError if the wait outlasts the deadline."""
         ...
 
     def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
-        """Yields spans of all children until each has ended. Closing the iterator cancels. Raises
-        HandoffError, UnavailableError or DeadlineExceededError."""
+        """Yields spans of all children until each has ended. Closing the iterator cancels the
+        sequence. Raises HandoffError, UnavailableError or DeadlineExceededError."""
         ...
 
     async def resume_source(self, call: ResumeCall) -> int | None:
@@ -325,14 +328,15 @@ class DecodePort(Protocol):
         ...
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
-        """Frees the slot within one step and the pages at once, or within its lease for KV in
-        flight. `child` None cancels all. Idempotent."""
+        """Cancels one child, or all if `child` is None. Its slot is freed within one step. Its
+        pages are freed at once, or at the latest at the end of the lease if KV is in flight.
+        Idempotent."""
         ...
 
     async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        """Swaps out all children once their KV is here and keeps it in host memory for
-        `keep_seconds`, as far as room allows. Others end as preempted. None resumes them when they
-        get pages. The last call wins. Idempotent."""
+        """Swaps all children out to host memory for `keep_seconds`, once their KV has arrived.
+        Children for which host memory has no room end as preempted. `keep_seconds` None swaps the
+        children in again when pages are free. The last call wins. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
@@ -348,16 +352,18 @@ class PeerPort(Protocol):
     that moves a running sequence, or a worker with cached blocks that a prefill worker fetches."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        """Raises IncompatiblePeerError with the field that differs and both values."""
+        """Compares both hellos and returns this worker's. Raises IncompatiblePeerError with the
+        field that differs and both values."""
         ...
 
     async def fetch(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of those cached blocks that are still here and may be sent. The holder
-        decides, because the caller's view is only a hint."""
+        """Begins a hand-off of the requested blocks that this worker still has cached and may send.
+        The caller's view of the cache may be outdated."""
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        """Yields offers as they are made, each one's checksum once computed, then HandoffEnd.
+        """Yields each offer when it is made, its checksum when the block is computed, and at last
+        HandoffEnd.
 
         Raises:
             HandoffError: The sender gave up.
@@ -365,10 +371,10 @@ class PeerPort(Protocol):
         ...
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        """Reports that these blocks arrived, and the sender frees them. Without ids it only renews
-        the lease. Idempotent."""
+        """Reports that these blocks arrived, so that the sender frees them. A call without ids only
+        renews the lease. Idempotent."""
         ...
 
     async def abort(self, handoff_id: int, reason: str) -> None:
-        """Reports that the receiver gave up, and the sender frees the hand-off. Idempotent."""
+        """Reports that the receiver gave up, so that the sender frees the hand-off. Idempotent."""
         ...

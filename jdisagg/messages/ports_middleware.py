@@ -1,4 +1,4 @@
-"""Middleware for ports: one mechanism that intercepts the calls of any port.
+"""Middleware that intercepts the calls of any port.
 
     class Slow:
         async def unary(self, proceed, *args):          # any call that has one reply
@@ -13,10 +13,10 @@
 
     port = through(DecodePort, port, Slow())
 
-A middleware is any object and intercepts the calls that it has methods for. `proceed` is the port's
-own method, which a middleware calls with the same arguments, with others, or not at all. Other
-calls reach the port directly at no cost. The methods of a port, and which of them stream, are read
-from its Protocol once. The calls of a wrapped port are bound when it is wrapped."""
+A middleware is any object with methods for the calls that it intercepts. `proceed` is the port's
+own method, which the middleware calls with the same arguments, with others, or not at all. Calls
+that are not intercepted reach the port directly at no cost. `through` binds the methods once, when
+it wraps the port."""
 
 import inspect
 from functools import cache, partial
@@ -26,12 +26,12 @@ P = TypeVar("P")
 
 
 class _Through:
-    """A port whose methods are bound at its creation."""
+    """Port with its methods bound by `through`."""
 
 
 @cache
 def port_methods(protocol: type) -> tuple[tuple[str, bool], ...]:
-    """Returns the methods of a port's Protocol, each with whether it streams (is no coroutine)."""
+    """Returns the names of a port's methods, each with whether the method streams its replies."""
     return tuple(
         (name, not inspect.iscoroutinefunction(method))
         for name, method in vars(protocol).items()

@@ -1,4 +1,4 @@
-"""Registration: the card of a worker, and the port that a router offers to its workers."""
+"""Registration of workers: a worker's card, and the router's port that workers call."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ class ModelCard(Message, frozen=True):
 
     Attributes:
         fingerprint: Hash of the weights, their dtype and the KV geometry.
-        geometry: Input of the cost model, or None if no times are predicted.
+        geometry: Sizes for the cost model, or None if the router predicts no times.
     """
 
     name: str
@@ -32,13 +32,13 @@ class WorkerCard(Message, frozen=True):
     """A worker's registration.
 
     Attributes:
-        boot_id: Random number of this start.
+        boot_id: Random number drawn when the process starts.
         address: host:port of its gRPC services.
-        place: "rack/host/domain/process" of its devices, where any suffix may be missing. Two
-            workers are as close as their common prefix of parts. If a fast domain spans hosts, name
-            it as the host.
+        place: Location of the devices as "rack/host/domain/process", where trailing parts may be
+            missing. More equal leading parts mean a closer worker. If a fast domain spans hosts,
+            use its name as the host.
         hardware: Speed of each device, or None if unknown.
-        stages: Pipeline stages of layout.devices each.
+        stages: Number of pipeline stages, each on layout.devices devices.
         kept: Naming of its cached KV blocks, or None without a prefix cache.
     """
 
@@ -55,7 +55,7 @@ class WorkerCard(Message, frozen=True):
 
 
 class RegistryPort(Protocol):
-    """A router's calls for workers that join and leave."""
+    """The router's calls by which workers register, report and leave."""
 
     async def register(self, card: WorkerCard) -> None: ...
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
@@ -64,7 +64,7 @@ class RegistryPort(Protocol):
 
     async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
         """Applies changes of the worker's cached blocks. Returns the last event that the router has
-        processed, which may precede these changes."""
+        processed, which may be older than these changes."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

@@ -1,8 +1,8 @@
-"""Role changes: calls to a worker and its reports. Plain data and ports, as in ports.py.
+"""Role changes: calls to a worker and its reports, as plain data and ports.
 
-A change is a new incarnation of the same process. The worker drains, leaves its routers, reshards
-its weights, warms up, and registers under the same name and address with its new role and a new
-boot id. While its port is closed, callers retry until a deadline."""
+To change its role, a worker drains, leaves its routers, reshards its weights and warms up. The same
+process then registers under the same name and address, with its new role and a new boot id. While
+the worker's port is closed, callers retry until a deadline."""
 
 import enum
 from typing import Protocol
@@ -13,8 +13,8 @@ from jdisagg.plain import Message
 
 
 class SwitchState(enum.Enum):
-    """`NONE`: the process has not changed its role since its start. `FAILED`: it is back in its old
-    role."""
+    """State of a role change. `NONE`: the process has not changed its role since its start.
+    `FAILED`: the worker is back in its old role."""
 
     NONE = "none"
     DRAINING = "draining"
@@ -23,8 +23,8 @@ class SwitchState(enum.Enum):
 
 
 class SwitchCall(Message, frozen=True):
-    """Change to `role` with `layout`. `switch_id` is drawn by the caller and identifies this change
-    in reports."""
+    """Requests a change to `role` with `layout`. The caller draws `switch_id`, which identifies the
+    change in reports."""
 
     switch_id: int
     role: WorkerRole
@@ -32,9 +32,9 @@ class SwitchCall(Message, frozen=True):
 
 
 class SwitchReport(Message, frozen=True):
-    """A worker's latest change and its present role. Times cover draining, resharding and building,
-    and compiling or loading programs. `total_seconds` spans from the call to the new
-    registration."""
+    """A worker's latest role change and its present role. There are times for draining, for
+    resharding and building, and for compiling or loading programs. `total_seconds` is the time from
+    the call to the new registration."""
 
     worker: str
     boot_id: int
@@ -51,20 +51,21 @@ class SwitchReport(Message, frozen=True):
 
 class RolePort(Protocol):
     async def switch_role(self, call: SwitchCall) -> None:
-        """Returns when the change has begun. Raises InvalidRequestError, LayoutError or
-        UnavailableError (a change is under way) without any effect."""
+        """Starts a role change and returns once it has begun. InvalidRequestError, LayoutError and
+        UnavailableError (a change is under way) mean that nothing changed."""
         ...
 
     async def switch_report(self) -> SwitchReport:
-        """Raises UnavailableError while the worker is between two incarnations."""
+        """Returns the latest change. Raises UnavailableError while the worker's port is closed by a
+        change."""
         ...
 
 
 class AdviceReport(Message, frozen=True):
-    """Recommended and present numbers of workers per role, with their basis. `elastic` means that
-    the router changes roles itself, and `decision` is its latest decision. Attainments are
-    fractions of the window's requests that met the objective. Quantile seconds are at
-    `slo_quantile`."""
+    """Recommended and present numbers of workers per role, with the measurements behind them.
+    `elastic` means that the router changes roles itself, and `decision` is its latest decision.
+    Attainments are fractions of the window's requests that met the objective. Quantile seconds are
+    at `slo_quantile`."""
 
     prefill: int
     decode: int
@@ -95,9 +96,10 @@ class ClusterRolesPort(Protocol):
         layout: Layout | None = None,
         deadline_seconds: float = 120.0,
     ) -> SwitchReport:
-        """Returns when the worker serves in `role`, or is back in its old one (FAILED). `layout`
-        None means the usual one. Raises InvalidRequestError or UnavailableError if the change is
-        not possible, DeadlineExceededError if its outcome is unknown in time."""
+        """Changes a worker's role. Returns when the worker serves in `role`, or is back in its old
+        role (FAILED). `layout` None means the role's most common layout. Raises InvalidRequestError
+        or UnavailableError if the change is not possible, DeadlineExceededError if the deadline
+        passes before the outcome is known."""
         ...
 
     async def advice(self) -> AdviceReport: ...

@@ -1,5 +1,6 @@
-"""One stream per process with the spans of all sequences that it started on a worker. Connections
-use it in place of `DecodePort.reserve` and `DecodePort.generate`."""
+"""Sessions: one stream from a worker to a calling process, with the spans of all sequences that
+this process started. Connections use sessions in place of `DecodePort.reserve` and
+`DecodePort.generate`."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -17,7 +18,7 @@ class WireStatus(Message, frozen=True):
 
 
 class ReservationSpans(Message, frozen=True):
-    """News of one reservation since the last batch. `ended` or `error` is final."""
+    """Spans of one reservation since the last batch. After `ended` or `error` no more follow."""
 
     reservation_id: int
     spans: tuple[Span, ...] = ()
@@ -26,14 +27,14 @@ class ReservationSpans(Message, frozen=True):
 
 
 class SpanBatch(Message, frozen=True):
-    """One message of a session. The first is empty and reports that the session is open."""
+    """One message of a session's stream. An empty first batch reports that the session is open."""
 
     reservations: tuple[ReservationSpans, ...] = ()
 
 
 class SpanSessionPort(Protocol):
-    """Sessions named by random numbers of their callers. A session ends with its stream, which
-    cancels everything that it reserved and started."""
+    """Sessions on a worker. The caller draws each session's random id. The end of a session's
+    stream cancels all of its reservations and sequences."""
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
         """Like `DecodePort.reserve`. The reservation belongs to the session."""

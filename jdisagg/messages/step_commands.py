@@ -1,13 +1,13 @@
-"""Step commands: what a scheduler lets a mesh run (`StepCommand -> Executor.run -> StepResult`).
+"""Step commands, which a scheduler issues to a mesh (`StepCommand -> Executor.run -> StepResult`).
 
 A command refers to sequences, dp ranks, pages and slots by number and carries every token id that
 the mesh does not hold. It holds no arrays, clock or randomness, so a command stream can be
 broadcast to the processes of an instance, recorded, replayed, or run by a cost model. Positions are
 absolute in the sequence. Page ids are local to a dp rank.
 
-State of a sequence on the mesh: with tokens t_0..t_(n-1) known, pages hold the KV of positions
-0..n-2, and the slot holds `token` = t_(n-1) and `position` = n-1. A decode step writes that token's
-KV, samples t_n and advances, while position < limit."""
+State of a sequence with tokens t_0..t_(n-1): pages hold the KV of positions 0..n-2, and the slot
+holds `token` = t_(n-1) and `position` = n-1. A decode step writes the KV of `token`, samples t_n
+and increments `position`, as long as position < limit."""
 
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
@@ -21,9 +21,9 @@ SLOW = "slow"  # `DiskResult.error`: the deadline passed
 
 
 class SampleSpec(Message, frozen=True):
-    """How the next tokens of one child are chosen. `prompt_history` and `output_history` are filled
-    only if the choice depends on them, and include the slot's own `token`. `min_position` is the
-    first position at which a stop id may be sampled."""
+    """Sampling parameters of one child. `prompt_history` and `output_history` are filled only if
+    sampling depends on them, and include the slot's own `token`. `min_position` is the first
+    position at which a stop id may be sampled."""
 
     child: int
     sampling: SamplingParams
@@ -34,8 +34,8 @@ class SampleSpec(Message, frozen=True):
 
 
 class OfferSpec(Message, frozen=True):
-    """A piece of a row's KV to offer: tokens [offset, offset + block_tokens) of the rank's chunk,
-    for `groups` layer groups from `group` on."""
+    """A KV block to offer from a prefill row: tokens [offset, offset + block_tokens) of the rank's
+    chunk, for `groups` layer groups from `group` on."""
 
     offer_id: int
     group: int
@@ -50,10 +50,10 @@ class PrefillRow(Message, frozen=True):
 
     Attributes:
         pages: Pages of positions [0, start + len(tokens)).
-        samples: One per child on the sequence's last part, else empty.
+        samples: One per child in the prompt's last row. Empty in earlier rows.
         state: Slot of the sequence's state, read as of `start` and written as of the row's end.
-        prompt_logprobs: Number of most likely tokens to report for each token after one of
-            `tokens`, or None.
+        prompt_logprobs: Number of most likely tokens to report for the token that follows each of
+            `tokens`. None reports no log-probabilities.
         following: Token after the last of `tokens`, or -1 at the prompt's end.
     """
 
@@ -82,7 +82,7 @@ class PrefillChunk(Message, frozen=True):
 
 
 class ReleaseOffers(Message, frozen=True):
-    """Frees offered blocks that were acknowledged or given up, on the device or in host memory."""
+    """Frees acknowledged or aborted offers, on the device or in host memory."""
 
     step: int
     offer_ids: tuple[int, ...]
@@ -90,18 +90,18 @@ class ReleaseOffers(Message, frozen=True):
 
 
 class ExtractBlock(Message, frozen=True):
-    """Offers KV from this mesh's pages, of a running sequence that moves to another worker. Returns
-    an `ExtractResult`.
+    """Offers KV from this mesh's pages, for a running sequence that moves to another worker. The
+    result is an `ExtractResult`.
 
-    The block has tokens [start, start + valid_tokens) of `groups` layer groups from `group` on, on
-    dp rank `rank`, padded to `block_tokens`.
+    The block holds tokens [start, start + valid_tokens) of `groups` layer groups from `group` on,
+    on dp rank `rank`, padded to `block_tokens`.
 
     Attributes:
         pages: As in `InsertBlock`.
-        to_host: Whether to store the block in host memory for a pull from peer `HOST`. The result
-            follows the copy and blocks nothing.
-        kind: What the block holds. STATE is read from slot `pages[0]`; WINDOW has layer groups and
-            `pages` of its own.
+        to_host: Whether to copy the block to host memory, from where peer `HOST` offers it. The
+            mesh is not blocked, and the result follows after the copy.
+        kind: Content of the block. STATE is read from slot `pages[0]`. WINDOW has its own layer
+            groups and `pages`.
     """
 
     step: int
@@ -119,7 +119,8 @@ class ExtractBlock(Message, frozen=True):
 
 
 class ConnectPeer(Message, frozen=True):
-    """Allows pulls from `peer`. Its name holds the boot id and is never reused for another mesh."""
+    """Allows pulls from `peer`, whose name contains the boot id and is never reused for another
+    mesh."""
 
     step: int
     peer: str
@@ -127,7 +128,7 @@ class ConnectPeer(Message, frozen=True):
 
 
 class DisconnectPeer(Message, frozen=True):
-    """Ends pulls from `peer`. Pulls under way fail."""
+    """Disallows pulls from `peer`. Pulls in flight fail."""
 
     step: int
     peer: str
@@ -135,7 +136,7 @@ class DisconnectPeer(Message, frozen=True):
 
 class PullBlock(Message, frozen=True):
     """Starts to pull one offered block from `peer` to dp rank `rank`, without blocking the mesh.
-    The result follows its arrival or failure.
+    The result follows when the block has arrived or the pull has failed.
 
     `codec` names the block's compression (transfer/codec.py). `source_rank` is the peer's dp rank.
     `kind` is as in `ExtractBlock`."""
@@ -158,8 +159,9 @@ class InsertBlock(Message, frozen=True):
     `start` on.
 
     `pages` covers positions [0, start + valid_tokens): position p lies in pages[p // page_size].
-    The `InsertResult` has the sum under `checksum_key` of the values read back. A STATE
-    block is written to slot `pages[0]`, a WINDOW block to the `pages` of layers with a window."""
+    The `InsertResult` has the checksum, under `checksum_key`, of the values read back from the
+    pages. A STATE block is written to slot `pages[0]`, a WINDOW block to the `pages` of layers with
+    a window."""
 
     step: int
     offer_id: int
@@ -184,8 +186,8 @@ class DropBlocks(Message, frozen=True):
 
 
 class CopyPages(Message, frozen=True):
-    """Copy-on-write of pages, as (rank, source page, destination page). `states` lists state slots
-    in the same form, which include their window ring buffers."""
+    """Copies pages for copy-on-write, as (rank, source page, destination page). `states` lists
+    state slots to copy in the same form, with their window ring buffers."""
 
     step: int
     copies: tuple[tuple[int, int, int], ...]
@@ -193,8 +195,8 @@ class CopyPages(Message, frozen=True):
 
 
 class SlotAdmit(Message, frozen=True):
-    """Puts a sequence into a slot. `limit` is the first position that must not be written, because
-    pages or length end there. `state` is the slot of its recurrent state."""
+    """Puts a sequence into a slot. `limit` is the first position that must not be written: the end
+    of its pages or of its allowed length. `state` is the slot of its recurrent state."""
 
     sequence: int
     rank: int
@@ -208,7 +210,7 @@ class SlotAdmit(Message, frozen=True):
 
 
 class SlotGrow(Message, frozen=True):
-    """Extends a running slot: its whole page row and the new limit."""
+    """Extends a running sequence: replaces its slot's row of page ids and its limit."""
 
     rank: int
     slot: int
@@ -231,9 +233,9 @@ class DecodeSteps(Message, frozen=True):
 
 
 class FindSaved(Message, frozen=True):
-    """Opens this mesh's disk tier and lists the blocks of `namespace`, which covers all that must
-    be equal for KV to be equal except a block's name. Must precede other disk commands. The
-    `DiskResult` has names, least recently used first.
+    """Opens this mesh's disk tier and lists the blocks of `namespace`, which covers everything that
+    a block's KV depends on except its tokens. Must precede other disk commands. The `DiskResult`
+    has the blocks' names, least recently used first.
 
     Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`."""
 
@@ -243,8 +245,8 @@ class FindSaved(Message, frozen=True):
 
 
 class SaveBlock(Message, frozen=True):
-    """Writes block `index` of its chain from host memory, where it has these offers and sums, to
-    disk."""
+    """Writes block `index` of a chain of blocks from host memory to disk. `offer_ids` and
+    `checksums` are those of the block in host memory."""
 
     step: int
     name: bytes
@@ -255,7 +257,8 @@ class SaveBlock(Message, frozen=True):
 
 
 class LoadBlock(Message, frozen=True):
-    """Reads a block from disk into host memory under these offers. Returns its sums."""
+    """Reads a block from disk into host memory and offers it under `offer_ids`. The result has its
+    checksums."""
 
     step: int
     name: bytes
@@ -265,8 +268,8 @@ class LoadBlock(Message, frozen=True):
 
 
 class RemoveSaved(Message, frozen=True):
-    """Removes blocks from disk. `everything` removes the whole namespace, including blocks of
-    workers that are gone."""
+    """Removes the blocks `names` from disk. `everything` removes the whole namespace, including
+    blocks of dead workers."""
 
     step: int
     names: tuple[bytes, ...]
@@ -302,7 +305,7 @@ class SampledToken(Message, frozen=True):
 
 
 class BlockChecksum(Message, frozen=True):
-    """The keyed sum of an offered block's valid tokens, computed where the tokens were."""
+    """Keyed checksum of an offered block's valid tokens, computed by the sender."""
 
     offer_id: int
     checksum: int
@@ -310,7 +313,7 @@ class BlockChecksum(Message, frozen=True):
 
 class PrefillResult(Message, frozen=True):
     """Result of a `PrefillChunk`. `prompts` has the requested prompt log-probabilities of each
-    row's part, by sequence."""
+    row's tokens, by sequence."""
 
     step: int
     samples: tuple[SampledToken, ...]
@@ -319,10 +322,10 @@ class PrefillResult(Message, frozen=True):
 
 
 class DecodeResult(Message, frozen=True):
-    """Result of `DecodeSteps`. `tokens[rank][row]` belongs to row i of `slots[rank]`, one entry per
-    step, NO_TOKEN, BROKEN_TOKEN and STUCK_TOKEN included. A row with a grammar may have more:
-    forced tokens that a step adds. Requested `logprobs` have the same shape, else they are
-    empty."""
+    """Result of `DecodeSteps`. `tokens[rank][row]` has one entry per step for slot
+    `slots[rank][row]`, which may be NO_TOKEN, BROKEN_TOKEN or STUCK_TOKEN. A row with a grammar may
+    have more entries, because a step adds the tokens that the grammar forces. `logprobs` has the
+    same shape if requested and is empty otherwise."""
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
@@ -339,9 +342,9 @@ class PullResult(Message, frozen=True):
 
 
 class InsertResult(Message, frozen=True):
-    """Result of an insertion. `checksum` is the keyed sum of the values read back from the pages.
-    `intact` is False if a lossy codec's data or the pages differ from what was packed or unpacked.
-    Without a lossy codec it is always True."""
+    """Result of an insertion. `checksum` is the keyed checksum of the values read back from the
+    pages. `intact` is False if a lossy codec was used and either the received data differ from the
+    packed data or the pages differ from the unpacked values. It is True without a lossy codec."""
 
     step: int
     offer_id: int
@@ -355,9 +358,9 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """Result of a disk command. `error` and the keys of `skipped` (files without a block, counted)
-    are reasons from a small fixed set (transfer/block_file.py). `ages` are seconds since each of
-    `names` was written. `bytes_moved` counts the file's bytes."""
+    """Result of a disk command. `skipped` counts files that hold no usable block, by reason.
+    `error` and these reasons are from a small fixed set (transfer/block_file.py). `ages` are
+    seconds since each of `names` was written. `bytes_moved` counts the file's bytes."""
 
     step: int
     error: str = ""

@@ -12,9 +12,9 @@ class WorkerRole(enum.Enum):
 
 
 class KeptTier(Message, frozen=True):
-    """Cached KV of a worker in one tier: "pages" (including those of running sequences), "host" or
-    "disk". On decode workers "host" holds swapped-out sequences. `room_bytes` is the tier's
-    capacity."""
+    """Cached KV of a worker in one tier: "pages" (device pages, including those of running
+    sequences), "host" or "disk". On decode workers "host" holds swapped-out sequences. `room_bytes`
+    is the tier's capacity."""
 
     tier: str
     blocks: int
@@ -27,20 +27,20 @@ class WorkerStatus(Message, frozen=True):
 
     Attributes:
         draining: Whether the worker takes no new requests.
-        reserved_pages: Pages held for KV that has not fully arrived. Empty on workers without any.
-        queued_tokens: Prompt tokens that wait or are being computed.
-        queued_pairs: Query-key pairs that these tokens will attend over.
+        reserved_pages: Pages held for KV that has not fully arrived. Empty if there are none.
+        queued_tokens: Prompt tokens in the queue or being computed.
+        queued_pairs: Query-key pairs of the attention of these tokens, for cost estimates.
         rank_sequences: Sequences that hold pages.
         rank_contexts: Sum of these sequences' tokens.
-        can_prefill: Whether the worker has a prefill program. One of role DECODE appends at most
-            `chunk_tokens` of a prompt.
+        can_prefill: Whether the worker has a prefill program. A decode worker computes at most
+            `chunk_tokens` tokens of a prompt.
         chunk_tokens: Largest prefill chunk. 0 means whole prompts.
-        loading_seconds: Remaining time in which the worker serves but still loads programs, so that
-            requests may wait for one.
+        loading_seconds: Remaining time in which the worker serves while it still loads programs, so
+            that a request may wait for one.
         free_states, total_states: State slots. Empty in models without state.
         kv_channels: "address channel" for each process of other workers that sent KV. An instance
-            of several processes reports its leader's.
-        kept: Cached KV per tier.
+            of several processes reports those of its leader.
+        kept: Cached KV in each tier.
     """
 
     name: str

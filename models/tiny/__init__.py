@@ -1,1 +1,1 @@
-"""The shipped tiny models, two checkpoints in Hugging Face form; `tools/tiny_models` made them."""
+"""The shipped tiny models: two Hugging Face checkpoints, created by `tools/tiny_models`."""
