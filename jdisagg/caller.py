@@ -1,8 +1,8 @@
-"""The identity of the caller of the call being served, taken from its bearer token only.
+"""Identity of the caller of the current call, derived from the bearer token only.
 
-A context variable holds it. The guard of an endpoint sets it, and the code that builds a request
-reads it. KV is shared only within a scope made of this identity and of fields of the message, so a
-message can narrow its scope but never widen it."""
+An endpoint's guard stores the identity in a context variable, and the code that builds a request
+reads it. KV is shared only within a scope that consists of the identity and of fields of the
+message. A message can therefore narrow its scope but never widen it."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of one token at each router. None means no limit.
+    """Limits of one bearer token, which each router applies on its own. None means no limit.
 
     Attributes:
         streams: Streams that may run at the same time.
@@ -32,8 +32,8 @@ class Caller:
 
     Attributes:
         tenant: Tenant of the token, or empty if the token file names none.
-        token: Digest of a required token that has no tenant, so that each such token is a scope of
-            its own.
+        token: Digest of a required token without a tenant, so that each such token has its own
+            scope. Else empty.
         key: Digest of any required token, else empty. Like `limits`, it does not identify a tenant.
         limits: Limits of the token.
     """
@@ -44,12 +44,12 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """Returns the tenant of a request whose message names tenant `said`."""
+        """Returns the token's tenant, or the tenant `said` in the message if the token has none."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:
-        """Returns the part of the KV sharing scope beyond the tenant, as JSON, so that no two
-        combinations of parts collide."""
+        """Returns the KV sharing scope within the tenant. JSON keeps different combinations of the
+        parts distinct."""
         sub_tenant = said if self.tenant and said != self.tenant else ""
         parts = (self.token, sub_tenant, salt)
         return json.dumps(parts) if any(parts) else ""
@@ -66,7 +66,7 @@ def current() -> Caller:
 
 @contextmanager
 def calling(caller: Caller) -> Iterator[None]:
-    """Makes `caller` the current one."""
+    """Context manager in which `caller` is the current caller."""
     token = _current.set(caller)
     try:
         yield

@@ -1,4 +1,5 @@
-"""Clock seam: the only module that reads the machine's clock. The simulator replaces it.
+"""Clock interface. This is the only module that reads the machine's clock; the simulator replaces
+it.
 
 Deadlines travel between processes as remaining seconds. Instants are local monotonic seconds and
 never leave the process."""
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Monotonic seconds and a sleep on the same clock."""
+    """A clock with monotonic seconds and a sleep."""
 
     def now(self) -> float: ...
 
@@ -30,9 +31,9 @@ class MonotonicClock:
 
 
 class limit:
-    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. It works like
-    `asyncio.timeout` without coroutines for entry and exit, because it surrounds nearly every call
-    between workers."""
+    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. Like
+    `asyncio.timeout`, but entry and exit are cheaper because they are no coroutines. Nearly every
+    call between workers uses it."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 
@@ -64,7 +65,7 @@ class limit:
 
 
 async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":
-    """Waits until all tasks are done, at most `seconds`, and returns those that are not."""
+    """Waits at most `seconds` until all tasks are done. Returns the unfinished tasks."""
     left = {task for task in tasks if not task.done()}
     if left:
         loop = asyncio.get_running_loop()
@@ -92,7 +93,8 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
 
 
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
-    """Runs a clean-up to its end. A cancellation during the clean-up is raised after it."""
+    """Runs a clean-up to its end. If the caller is cancelled meanwhile, CancelledError is raised
+    after the clean-up."""
     task, cancelled = asyncio.create_task(clean_up), False
     while not task.done():
         try:
@@ -133,7 +135,6 @@ async def within(future: "asyncio.Future[T]", seconds: float) -> T:
 
 
 def _seen(future: "asyncio.Future[T]") -> None:
-    """Retrieves the error of a future that no task awaits any more, so that asyncio does not log
-    it."""
+    """Retrieves a future's error, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()

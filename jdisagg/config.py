@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses that compose into one tree.
+"""Configuration as a tree of frozen dataclasses.
 
 Recipes in `configs/` return a config, and flags override its fields by path. Each component
 receives only its own part. No environment variable changes behaviour. The reference table
@@ -89,7 +89,8 @@ class InstanceConfig:
         block_bytes: Smallest KV block to send, in bytes. Smaller blocks of a short prompt are
             merged over several layer groups. Both sides need the same value. 0 never merges. None
             means 4 MiB, or 0 if `layer_groups` is set.
-        steps_per_dispatch: Decode steps of one command. The host reads the tokens after the last.
+        steps_per_dispatch: Decode steps of one command. The host reads their tokens after the last
+            step.
         stream_tokens: New tokens of a sequence that are sent together; the first is sent at once.
             Values above 1 save host work and make streams less smooth.
         queue_limit: Requests that may wait at this instance.
@@ -153,7 +154,7 @@ class InstanceConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """Bounds of requests and of the time that each part of a request may take.
+    """Limits of requests and of the time that each part of a request may take.
 
     Attributes:
         max_waiting_requests: Requests that may wait at the router for their first token.
@@ -441,7 +442,8 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """Assigns `text` to the field at `names`. `path` is the path as the user wrote it."""
+    """Assignment of the value `text` to the field at `names`. `path` is the path as the user wrote
+    it."""
 
     names: tuple[str, ...]
     text: str

@@ -1,7 +1,8 @@
 """Errors of jdisagg. Each message gives subject, rule, value and remedy.
 
-`status` is the name of the gRPC status code that an error becomes. It is text, so that this module
-need not import gRPC; `service/` maps it. `assert` is reserved for violations by our own code."""
+`status` is the name of the gRPC status code that the server returns for an error. This module does
+not import gRPC, so `status` is text that `service/` maps. `assert` is reserved for programming
+errors in jdisagg."""
 
 from typing import ClassVar
 
@@ -30,7 +31,8 @@ class ConfigError(JdisaggError):
 
 
 class LayoutError(ConfigError):
-    """A layout does not divide the model or the devices. The message names the numbers."""
+    """The model or the number of devices is not divisible by a layout. The message gives the
+    numbers."""
 
 
 class CheckpointError(ConfigError):
@@ -55,7 +57,7 @@ class UnauthenticatedError(JdisaggError):
 
 
 class OverloadedError(JdisaggError):
-    """A bounded queue or the pages are full. The error carries `retry_after_seconds`."""
+    """A bounded queue is full, or no pages are free. `retry_after_seconds` is set."""
 
     status = "RESOURCE_EXHAUSTED"
 
@@ -84,12 +86,13 @@ class UnavailableError(JdisaggError):
 
 
 class ShutDownError(UnavailableError):
-    """The server shut down during the call. Its successor or another server can resume it."""
+    """The server shut down during the call. After a restart it, or another server, can resume the
+    stream."""
 
 
 class BrokenModelError(JdisaggError):
-    """The model computed logits that are not finite for this sequence. A retry would do the same,
-    so only this request ends."""
+    """The model computed non-finite logits for this sequence. A retry would give the same result,
+    so the request ends. Other requests continue."""
 
     def __init__(
         self,
@@ -102,8 +105,8 @@ class BrokenModelError(JdisaggError):
 
 
 class HandoffError(UnavailableError):
-    """A KV hand-off between two workers failed or timed out. The request path retries from the
-    cheapest point."""
+    """A KV hand-off between two workers failed or timed out. The request path retries it at the
+    lowest cost."""
 
 
 class IncompatiblePeerError(JdisaggError):

@@ -1,4 +1,5 @@
-"""Creation of output folders before the work whose result they will hold."""
+"""Creation of output folders before the work starts, so that an unwritable folder is an early
+error."""
 
 import os
 from pathlib import Path

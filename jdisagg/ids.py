@@ -1,4 +1,4 @@
-"""Random ids that processes assign without coordination."""
+"""Random ids, which processes assign without coordination."""
 
 import secrets
 

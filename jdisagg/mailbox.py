@@ -1,4 +1,4 @@
-"""Unbounded queue with one reader, cheaper than asyncio's queue, which supports many.
+"""Unbounded queue with one reader. Cheaper than asyncio's queue, which supports many readers.
 
 Putting never waits. Invariant: each item is returned once, in insertion order, even if a `get` was
 cancelled."""
@@ -24,7 +24,7 @@ class Mailbox(Generic[T]):
         return len(self._items)
 
     async def get(self) -> T:
-        """Waits for the next item and returns it. Only one reader at a time."""
+        """Waits for the next item and returns it. Only one reader may wait at a time."""
         while not self._items:
             assert self._waiter is None, "a mailbox has one reader"
             self._waiter = asyncio.get_running_loop().create_future()

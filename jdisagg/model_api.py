@@ -17,7 +17,8 @@ from jdisagg.layout.kv_spec import KVSpec
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """The part of `jax.Device` in use. Type checkers miss it, for JAX sets it at run time."""
+        """The attributes of `jax.Device` in use. JAX sets them at run time, so type checkers do not
+        find them."""
 
         id: int
         platform: str
@@ -51,12 +52,12 @@ class Shards:
 
 
 class Latent(NamedTuple):
-    """Matrices that turn the cached vector of multi-head latent attention into keys and values.
+    """Matrices that map the cached vector of multi-head latent attention to keys and values.
 
     The vector has [rank + rope] values. A local head's key has nope + rope values: the first `rank`
-    values times its matrix of `keys_NRH` [N, rank, nope], then the rope values unchanged. Its value
-    is the first `rank` values times its matrix of `values_NRH` [N, rank, value]. See
-    `ops/latent_attention.py`."""
+    values times the head's matrix in `keys_NRH` [N, rank, nope], then the rope values unchanged.
+    The head's value is the first `rank` values times its matrix in `values_NRH` [N, rank, value].
+    See `ops/latent_attention.py`."""
 
     keys_NRH: jax.Array
     values_NRH: jax.Array
@@ -71,7 +72,7 @@ class Attend(Protocol):
         scale: Factor of the scores.
         window: Positions attended to, the token's own included. None means all.
         cap: Bound of scaled scores through a tanh (Gemma 2). 0 means none.
-        sinks_N: One score per local head that joins the softmax and adds nothing to the mix
+        sinks_N: One attention sink per local head: a score in the softmax without a value
             (gpt-oss).
         latent: Matrices of a layer that caches one vector a token. `k_TKH` is then this vector, [T,
             1, rank + rope], and `v_TKH` is None.
@@ -113,12 +114,12 @@ Advance = Callable[[State, Runs | None], tuple[jax.Array, State]]
 
 
 class Recur(Protocol):
-    """Runs a layer with recurrent state over its tokens, from the stored state of each sequence.
+    """Runs a recurrent layer over its tokens, from the stored state of each sequence.
 
-    Calls `advance` with the layer's state of each row and with the rows' positions. The state is
-    local, [R, heads, width] per component of the KV spec, and zero where a sequence starts.
-    Positions of None mean that each token is a row. Stores the returned state and returns the
-    output."""
+    Calls `advance` with each row's state of the layer and with the rows' `Runs`. The state is
+    local, [R, heads, width] per component of the KV spec, and zero where a sequence starts. `Runs`
+    is None if each token is a row. Stores the state that `advance` returns, and returns its output.
+    """
 
     def __call__(self, advance: Advance) -> jax.Array: ...
 
@@ -144,7 +145,7 @@ class Layer(Protocol):
             valid_T: bool mask of real tokens. Padding is routed to no expert.
             rows_R: int32 indices of the tokens to return, -1 for padding, possibly none. Keys and
                 values are still computed for all tokens. The last layer of a prefill uses this.
-            recur: State of the program, for layers with recurrent state.
+            recur: Access to the stored state, for recurrent layers.
 
         Returns:
             x [T, D], or [R, D] with `rows_R`.
@@ -164,8 +165,8 @@ class Stem(Protocol):
 
 
 class Model(Protocol):
-    """An NNX module. `vocabulary` is the unpadded size. `context_tokens` is the longest sequence
-    that the model was built for."""
+    """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
+    longest sequence that the model supports."""
 
     @property
     def stem(self) -> Stem: ...

@@ -1,8 +1,8 @@
-"""Log-probabilities of a prompt's own tokens as packed numbers, because they are many.
+"""Log-probabilities of a prompt's own tokens, in packed arrays to save memory.
 
-Each token but the first has its log-probability given the tokens before it, its rank in the
-vocabulary, and the most likely tokens at its position. The values are the model's own, before bias,
-penalties, grammar, temperature and filters, which apply to answers only."""
+Each token but the first has a log-probability given the tokens before it, a rank in the vocabulary,
+and the most likely tokens at its position. The values are the model's own, before bias, penalties,
+grammar, temperature and filters, which apply to answers only."""
 
 import math
 from array import array
@@ -38,7 +38,7 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def of(cls, top: int, tokens: Iterable[PromptToken]) -> "PromptLogprobs":
-        """Packs tokens one by one and pads each `top` that is short."""
+        """Packs these tokens and pads each `top` that is too short."""
         logprobs, ranks = array("f"), array("i")
         top_ids, top_logprobs = array("i"), array("f")
         for token in tokens:

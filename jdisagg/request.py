@@ -33,7 +33,7 @@ Identity = tuple[str, str, int]
 
 
 def _is_number(value: float) -> bool:
-    """NaN passes here and fails every range check."""
+    """Whether the value is a number. NaN counts as one and later fails every range check."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -57,8 +57,8 @@ def at_most(name: str, count: int, limit: int) -> None:
 
 
 class FinishReason(enum.Enum):
-    """Why a stream ended. `STOP` is EOS, a stop token or a stop string. `LENGTH` is max_tokens or a
-    full context. `TOOL_CALLS` is a stopped chat answer that contains tool calls."""
+    """Why a stream ended. `STOP`: EOS, a stop token or a stop string. `LENGTH`: max_tokens or a
+    full context. `TOOL_CALLS`: a chat answer that stopped and contains tool calls."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -67,10 +67,10 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """Kinds of grammar. The text of `JSON_SCHEMA` is a JSON Schema, of `REGEX` an expression that
-    matches the whole answer, of `CHOICE` a JSON array of possible answers. `JSON_OBJECT` has no
-    text. `LARK` is llguidance's Lark dialect, with embedded JSON schemas (%json) and regular
-    expressions."""
+    """Kinds of grammar and the text of each. `JSON_SCHEMA`: a JSON Schema. `REGEX`: an expression
+    that matches the whole answer. `CHOICE`: a JSON array of possible answers. `JSON_OBJECT`: none.
+    `LARK`: llguidance's Lark dialect, with embedded JSON schemas (%json) and regular expressions.
+    """
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -81,9 +81,9 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Constraint on the answer's text. Each token is chosen so that the text can still match, and
-    the answer ends where the grammar allows. An answer cut by its length is a prefix of a match.
-    Compilation (`jdisagg.grammar`) validates the text."""
+    """Constraint on the answer's text. Each token is chosen so that the answer can still match the
+    grammar, and the answer can end only where the grammar allows. An answer cut by its length is a
+    prefix of a match. Compilation (`jdisagg.grammar`) validates the grammar's text."""
 
     kind: GrammarKind
     text: str = ""
@@ -202,7 +202,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice depends on earlier tokens directly, not only through the logits."""
+        """Whether sampling uses penalties, which depend on earlier tokens."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -211,8 +211,8 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether the slower sampling program is needed, which changes or reports logits beyond
-        temperature and filters."""
+        """Whether the slower sampling program is needed, which also applies penalties, bias and
+        grammars and reports log-probabilities."""
         return (
             self.penalised
             or bool(self.logit_bias)
@@ -249,7 +249,7 @@ class AcceptedChild:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A client's new call for a request whose stream broke.
+    """A client's new call that resumes a broken stream of a request.
 
     The stream continues at the next token of each child. Children that had ended are not repeated.
 
@@ -274,8 +274,8 @@ class Request:
         deadline_seconds: Remaining seconds when the request was passed on.
         resumption: Used by the request path only, which converts it to accepted tokens. Workers
             never receive it.
-        life: Client's number for all its calls for this stream. A client that reuses a request id
-            draws a new one, so that it does not receive the earlier stream.
+        life: Client's number of this stream, equal in all calls that resume it. A client that
+            reuses a request id draws a new number, so that it does not receive the earlier stream.
         cache_scope: Scope within the tenant in which KV is shared. The API computes it.
     """
 
@@ -302,7 +302,7 @@ class Request:
 
     @property
     def identity(self) -> Identity:
-        """Returns a key that is equal for attempts at one stream and differs between streams."""
+        """Returns a key that is equal for all attempts at one stream and unique to it."""
         return self.tenant, self.request_id, self.life
 
     def most_tokens(self, context_tokens: int) -> int:
@@ -311,8 +311,8 @@ class Request:
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
-        """Returns why a child ends with generated token `index`, or None. Worker and request path
-        share this rule."""
+        """Returns why a child ends at generated token `index`, or None if it goes on. Worker and
+        request path share this rule."""
         if token_id in self.stop_ids and (
             index >= self.sampling.min_tokens or self.sampling.grammar is not None
         ):
@@ -322,8 +322,8 @@ class Request:
     def end_among(
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
-        """Returns how many of the tokens from `first_index` on a child generates, its last one
-        included, and why it ends there."""
+        """Returns how many of `token_ids`, which start at generated token `first_index`, belong to
+        the child's answer, and why the answer ends there (None if it goes on)."""
         left = max(1, self.most_tokens(context_tokens) - first_index)
         if self.stop_ids:
             for count, token_id in enumerate(token_ids[:left], 1):
@@ -359,9 +359,9 @@ class Timings:
 
 
 class CachedTokens(Message, frozen=True):
-    """Prompt tokens whose KV was cached, by where it was when the request arrived: device pages,
-    host memory, disk or another worker (peer). KV outside of pages was brought there for this
-    request."""
+    """Prompt tokens with cached KV, by the tier that held the KV when the request arrived: device
+    pages, host memory, disk or another worker (peer). KV of the other tiers was copied into pages
+    for this request."""
 
     pages: int = 0
     host: int = 0

@@ -1,4 +1,4 @@
-"""Counters by name. The component that counts owns them, and reporters read them.
+"""Counters by name. Each component owns its counters, and reporters read them.
 
 There is no global registry. Each worker or request path receives its own `Counters`, so that tests
 and clusters in one process keep them apart. Names are `noun_verb` in the past tense
@@ -34,8 +34,8 @@ class Counters:
         return dict(self._values)
 
     def labelled(self) -> Mapping[tuple[str, Labels], int]:
-        """Returns values by name and labels. Unlabelled counts have empty labels, so the values add
-        up to `snapshot`."""
+        """Returns the values by name and labels. Unlabelled counts have empty labels. The values of
+        a name sum to its value in `snapshot`."""
         split = dict(self._labelled)
         for name, total in self._values.items():
             rest = total - sum(

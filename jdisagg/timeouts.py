@@ -7,9 +7,9 @@ three kinds of values:
 - Derived values: a fixed multiple of a field (`_Times`) or a property. They follow the field.
 - Constants without annotation: polling intervals and idle times, which no deployment changes.
 
-Relations that must hold between fields are checked when a part is made. docs/timeouts.md shows what
-the retries multiply to. Deadlines and leases that a deployment sets are in `config.LimitsConfig`,
-which holds a `Timeouts`."""
+Each part checks the relations between its fields when it is created. docs/timeouts.md shows how
+long nested retries can take in all. Deadlines and leases that a deployment sets are in
+`config.LimitsConfig`, which holds a `Timeouts`."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Backoff(_Part):
-    """Waits between tries: each is twice the one before, up to a bound.
+    """Waits between tries. Each wait is twice the previous one, up to a bound.
 
     Args:
         first_seconds: Wait after the first failure.
@@ -90,13 +90,13 @@ class Backoff(_Part):
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeouts(_Part):
-    """One request at the router.
+    """Timeouts of one request at the router.
 
     Attributes:
         close_seconds: Limit of each call that frees something at a worker.
         retry: Waits between the attempts of a request.
-        sources: Prefill workers that one attempt tries.
-        breaker: How long a worker that fails repeatedly gets no requests.
+        sources: Most prefill workers that one attempt tries.
+        breaker: Waits in which a worker that fails repeatedly gets no requests.
         resumption_seconds: How long a resumed request waits for its broken stream to be noticed.
             Servers that ping their clients notice a dead connection within this time.
         grammar_seconds: Limit for trying and compiling the grammar of a request. A grammar that
@@ -128,7 +128,7 @@ class RequestTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class MembershipTimeouts(_Part):
-    """Workers and their router: registration, heartbeats, changes of role.
+    """Timeouts between workers and their router: registration, heartbeats, role changes.
 
     Attributes:
         heartbeat_seconds: Interval of a worker's reports to its router.
@@ -159,13 +159,14 @@ class MembershipTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class HandoffTimeouts(_Part):
-    """Two workers at a hand-off of KV.
+    """Timeouts of a KV hand-off between two workers.
 
     Attributes:
         heartbeat_seconds: Interval of a receiver's reports that it still receives.
         call_seconds: Limit of each acknowledgement, abort and first exchange of two workers.
-        pull_tries: Pulls of each block.
-        migration_seconds: Limit for another worker to take a sequence over, which runs meanwhile.
+        pull_tries: Most tries to pull a block.
+        migration_seconds: Limit for another worker to take over a sequence, which keeps running
+            meanwhile.
         spilled_seconds: How long a sequence whose KV is swapped out to host memory waits for pages.
             After that it is recomputed, perhaps elsewhere.
     """
@@ -194,7 +195,7 @@ class HandoffTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class TransferTimeouts(_Part):
-    """The KV plane between two processes.
+    """Timeouts of the KV plane between two processes.
 
     Attributes:
         outlet_idle_seconds: The sender frees the buffers of a connection unused for this long.
@@ -222,7 +223,7 @@ class TransferTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class CallTimeouts(_Part):
-    """gRPC calls between processes, and the shutdown of a server.
+    """Timeouts of gRPC calls between processes and of a server's shutdown.
 
     Attributes:
         call_seconds: Limit of a call whose arguments state no deadline.
@@ -244,7 +245,7 @@ class CallTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class InstanceTimeouts(_Part):
-    """The processes of one instance.
+    """Timeouts between the processes of one instance.
 
     Attributes:
         beat_seconds: Interval of the messages that show that leader and followers live.
@@ -274,7 +275,7 @@ class InstanceTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class ProcessTimeouts(_Part):
-    """The processes of a cluster on one host, and its canary.
+    """Timeouts of a supervisor's processes on one host, and of the canary requests.
 
     Attributes:
         restart: Waits before a process that ended is started again.
@@ -288,13 +289,13 @@ class ProcessTimeouts(_Part):
 
     @property
     def long_life_seconds(self) -> float:
-        """A process that lived this long is restarted after the first wait."""
+        """A process that ran at least this long is restarted after the shortest wait."""
         return 3 * self.restart.most_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeouts(_Part):
-    """A client of the public service.
+    """Timeouts of a client of the public service.
 
     Attributes:
         retry: Waits between attempts to resume a broken stream.

@@ -1,4 +1,4 @@
-"""Token buckets: limits on use at a rate, with retry hints. Instants are arguments."""
+"""Token buckets, which limit a rate and give retry hints. The current time is an argument."""
 
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 60.0
@@ -18,8 +18,8 @@ class Bucket:
         self._at = now
 
     def wait_seconds(self, amount: float, rate: float, full: float, now: float) -> float:
-        """Returns a retry hint until `amount` is available, or until the bucket is full if `amount`
-        exceeds it. 0 means now."""
+        """Returns the seconds until `amount` is available, clamped to a range for clients. If
+        `amount` exceeds the bucket, until it is full. 0 means now."""
         self._held, self._at = min(full, self._held + (now - self._at) * rate), now
         missing = min(amount, full) - self._held
         return retry_after(missing / rate) if missing > 0 else 0.0

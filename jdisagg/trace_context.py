@@ -1,8 +1,8 @@
-"""W3C trace context between processes: `traceparent` leaves with each call and enters with each
-call served.
+"""W3C trace context between processes: each call sends a `traceparent` header, and each server
+reads it.
 
-OpenTelemetry holds the current context in a context variable of the task. Outside of a trace
-nothing is sent. This module handles headers and does not import gRPC."""
+OpenTelemetry holds the current context in a context variable of the task. Calls outside of a trace
+send no header. This module does not import gRPC."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Returns the trace headers of a call made now, or none outside of a trace."""
+    """Returns the trace headers for a call in the current context, empty outside of a trace."""
     if not trace.get_current_span().get_span_context().is_valid:
         return ()
     headers: dict[str, str] = {}
@@ -36,7 +36,7 @@ def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
 
 @contextmanager
 def within(context: Context | None) -> Iterator[None]:
-    """Makes `context` the current one. None changes nothing."""
+    """Context manager in which `context` is the current trace context. None changes nothing."""
     if context is None:
         yield
         return

@@ -1,9 +1,10 @@
-"""The commands: each module turns flags into a configuration and runs it.
+"""The commands. Each module reads its flags, builds a configuration and runs it.
 
-Imports of a command take seconds. This package is imported first, so that Ctrl-C during them ends
-the process at once without a traceback (`python -m launch.NAME`; argv is ["-m"] until then).
+A command's imports take seconds. This package is imported before them and makes Ctrl-C end the
+process at once without a traceback. (With `python -m launch.NAME`, argv is ["-m"] during the
+imports.)
 
-GRPC_VERBOSITY is read once, when gRPC is imported. It is set here, so that gRPC does not log every
+gRPC reads GRPC_VERBOSITY once, at its import. This package sets it, so that gRPC does not log every
 failed handshake of an unknown client."""
 
 import os

@@ -52,8 +52,8 @@ _ELSEWHERE = f"name another file, and put it into the model's directory as {KV_S
 
 
 def sequences(tokenizer: Tokenizer, text: str, tokens: int) -> list[list[int]]:
-    """Cuts the first `tokens` tokens of a text into sequences of one length, each with the
-    tokenizer's opening tokens. Raises ConfigError for a text without tokens."""
+    """Cuts the first `tokens` tokens of a text into sequences of equal length, each of which starts
+    with the tokenizer's opening tokens (BOS). Raises ConfigError for a text without tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False)[:tokens]
     opening = tokenizer.encode("")
     opening = [token for token in opening if token not in tokenizer.eos_ids]
@@ -89,7 +89,8 @@ def main() -> int:
 
 
 def table(largest: KVScales, scales: KVScales) -> list[str]:
-    """Formats one line per run of layers with equal scales, and the heads that would overflow."""
+    """Formats one line per run of layers with equal scales, with the number of heads that would
+    overflow without scales."""
     rows, names = [], sorted({name for layer in largest for name in layer})
     for index, layer in enumerate(scales):
         text = [_range(layer[name]) if name in layer else "-" for name in names]

@@ -89,7 +89,7 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
 
 
 def _plans(config: EngineConfig, found: Inspection) -> list[str]:
-    """Returns the memory plan of each mesh. Raises ConfigError if a device has too little."""
+    """Returns each mesh's memory plan. Raises ConfigError if a device has too little memory."""
     if found.geometry is None:
         return []
     geometry = as_kept(found.geometry, config.model)

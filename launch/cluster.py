@@ -100,7 +100,7 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _shape(engine: EngineConfig) -> ClusterShape:
-    """Returns the worker counts of the flags, else of the recipe."""
+    """Returns the worker counts, from the flags or otherwise from the recipe."""
     given = {role.value: getattr(flags, f"{role.value}_workers") for role in WorkerRole}
     mixed, others = given["mixed"], [given["prefill"], given["decode"]]
     if mixed and any(others):

@@ -1,5 +1,5 @@
-"""Starts and ends a command: parses its flags, prints --help, turns errors into one line, and ends
-without a traceback on Ctrl-C or when the reader of its output is gone.
+"""Runs a command: parses its flags, prints --help, and prints errors as one line. Exits without a
+traceback on Ctrl-C or when the reader of the output has closed it.
 
     if __name__ == "__main__":
         run(main, flags)
@@ -48,7 +48,7 @@ def run(
     Args:
         main: The command. Its module's docstring is the head of --help.
         given: The command's flags.
-        program: What the user typed, for help and errors.
+        program: Command name for help and errors.
         refused: Exit status for a configuration that cannot work. Wrong usage exits with 2, or with
             `refused` where a supervisor depends on that status.
     """
@@ -80,8 +80,8 @@ def run(
 
 
 def refuse_words(arguments: Sequence[str], given: Given) -> None:
-    """Raises ConfigError for arguments that are not flags. absl would drop them silently, and of
-    --prompt=Once upon a time the prompt would be one word."""
+    """Raises ConfigError for arguments that are not flags. absl would drop them silently, so that
+    --prompt=Once upon a time would be a prompt of one word."""
     words = list(arguments[1:])
     if not words:
         return
@@ -93,8 +93,8 @@ def refuse_words(arguments: Sequence[str], given: Given) -> None:
 
 
 def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
-    """Parses flags. The first argument may be the model, and `--http-port` is read as
-    `--http_port`, as other servers have it."""
+    """Parses flags. The first argument may be the model. Dashes in a flag's name, which other
+    servers use, are read as underscores (`--http-port`)."""
     texts, rest = [arguments[0]], list(arguments[1:])
     if rest and not rest[0].startswith("-") and "model" in given.names:
         rest[0] = f"--model={rest[0]}"
@@ -120,7 +120,7 @@ def _usage_error(error: Exception, given: Given) -> str:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Exits quietly on Ctrl-C and on a closed output."""
+    """Exits without a traceback on Ctrl-C and on a closed output."""
     try:
         yield
     except BrokenPipeError:
@@ -132,13 +132,13 @@ def quiet_end() -> Iterator[None]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Raises KeyboardInterrupt, without Python's warning about coroutines that never ran."""
+    """Raises KeyboardInterrupt, and suppresses Python's warning about coroutines that never ran."""
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     raise KeyboardInterrupt
 
 
 def _command(main: Callable[[], int | None]) -> str:
-    """Returns `jdisagg serve` for launch.serve, and `python -m MODULE` for modules elsewhere."""
+    """Returns `jdisagg NAME` for launch.NAME, and `python -m MODULE` for other modules."""
     module = sys.modules[main.__module__]
     name = module.__spec__.name if module.__spec__ is not None else main.__module__
     folder, _, last = name.rpartition(".")
@@ -146,8 +146,8 @@ def _command(main: Callable[[], int | None]) -> str:
 
 
 def _mind_signals() -> None:
-    """Makes Ctrl-C a KeyboardInterrupt again after the imports (launch/__init__.py), and keeps
-    SIGUSR1, which requests timelines, from ending a process that records none."""
+    """Restores KeyboardInterrupt for Ctrl-C, which launch/__init__.py changes during the imports.
+    Also keeps SIGUSR1, which requests timelines, from ending a process that records none."""
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(
         signal.SIGUSR1,

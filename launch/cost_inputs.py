@@ -1,5 +1,5 @@
-"""Resolves --model for commands that only compute costs: a name of the catalogue or a directory.
-Loads no weights and no JAX."""
+"""Resolves --model, a name of the catalogue or a directory, for commands that only estimate costs.
+Loads no weights and does not import JAX."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ def find_geometry(
     """Returns the sizes of a model.
 
     Args:
-        model: Directory with a config.json, or a name of the catalogue. Families that jdisagg
-            serves are read by the parser that serves them.
+        model: Directory with a config.json, or a name of the catalogue. For families that jdisagg
+            serves, a worker's config reader is used.
         kv_dtype: Value of --kv_dtype.
         weights: Value of --weights.
     """

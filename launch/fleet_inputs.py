@@ -1,4 +1,4 @@
-"""Builds a simulated fleet, its settings and its elastic controller from flags."""
+"""Builds the simulated fleet, its settings and the elastic controller from flags."""
 
 import math
 import sys
@@ -70,7 +70,7 @@ def simulated_fleet(flags: Given) -> Fleet:
 
 
 def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
-    """Applies the prefix-cache flags that were given to the settings of --set."""
+    """Applies the prefix-cache flags, if given, on top of the settings of --set."""
     reuse = flags.prefix_cache if flags.present("prefix_cache") else settings.reuse
     host = flags.host_cache_gib if flags.present("host_cache_gib") else settings.host_gib
     append = flags.append_tokens if flags.present("append_tokens") else settings.append_tokens
@@ -78,7 +78,7 @@ def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
-    """Returns the elastic controller with --elastic. --ttft and --tpot replace its objective."""
+    """Returns the elastic controller for --elastic. --ttft and --tpot override its objective."""
     if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
         raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:

@@ -1,4 +1,5 @@
-"""Structured output for a checkpoint's tokenizer. Routers import this, so it must not load JAX."""
+"""Structured output for a checkpoint's tokenizer. Must not import JAX, because routers use this
+module."""
 
 from pathlib import Path
 
@@ -7,8 +8,8 @@ from models.tokenizer import Tokenizer
 
 
 def grammar_compiler(directory: str) -> GrammarCompiler | None:
-    """Returns the grammar compiler of a checkpoint, or None without a tokenizer.json. The file is
-    read when the first grammar is compiled."""
+    """Returns the grammar compiler of a checkpoint, or None if there is no tokenizer.json. The
+    compiler reads the file when it compiles the first grammar."""
     path = Path(directory) / "tokenizer.json"
 
     def read() -> TokenizerText:

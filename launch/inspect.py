@@ -85,7 +85,7 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
-    """Formats what one device holds under the layout. Raises LayoutError."""
+    """Formats the bytes that one device holds under the layout. Raises LayoutError."""
     assert found.config is not None
     kept_in = replace(found.config, kv_dtype=flags.kv_dtype or "")
     weights, a_token, state = bytes_per_device(

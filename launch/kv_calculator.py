@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
-    """Returns (prompt tokens, tokens per second, links) from the flags."""
+    """Checks the flags and returns (prompt tokens, prompt tokens per second, links)."""
     prompt = min(8192, shape.context_tokens) if flags.prompt_tokens is None else flags.prompt_tokens
     if not 1 <= prompt <= shape.context_tokens:
         raise ConfigError(

@@ -97,7 +97,7 @@ def _report(fitted: Fitted, steps: list[Observation], layout: Layout) -> None:
 
 
 def _counts(flag: str, values: list[str], of: int = 1) -> list[int]:
-    """Parses a flag's list of integers, each a multiple of `of`."""
+    """Parses a flag's list of integers, each of which must be a multiple of `of`."""
     try:
         found = [int(value) for value in values]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Connects the checkpoints of `models/` to the processes of `jdisagg.node`."""
+"""Gives the processes of `jdisagg.node` access to the checkpoints of `models/`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") -> LoadModel:
-    """Returns a function that reads the checkpoint at each call."""
+    """Returns a function that loads the checkpoint each time it is called."""
     kept = checked_weights(weights)
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
@@ -36,7 +36,7 @@ def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") ->
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
-    """Returns the sizes with the configured forms of matrices and KV."""
+    """Returns the sizes with the configured types of matrices and KV."""
     return replace(
         geometry,
         matrix_bits=WEIGHT_BITS[model.weights] if model.weights else 0,
@@ -45,7 +45,8 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 
 
 def model_source(model: ModelConfig) -> ModelSource:
-    """Returns how a process obtains the model. Raises what `load_config` raises."""
+    """Returns the description and loader of a model for a process. Raises the errors of
+    `load_config`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
@@ -62,7 +63,8 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds an embedded cluster of the configuration's model, or of the shipped one."""
+    """Builds an embedded cluster for the configuration's model, or for the shipped model if none is
+    configured."""
     directory = config.model.directory or SHIPPED_MODEL
     source = model_source(replace(config.model, directory=str(directory)))
     source = replace(source, name=config.service.served_model_name or source.name)

@@ -1,8 +1,8 @@
 """A server beside a notebook: `server = await start_server("--mode=unified")` in a cell.
 
-The server is `jdisagg serve` in a process of its own, on loopback ports that the system chooses.
-The kernel loads no JAX and shares no interpreter with it, so that a cell measures what any client
-would see. It ends with `stop` or with the kernel."""
+The server is `jdisagg serve` in a separate process, on loopback ports that the system chooses. The
+notebook's kernel does not import JAX and shares no interpreter with the server, so that a cell
+measures what any client would measure. The server ends with `stop` or with the kernel."""
 
 import asyncio
 import os
@@ -39,23 +39,22 @@ class NotebookServer:
         self._process = process
 
     async def stop(self) -> None:
-        """Drains the server. After 30 seconds it is killed."""
+        """Drains the server, and kills it after 30 seconds."""
         await _end(self._process)
 
 
 async def start_server(
     *flags: str, program: Sequence[str] = SERVE, seconds: float = START_SECONDS
 ) -> NotebookServer:
-    """Starts a server and returns when it serves.
+    """Starts a server and returns when the server is ready.
 
     Args:
-      flags: Flags of `jdisagg serve`, such as "--mode=unified".
-      program: Command line that the flags are added to.
-      seconds: Longest wait. The first start of a layout compiles its programs.
+      flags: Flags of `jdisagg serve`, such as "--mode=unified". program: Command line to which the
+      flags are appended. seconds: Longest wait. The first start of a layout compiles its programs.
 
     Raises:
-      ConfigError: It exited instead. The message has its last lines.
-      DeadlineExceededError: It did not serve in time and was stopped."""
+      ConfigError: The server exited. The message has the last lines of its output.
+      DeadlineExceededError: The server was not ready in time and was stopped."""
     lines: deque[str] = deque(maxlen=LAST_LINES)
     ready: asyncio.Future[re.Match[str]] = asyncio.get_running_loop().create_future()
 

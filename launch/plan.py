@@ -4,9 +4,9 @@
     jdisagg plan --model=DIR --hardware=measured.json --accelerators=8 --output=plan.py
         --mixture=0.8:1000/200,0.2:8000/300 --ttft=1 --tpot=0.05
 
-Two pools are compared with the strongest engine of one pool: chunked prefill that runs a chunk and
-a decode step as one program, at its best layout and chunk size. --nofused prices jdisagg's own
-chunked mode instead, which alternates.
+Two pools are compared with the strongest single-pool engine: chunked prefill that runs a chunk and
+a decode step as one program, at its best layout and chunk size. --nofused estimates jdisagg's own
+chunked mode instead, which alternates chunks and decode steps.
 
 Layouts of both sides, worker counts and chunk sizes are first ranked by arithmetic; stderr shows
 that answer within seconds. The best of each mode are then simulated, which takes minutes. Stdout

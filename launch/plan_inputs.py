@@ -1,4 +1,4 @@
-"""Builds the site, the modes and the workload of a plan from flags."""
+"""Builds the hardware site, the candidate modes and the workload of a plan from flags."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def site_of(flags: Given) -> Site:
 
 
 def check_choice(flags: Given, rows: int) -> None:
-    """Raises ConfigError if --choose is not one of `rows` rows of the table."""
+    """Raises ConfigError if --choose is not between 1 and `rows`, the rows of the table."""
     if flags.output and rows > 0 and not 1 <= flags.choose <= rows:
         raise ConfigError(f"--choose={flags.choose} must be a row of the table, 1 to {rows}")
 
@@ -37,8 +37,8 @@ def modes_of(flags: Given) -> list[Mode]:
 
 
 def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], int]:
-    """Returns (requests, number left out because they exceed the context). Raises ConfigError,
-    WorkloadError."""
+    """Returns (requests, number of requests left out because they exceed the context). Raises
+    ConfigError, WorkloadError."""
     if bool(flags.trace) == bool(flags.mixture):
         raise ConfigError(
             "the workload: give either --trace=FILE or --mixture=weight:prompt/output,..."
@@ -58,7 +58,7 @@ def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], 
 
 
 def mixture(parts: Sequence[str]) -> Mixture:
-    """Parses weight:prompt/output of each part. Raises WorkloadError."""
+    """Parses the parts of a mixture, each weight:prompt/output. Raises WorkloadError."""
     read: list[tuple[float, Fixed]] = []
     for part in parts:
         try:

@@ -6,8 +6,8 @@ same.
 
 All meshes are rebuilt in this process, on virtual devices on CPU. A mesh that pulled KV is replayed
 together with the meshes that sent it. Commands that failed when recorded are left out. The result
-is "N steps, M tokens, identical" and status 0, or the first difference and status 1. Instances of
-several processes may sum in another order than one process; their tokens may then differ where two
+is "N steps, M tokens, identical" and status 0, or the first difference and status 1. An instance of
+several processes may sum in another order than one process does. Tokens may then differ where two
 candidates are almost equally likely."""
 
 import asyncio

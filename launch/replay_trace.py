@@ -3,12 +3,13 @@
     jdisagg replay_trace --target=localhost:8700 --trace=azure.csv.gz --speed=0.5
     jdisagg replay_trace --trace=mooncake.jsonl --max_prompt_tokens=512 --ttft=0.5
 
-Traces have the formats that `jdisagg simulate` reads (docs/simulator.md). They hold lengths, so
-prompts are random token ids of those lengths, equal for blocks of equal hash. Answers have the
-trace's length, past end tokens. Requests beyond the server's context are cut and counted. They are
-sent at the trace's times divided by --speed, whether or not earlier ones have ended. Stdout gets
-percentiles of TTFT, TPOT and TBT as the client measured them, and with --ttft or --tpot attainment
-and goodput. Exit status 1: some requests failed."""
+Traces have the formats that `jdisagg simulate` reads (docs/simulator.md). A trace holds lengths
+only, so prompts are random token ids of these lengths, which are equal for blocks with equal
+hashes. Answers have the trace's length, because end tokens are ignored. Requests beyond the
+server's context are cut and counted. Requests are sent at the trace's times divided by --speed,
+whether or not earlier ones have ended. Stdout gets percentiles of TTFT, TPOT and TBT as the client
+measured them, and with --ttft or --tpot attainment and goodput. Exit status 1: some requests
+failed."""
 
 import asyncio
 import dataclasses
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def _workload() -> list[Arrival]:
-    """Returns the arrivals of the trace; the sender applies --speed. Raises ConfigError,
+    """Returns the arrivals of the trace, before --speed is applied. Raises ConfigError,
     WorkloadError."""
     for name in ("speed", "rate", "spread_tick_seconds"):
         check_positive(name, getattr(flags, name))

@@ -1,4 +1,4 @@
-"""Where the shipped model and recipe lie. Imports nothing heavy."""
+"""Paths of the shipped model and recipe. Must not import JAX or gRPC."""
 
 from pathlib import Path
 

@@ -3,7 +3,7 @@
     jdisagg trace --inputs=DIR --output=trace.json
     jdisagg trace --inputs=DIR --output=trace.json --request=ID
 
-DIR is the folder that the processes were given with --timelines."""
+DIR is the value of --timelines with which the processes were started."""
 
 from pathlib import Path
 

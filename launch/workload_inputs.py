@@ -29,7 +29,7 @@ def slo_limits(flags: Given) -> SloLimits | None:
 
 
 def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival]:
-    """Returns the arrivals of a simulation. `context_tokens` bounds conversations. Raises
+    """Returns the arrivals of a simulation. Conversations end at `context_tokens` tokens. Raises
     ConfigError, WorkloadError."""
     if flags.rate is not None and flags.speed is not None:
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
@@ -68,7 +68,7 @@ def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival
 
 
 def traced(flags: Given, limit: int | None) -> list[Arrival]:
-    """Returns the first `limit` requests of --trace, spread and stretched as the flags set."""
+    """Returns the first `limit` requests of --trace, with the times changed by the flags."""
     arrivals = read_trace(flags.trace, limit)
     if flags.spread_tick_seconds is not None:
         arrivals = spread_ticks(arrivals, flags.spread_tick_seconds, flags.seed)
@@ -97,7 +97,7 @@ def check_output(path: str | None, kind: str) -> None:
 
 
 def reasons(outcomes: Iterable[RequestOutcome], most: int = 3) -> list[str]:
-    """Formats the `most` most frequent reasons why requests did not finish."""
+    """Formats the `most` most frequent reasons for which requests failed."""
     found = Counter(
         f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason
     )

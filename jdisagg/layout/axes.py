@@ -7,7 +7,7 @@ vocabulary, C chunk.
 An instance's mesh has the axes ("dp", "kv", "rep"). Tensor parallelism is split into `kv`, over
 which kv heads are sharded, and `rep`, over which they are replicated when tp exceeds them. Every KV
 array thus has an ordinary sharding, and a reshard plan needs no special case. All other
-tensor-parallel dimensions are sharded over both, `kv` major. Does not import JAX."""
+tensor-parallel dimensions are sharded over both axes, `kv` major. Does not import JAX."""
 
 import re
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class ModelGeometry:
 
     Attributes:
         experts: Number of experts, 0 for a dense model.
-        shared_ffn: Width of the experts that every token uses.
-        state_key_heads, state_value_heads: Heads of layers with recurrent state.
+        shared_ffn: Width of the shared expert, 0 without one.
+        state_key_heads, state_value_heads: Heads of recurrent layers, 0 without such layers.
     """
 
     query_heads: int
@@ -57,10 +57,10 @@ class Layout:
     """Placement of one model replica on dp * tp devices.
 
     Attributes:
-        dp: Shards of the sequences.
-        tp: Shards of attention heads, ffn and vocabulary.
-        ep: Shards of whole experts, over 1, tp, or dp * tp of the same devices. With 1, experts are
-            sharded inside, over tp, like the dense ffn.
+        dp: Number of data-parallel ranks, each with its own sequences.
+        tp: Number of shards of attention heads, ffn and vocabulary.
+        ep: Number of shards of the list of experts: 1, tp, or dp * tp, over the same devices. With
+            1, each expert is sharded over tp like the dense ffn.
     """
 
     dp: int = 1
@@ -116,7 +116,7 @@ class Layout:
         return self.dp, kv, self.tp // kv
 
     def check(self, geometry: ModelGeometry) -> None:
-        """Raises `LayoutError` unless every sharded dimension of the model divides."""
+        """Raises `LayoutError` if a sharded dimension is not divisible by its shards."""
         _, kv, _ = self.mesh_shape(geometry.kv_heads)
         _divides(
             kv, geometry.state_key_heads, "share of kv heads", "key heads of layers with state"
@@ -135,13 +135,14 @@ class Layout:
             _divides(self.tp, geometry.expert_ffn, "tp", "expert ffn width")
 
     def expert_axes(self) -> tuple[str, ...]:
-        """Returns the mesh axes over which whole experts are spread, empty if ep is 1."""
+        """Returns the mesh axes over which whole experts are distributed, empty if ep is 1."""
         if self.ep == 1:
             return ()
         return TP_AXES if self.ep == self.tp else MESH_AXES
 
     def axis_table(self) -> dict[str, tuple[str, ...]]:
-        """Maps each logical axis of a weight to the mesh axes of its shards (empty: replicated)."""
+        """Returns, for each logical axis of a weight, the mesh axes that shard it. Empty means
+        replicated."""
         experts = self.expert_axes()
         return {
             "vocab": TP_AXES,
@@ -158,8 +159,8 @@ class Layout:
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Returns the rows of embedding and head after padding to a multiple of tp. Randomness and
-    sampling use only the real rows."""
+    """Returns the vocabulary size after padding to a multiple of tp. Randomness and sampling use
+    only the real rows."""
     return -(-vocabulary // tp) * tp
 
 

@@ -6,18 +6,19 @@ heads, width and type, within a layer and between layers.
 
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. A component is cut
 into *rows*, each with `row_heads` heads of `row_width` values, the largest sizes that divide all
-components. Where all components are equal (nearly every model), each is one row. Reshard plan,
-channels, checksums and codecs thus handle one shape. A component without heads beside others with
-heads is cut along its values: each kv shard sends its part and the receiver joins them, so no byte
-is sent twice. `ops/kv_rows.py` cuts the rows.
+components. If all components are equal, as in nearly every model, each is one row. Reshard plan,
+channels, checksums and codecs thus handle one shape. If other components have heads, a component
+without heads is cut along its values: each kv shard sends one part and the receiver joins the
+parts, so no byte is sent twice. `ops/kv_rows.py` cuts the rows.
 
 A layer may also have state: values per sequence, not per position, of fixed size, which are
 replaced and never appended (a recurrent layer). The states of all layers form a spec of their own
 (`KVSpec.state`), in which one "token" is the whole state of one sequence. State is therefore kept
 in pages of one slot and transferred as a block of one token by the same code.
 
-If only some layers have a window, the two kinds may be stored and sent separately (`can_part`).
-Each is then a spec with the same number of layers, in which layers of the other kind are empty.
+If only some layers have a window, the KV of layers with and without a window may be stored and sent
+separately (`can_part`). Each kind then has a spec of its own with all layers, in which layers of
+the other kind are empty.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""
@@ -42,13 +43,13 @@ WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 
 def ring_pages(widest_window: int, page_size: int) -> int:
-    """Returns the pages of a sequence's sliding-window ring buffer. With the current token, the
-    widest window spans at most this many pages, wherever it ends."""
+    """Returns the number of pages of a sequence's sliding-window ring buffer: the most pages that
+    the widest window can overlap."""
     return -(-(widest_window - 1) // page_size) + 1
 
 
 class KvKind(enum.StrEnum):
-    """What a block holds.
+    """Content of a KV block.
 
     POSITIONS: KV of positions, in all layers that have any, or in those without a window if the
       others are sent apart.
@@ -62,8 +63,8 @@ class KvKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVComponent:
-    """One cached array of one layer, [heads, width] per token. With heads 0 it is [width] and
-    replicated over tp. `dtype` overrides the spec's."""
+    """One cached array of one layer, [heads, width] per token. With heads 0 the array is [width]
+    per token and replicated over tp. `dtype` overrides the spec's."""
 
     name: str
     heads: int
@@ -95,8 +96,8 @@ class KVSpec:
     """KV of all layers of a model. `dtype` applies to components that set none.
 
     Raises:
-        ConfigError: A component without heads cannot be cut into as many parts as the others have
-            heads.
+        ConfigError: The width of a component without heads is not divisible by the other
+            components' heads.
     """
 
     layers: tuple[KVLayer, ...]
@@ -117,8 +118,8 @@ class KVSpec:
 
     @functools.cached_property
     def state(self) -> "KVSpec":
-        """Spec of the state per sequence, layer by layer, in which a "token" is a sequence. It has
-        no components if no layer has state."""
+        """Spec of the recurrent state, in which one "token" is the state of one sequence. Without
+        components if no layer has state."""
         return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
 
     @functools.cached_property
@@ -138,8 +139,8 @@ class KVSpec:
 
     @functools.cached_property
     def can_part(self) -> bool:
-        """Whether layers with and without a window can be stored and sent separately. Both kinds
-        must exist, and each must allow the same head shards as this spec."""
+        """Whether the KV of layers with and without a window can be stored and sent separately.
+        Both kinds must exist, and each must allow the same head shards as this spec."""
         try:
             kinds = (self.windowed, self.unwindowed)
         except ConfigError:
@@ -169,7 +170,7 @@ class KVSpec:
         return sum(map(self._bytes, self.components))
 
     def bytes_per_device(self, kv_shards: int) -> int:
-        """Returns the bytes of one token on a device if heads are sharded over `kv_shards`
+        """Returns the KV bytes of one token on each device if heads are sharded over `kv_shards`
         devices."""
         return sum(
             self._bytes(part) // (kv_shards if part.heads else 1) for part in self.components
@@ -177,8 +178,8 @@ class KVSpec:
 
     @functools.cached_property
     def row_heads(self) -> int:
-        """Heads of a row, which is the largest shard count of all components, or 1 without
-        heads."""
+        """Heads of a row: the largest number of shards into which the heads of all components
+        divide. 1 without heads."""
         return math.gcd(*(part.heads for part in self.components)) or 1
 
     @functools.cached_property
@@ -215,7 +216,7 @@ class KVSpec:
         return self._first_rows[layer]
 
     def is_cut(self, part: KVComponent) -> bool:
-        """Whether each kv shard sends a part of the component's values."""
+        """Whether the component is cut along its values, so that each kv shard sends a part."""
         return not part.heads and self.row_heads > 1
 
     @functools.cached_property
@@ -237,7 +238,8 @@ class KVSpec:
         return part.values_per_token * DTYPE_BYTES[self.dtype_of(part)]
 
     def _units(self, part: KVComponent) -> int:
-        """Returns the values, in `row_dtype`, of one head, or of a component without heads."""
+        """Returns the number of values, in `row_dtype`, of one head, or of a component without
+        heads."""
         return part.width * DTYPE_BYTES[self.dtype_of(part)] // self._row_bytes
 
     @classmethod
@@ -250,14 +252,14 @@ class KVSpec:
         windows: tuple[int | None, ...] | None = None,
         kept: str = "",
     ) -> "KVSpec":
-        """Returns the spec of ordinary attention: K and V of `kv_heads` heads of `head_dim` in each
-        layer. `kept` is their type if it differs from the state's."""
+        """Returns the spec of ordinary attention: K and V with `kv_heads` heads of `head_dim`
+        values in each layer. `kept` is their type, or "" for `dtype`."""
         components = tuple(KVComponent(name, kv_heads, head_dim, kept) for name in ("k", "v"))
         windows = windows or (None,) * layers
         return cls(tuple(KVLayer(components, window) for window in windows), dtype)
 
     @classmethod
     def latent(cls, layers: int, width: int, dtype: str, kept: str = "") -> "KVSpec":
-        """Returns the spec of MLA: one vector per token and layer, latent and rope key together,
-        shared by all heads. `kept` as in `attention`."""
+        """Returns the spec of MLA: one vector per token and layer, which holds latent and rope key
+        and is shared by all heads. `kept` is as in `attention`."""
         return cls((KVLayer((KVComponent("latent", 0, width, kept),)),) * layers, dtype)

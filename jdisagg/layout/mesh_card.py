@@ -1,7 +1,7 @@
 """A worker's mesh as plain data, exchanged in the hello before two workers transfer KV.
 
-Device and process numbers are the sender's own, because every JAX job counts from 0. The receiver
-uses them only as identifiers of pieces."""
+Every JAX job numbers its devices and processes from 0. The receiver uses the numbers of the
+sender's mesh only to identify pieces."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,12 @@ class KvEnd:
 
     Attributes:
         control: Address (host:port) that receives `KvPlane` messages.
-        boot_id: Random number of this start, which distinguishes a process restarted at the same
+        boot_id: Random number drawn at the process's start. Identifies a restart at the same
             address.
-        memory: Name of its shared memory (transfer/shared_memory.py) for processes of its host, or
-            empty.
-        nixl: Whether its memory can be read over NIXL (transfer/nixl_memory.py).
-        device: Host on which it exports device memory by CUDA IPC (transfer/device_memory.py), or
-            empty.
+        memory: Name of the process's shared memory (transfer/shared_memory.py), or empty.
+        nixl: Whether peers can read the process's memory over NIXL (transfer/nixl_memory.py).
+        device: Name of the host on which the process exports device memory by CUDA IPC
+            (transfer/device_memory.py), or empty.
     """
 
     control: str
@@ -33,11 +32,11 @@ class KvEnd:
 
 @dataclass(frozen=True, slots=True)
 class MeshCard:
-    """A mesh ("dp", "kv", "rep") as data.
+    """A mesh with the axes ("dp", "kv", "rep") as plain data.
 
     Attributes:
         shape: Sizes of the axes.
-        devices, processes: Device and process of each mesh position, row-major over `shape`.
+        devices, processes: Device and process number at each mesh position, row-major over `shape`.
         ends: KV-plane endpoints by process index. Empty if both sides are in one process.
         transports: Parallel connections of the transfer engine, which must be equal on both sides.
     """

@@ -1,14 +1,14 @@
 """Plans which bytes each device sends to which other device when an array changes its sharding.
 
-A placement gives the box of the global array that each device holds. Several devices may hold the
-same box (replicas), unevenly, and boxes may overlap or cover only a part. A plan is a list of
-pieces, each one box copied from one device to one device.
+A placement gives the box of the global array that each device holds. Any number of devices may hold
+the same box (replicas), and boxes may overlap or cover only a part of the array. A plan is a list
+of pieces, each one box copied from one device to one device.
 
 Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
 destination byte arrives once. Each piece lies inside its source's box. A device that already holds
-a byte reads its own copy (`local`: nothing is transferred). Among replicas the one with the fewest
-bytes so far sends. The plan is a function of its inputs, so both ends of a connection compute it
-independently. Imports neither JAX nor a model."""
+a byte reads its own copy (`local`: nothing is transferred). Among replicas, the one with the fewest
+bytes to send so far is chosen. The plan depends only on its inputs, so both ends of a connection
+compute it independently. Imports neither JAX nor a model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ Placement = Mapping[int, Box]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box to copy. `source_slice` and `destination_slice` are relative to the box that each
-    device holds."""
+    """One box to copy. `source_slice` and `destination_slice` are relative to the boxes that the
+    two devices hold."""
 
     source: int
     source_slice: Box
@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def local(self) -> bool:
-        """Whether the destination already holds these bytes."""
+        """Whether source and destination are the same device."""
         return self.source == self.destination
 
 
@@ -52,7 +52,7 @@ class ReshardPlan:
     pieces: tuple[Piece, ...]
 
     def bytes_per_pair(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """Returns the bytes transferred per (source device, destination device), without local
+        """Returns the bytes to transfer for each (source device, destination device), without local
         pieces."""
         moved: dict[tuple[int, int], int] = {}
         for piece in self.pieces:
@@ -75,8 +75,8 @@ def plan_reshard(
         source: Box that each source device holds.
         destination: Box that each destination device needs.
         granule: Exact shape of all pieces. Every edge of every box must be a multiple of it.
-        turn: Index of the replica to prefer among equally loaded ones. A small array cannot be
-            split evenly, so callers with many arrays count it up and rotate the replicas.
+        turn: Index of the preferred replica among equally loaded ones. Callers with many small
+            arrays increment `turn` per array, so that the replicas take turns.
 
     Raises:
         LayoutError: The source does not cover the destination, or ranks or granule do not fit.
@@ -119,8 +119,8 @@ def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> li
     """Chooses a source for each (destination, box, holders): the destination itself, or the holder
     with the least to send.
 
-    The most constrained pieces choose first, then the largest. Afterwards pieces change their
-    source while that brings two loads closer, until no single change does."""
+    Pieces with the fewest holders are assigned first, and among these the largest. Then pieces are
+    reassigned one at a time as long as that evens out the load of two devices."""
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
     remote = [index for index, device in enumerate(chosen) if device < 0]

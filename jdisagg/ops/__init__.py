@@ -1,2 +1,1 @@
-"""Array operations: JAX functions on local shards. They know axis names and shapes, never requests
-or schedulers."""
+"""Array operations: JAX functions on local shards, independent of requests and schedulers."""

@@ -1,5 +1,5 @@
-"""Activations of feed-forward blocks (`ops/mlp.py`) as data, without JAX, because a model's
-configuration is read where JAX is not installed."""
+"""Activations of feed-forward blocks (`ops/mlp.py`) as plain data. Does not import JAX, because
+processes without JAX read model configurations."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,5 @@
-"""Keyed checksums of KV, equal on both sides of a hand-off for any sharding, paging and cutting.
+"""Keyed checksums of KV. Both sides of a hand-off compute the same sum for any sharding, paging and
+division into blocks.
 
 A row is one (component, head, position) of H values, read as the integers of their bits. Its term
 is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod 2^32, with odd
@@ -8,9 +9,10 @@ shards and blocks. A single changed bit always changes it, because an odd weight
 two is not zero mod 2^32. Swapped rows, another key, several changed bits or missing rows go
 undetected with chance 2^-64. All weights depend on the secret key.
 
-Coordinates are the model's own: the component's index over all layers, the global kv head, the
-absolute position. Pure and traceable, with 32-bit integer arithmetic only. Callers must sum values
-that lie in memory, because a fusion may recompute a value with another rounding."""
+Coordinates are global: the component's index over all layers, the kv head's index in the model, the
+absolute position. All functions are pure and traceable and use 32-bit integer arithmetic only.
+Callers must pass arrays that are in memory, because XLA may fuse and recompute a value with another
+rounding."""
 
 from collections.abc import Sequence
 
@@ -25,7 +27,7 @@ _LANE_SALTS = (0x27D4EB2F, 0x165667B1)
 
 
 def key_words(key: int) -> np.ndarray:
-    """Splits a 64-bit key into uint32 [2], the form that programs take."""
+    """Splits a 64-bit key into uint32 [2], the argument of compiled programs."""
     return np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], np.uint32)
 
 
@@ -86,7 +88,7 @@ def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax
 
 
 def _sum_lanes(lanes: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """Sums all lanes in one pass. Separate reductions took five times as long on a CPU."""
+    """Sums all lanes in one pass, because separate reductions took five times as long on a CPU."""
     zeros = [jnp.uint32(0)] * len(lanes)
     return list(
         lax.reduce(
@@ -118,8 +120,8 @@ def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of 32 bits that spreads every bit over all: two rounds of xor-shift and
-    multiplication."""
+    """Mixes 32 bits so that each input bit affects all output bits. A bijection of two rounds of
+    xor-shift and multiplication."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

@@ -1,4 +1,4 @@
-"""Recurrent state over a whole sequence, without a cache, for tests and model inspection. The
+"""Recurrent layers over a whole sequence without a stored state, for tests and KV calibration. The
 counterpart of `ops/dense_attention.py`."""
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def recur_from_the_beginning(
         parts: State components of the layer.
         dtype: Data type of components that set none.
         tokens: Length of the sequence.
-        shards: Mesh axes. State has this device's share of the heads.
+        shards: Mesh axes. The state holds this device's heads only.
     """
     over = lax.axis_size(shards.tp[0]) if shards.tp else 1
 

@@ -10,8 +10,8 @@ from jax import lax
 
 
 def embed_tokens(table_VD: jax.Array, tokens_T: jax.Array, tp: tuple[str, ...]) -> jax.Array:
-    """Looks up rows of the local table: x [T, D], replicated over tp. Each device adds the rows
-    that it holds, and zeros for the others."""
+    """Returns the embeddings x [T, D], replicated over tp. Each device looks up the ids of its part
+    of the table, uses zeros for other ids, and the results are summed over tp."""
     if not tp:
         return jnp.take(table_VD, tokens_T, axis=0, mode="clip")
     rows = table_VD.shape[0]
@@ -22,7 +22,7 @@ def embed_tokens(table_VD: jax.Array, tokens_T: jax.Array, tp: tuple[str, ...]) 
 
 
 def gather_logits(logits_RV: jax.Array, vocabulary: int, tp: tuple[str, ...]) -> jax.Array:
-    """Gathers local columns into float32 [R, V_padded] on every device of tp. Columns from
+    """Gathers the local logits into float32 [R, V_padded] on every device of tp. Columns from
     `vocabulary` on are -inf."""
     logits_RV = logits_RV.astype(jnp.float32)
     if tp:

@@ -1,14 +1,14 @@
 """The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state decays
-by a gate and subtracts its value of a key before it writes the new one.
+by a gate and whose old value for a key is subtracted before the new value is written.
 
 For each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
 
 u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
 
-A decode step computes just that. A chunk is processed in runs of `grain` tokens. Within a run, with
-cumulative gates G, the u solve a triangular system, (I + A) U = B (V - exp(G) K S), A_ij = b_i
-exp(G_i - G_j) k_i.k_j for j < i. A run is thus a few matrix products, and only the state passes
-between runs. All in float32. q and k have length one."""
+A decode step computes exactly these equations. A chunk is processed in runs of `grain` tokens.
+Within a run, with cumulative gates G, the u solve a triangular system, (I + A) U = B (V - exp(G) K
+S), A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i. A run is thus a few matrix products, and only the
+state passes between runs. All in float32. q and k have length one."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 class DeltaInputs(NamedTuple):
     """Inputs per token and head. `g_TN` is the logarithm of the gate, never positive, and `b_TN`
-    the strength of writing. Both count as zero for padding, which then changes nothing."""
+    the strength of writing. Padding is treated as zero in both and so leaves the state unchanged.
+    """
 
     q_TNH: jax.Array
     k_TNH: jax.Array
@@ -32,8 +33,8 @@ class DeltaInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run's effect on any state S: u = values - keys S, o = queries S + mix u, S' = decay S +
-    writes^T u."""
+    """Matrices that apply a run to a state S: u = values - keys S, o = queries S + mix u, S' =
+    decay S + writes^T u."""
 
     values_NCV: jax.Array
     keys_NCK: jax.Array
@@ -68,9 +69,9 @@ def delta_runs(
 
     Args:
         inputs: Inputs of T tokens.
-        state_RNKV: float32 state before each row's first token here.
+        state_RNKV: float32 state before each row's first token of this chunk.
         runs: Positions of rows among the tokens.
-        platform: On "gpu" there is no loop over the runs.
+        platform: "gpu" computes all runs without a loop.
 
     Returns:
         o [T, N, dv] in float32 (unspecified for padding), and the state after each row's last
@@ -83,8 +84,8 @@ def delta_runs(
 
 
 def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Processes all runs without a loop at the cost of more arithmetic, because a run's effect on
-    the state is a matrix."""
+    """Processes all runs without a loop, by expressing each run's effect on the state as a matrix.
+    Needs more arithmetic than the loop."""
     written_nNKC = jnp.swapaxes(parts.writes_NCK, 2, 3)
     keep_nNKK = parts.decay_N[:, :, None, None] * jnp.eye(state_RNKV.shape[2])[
         None, None
@@ -96,7 +97,7 @@ def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array,
 
 
 def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Like `delta_runs` for one more token of each sequence: o [B, N, dv] and the next states."""
+    """Applies the rule to one more token of each sequence: o [B, N, dv] and the next states."""
     q, k, v, g, b = (part.astype(jnp.float32) for part in inputs)
     kept = jnp.exp(g)[..., None, None] * state_BNKV
     u_BNV = b[..., None] * (v - _read(kept, k))
@@ -105,7 +106,7 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
 
 
 def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
-    """Returns the state's value of a key [B, N, dv]."""
+    """Returns the values that the state holds for these keys: [B, N, dv]."""
     return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
 
 

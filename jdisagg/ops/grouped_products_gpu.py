@@ -1,13 +1,13 @@
-"""Grouped expert products on a GPU: each expert's rows times its own matrix. The kernels read the
-assignment of rows on the device, so the host drives no loop and no expert's matrices are copied.
+"""Grouped expert products on a GPU: each expert's rows times the expert's matrix. The kernels read
+the assignment of rows on the device, so that the host drives no loop and no matrices are copied.
 
 `products` chooses between two implementations:
 - Hopper, 16-bit: JAX's `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma and
   TMA.
-- Elsewhere (Blackwell, float32, quantized experts): our own kernels (Pallas, Triton backend), two
-  calls. Gate, up and their activation are one. It reads a block's tokens by index, so they need not
-  be gathered first. A program is one block of rows and one tile of columns. Blocks that do not
-  exist do nothing. Quantized values are widened as they are read.
+- Elsewhere (Blackwell, float32, quantized experts): our own kernels (Pallas, Triton backend) in two
+  calls. The first computes gate, up and the activation and reads tokens by index, so that they need
+  not be gathered first. A kernel program handles one block of rows and one tile of columns.
+  Programs without a block do nothing. Quantized values are widened as they are read.
 
 Rows without a local expert are not computed and their output is undefined. Triton is imported as in
 `paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests."""
@@ -34,7 +34,7 @@ MGPU_ROWS, MGPU_COLUMNS, MGPU_DEPTH, MGPU_STEPS = 64, 128, 64, 4
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Returns the rows of a block, about an expert's mean share."""
+    """Returns the number of rows of a block, about an expert's mean share."""
     rows = MIN_ROWS
     while rows < min(MAX_ROWS, pairs / experts):
         rows *= 2
@@ -67,7 +67,7 @@ def by_wgmma(
         sizes_E: Rows of each expert.
         gate_EDF, up_EDF, down_EFD: Expert matrices.
         biases_PF: Biases of each row's gate and up.
-        clamp: Gate function, silu if None.
+        clamp: Gate function. None means silu.
     """
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
@@ -101,8 +101,8 @@ def by_blocks(
     interpret: bool = False,
 ) -> jax.Array:
     """Applies pair p's expert to token `token_P[p]`, without the output's bias: [P, D]. P is padded
-    by `rows`. Block b is rows start_B[b] to end_B[b], at most `rows`, of expert expert_B[b]. It is
-    empty if both are equal."""
+    by `rows`. Block b covers rows start_B[b] to end_B[b] (at most `rows`) of expert expert_B[b],
+    and is empty if both are equal."""
     gate_EDF, up_EDF, down_EFD, *scales = weights[:6]
     assert gate_EDF is not None and up_EDF is not None and down_EFD is not None
     pairs, depth, ffn = token_P.shape[0], x_TD.shape[1], gate_EDF.shape[2]
@@ -191,7 +191,7 @@ def _down(
 
 
 def _block(start: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the places of a block's rows, and which of them are its own."""
+    """Returns the row indices of a block, and a mask of those that belong to the block."""
     place_R = start + jnp.arange(rows, dtype=jnp.int32)
     return place_R, place_R < end
 

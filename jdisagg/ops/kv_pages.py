@@ -1,12 +1,11 @@
 """Reading and writing KV pages: `pages_PKSH`, one component (K or V) of one layer on one dp rank.
 
 Heads precede slots, so that one head's bytes of a page are contiguous. All functions take LOCAL
-shards and are pure. The caller's jit donates the pages, and the functions then write in place (a
-copy of the pool would cost more than the whole step). They know nothing of sequences beyond the
-given coordinates.
+shards and are pure. The caller's jit must donate the pages, so that writes are in place: a copy of
+the pool would cost more than the whole step. Sequences appear only as coordinates.
 
 Invariants: a page id of `P` or more means padding, and its row is dropped. Negative ids are not
-allowed, because they would count from the end. Pages must only hold finite values, because
+allowed, because indexing would count them from the end. Pages must hold finite values only, because
 attention multiplies stale slots by zero.
 
 Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to it
@@ -32,12 +31,12 @@ def kept_dtype(dtype: str, platform: str) -> jnp.dtype:
 
 
 def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Converts finite values to the type of pages.
+    """Converts finite values to the type of the pages' array.
 
-    16 bits are bfloat16's (`kept_dtype`). Bytes are fp8 (e4m3fn: 3 bits of mantissa, smallest
-    2^-9). Values beyond +-448 become 448. The marker of a broken sequence does not fit and becomes
-    NaN. Bytes avoid XLA's widening of fp8 arrays, which turned a write of one row into a copy of
-    the pool."""
+    uint16 holds the bits of bfloat16 (`kept_dtype`). uint8 holds fp8 (e4m3fn: 3 bits of mantissa,
+    smallest 2^-9): values beyond +-448 are clipped, and the marker of a broken sequence becomes
+    NaN. Bytes are used because XLA widens fp8 arrays, which turned a write of one row into a copy
+    of the pool."""
     if values.dtype == dtype:
         return values
     if dtype == jnp.uint16:
@@ -75,7 +74,7 @@ def token_coordinates(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns page and slot of each token, from row `row_T` of the page table and absolute position
     `positions_T`. Tokens with a negative row (padding) or a position beyond the table get page
-    `pages`, which drops them."""
+    `pages`, so that they are dropped."""
     columns = table_RN.shape[1]
     column_T = positions_T // slots
     inside_T = (row_T >= 0) & (positions_T >= 0) & (column_T < columns)
@@ -89,7 +88,7 @@ def decode_coordinates(
     table_BN: jax.Array, positions_B: jax.Array, *, slots: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns page and slot of one new token per sequence. Positions must lie inside the table.
-    Padding rows own dummy pages."""
+    Padding rows have dummy pages."""
     page_B = jnp.take_along_axis(table_BN, (positions_B // slots)[:, None], axis=1, mode="clip")[
         :, 0
     ]
@@ -154,8 +153,8 @@ def gather_tokens(pages_PKSH: jax.Array, page_T: jax.Array, slot_T: jax.Array) -
 def gather_columns(
     pages_PKSH: jax.Array, table_BN: jax.Array, column: jax.Array | int, count: int
 ) -> jax.Array:
-    """Gathers `count` columns of the page table from `column` on into one contiguous [B, K, count *
-    S, H]. It gathers rows of (page, head), so that the result needs no transpose."""
+    """Gathers the pages in `count` columns of the page table, from `column` on, into one contiguous
+    [B, K, count * S, H]. Gathers rows of (page, head), so that the result needs no transpose."""
     pages, heads, slots, width = pages_PKSH.shape
     batch = table_BN.shape[0]
     table_BC = lax.dynamic_slice(table_BN, (0, column), (batch, count))
@@ -167,8 +166,8 @@ def gather_columns(
 
 
 class SpanRows(NamedTuple):
-    """Pages of one component as rows, one for each head's part of a page that a span of `length`
-    positions reads. Created once, outside the loop over spans."""
+    """Pages of one component as rows. Each row is one head's part of a page for a span of `length`
+    positions. Created once, outside the loop over spans."""
 
     rows_RW: jax.Array
     length: int
@@ -196,13 +195,13 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
     """Gathers positions [index * length, (index + 1) * length) of each sequence: contiguous [B, K,
     length, H].
 
-    On CPU this is the costliest copy of a decode step, hence its form. A direct gather into [B, K,
-    length, H] has an inner loop over H, which XLA unrolls into scalar moves, at half the memory
-    speed in float32 and a quarter in bfloat16. Rows therefore stay rows on both sides: the pages'
-    are made outside the loop, and a barrier keeps the result's. A `where` that always takes one
-    side turns the gather into a fusion, which runs on all cores, where a plain gather runs on one.
-    A single sequence is gathered plainly: there is little to copy, and with so few rows XLA would
-    re-lay the pages' rows, a copy of the whole pool in every step."""
+    On CPU this is the costliest copy of a decode step. A direct gather into [B, K, length, H] has
+    an inner loop over H, which XLA unrolls into scalar moves, at half the memory speed in float32
+    and a quarter in bfloat16. Source and result are therefore kept as rows: the source's are
+    created outside the loop, and a barrier keeps the result's. A `where` that always selects one
+    side turns the gather into a fusion, which runs on all cores instead of one. For a single
+    sequence a plain gather is used, because with few rows XLA would change the layout of the
+    source, a copy of the whole pool in every step."""
     heads, slots, length = span.heads, span.slots, span.length
     batch, columns, parts = table_BN.shape[0], max(1, length // slots), max(1, slots // length)
     table_BC = lax.dynamic_slice(table_BN, (0, index // parts * columns), (batch, columns))

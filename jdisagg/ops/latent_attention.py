@@ -1,15 +1,15 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1). One vector per
 token is cached for all heads: a latent of `rank` values and a key part with rotary positions.
 
-A head's key is its matrix times the latent, then the rotary part. Its value is another matrix times
-the latent. The same attention has two forms:
-- *expanded*: keys and values of each head are computed, and attention is ordinary. It costs the
-  least where many queries attend to the same tokens (prefill).
+A head's key is the head's key matrix times the latent, followed by the rotary part. A head's value
+is its value matrix times the latent. The same attention can be computed in two forms:
+- *expanded*: keys and values of each head are computed for ordinary attention. This form costs
+  least when many queries attend to the same tokens (prefill).
 - *absorbed*: the key matrix is applied to the query, and the value matrix to the mix of latents.
-  Attention then has many query heads over one kv head of rank + rope values, whose first `rank` are
-  its values. A token is read once for all heads (decode, cached tokens).
+  Attention then has many query heads over one kv head of rank + rope values, of which the first
+  `rank` are also the value. A token is read once for all heads (decode, cached tokens).
 
-Local heads, no meshes: the latent is replicated over tp."""
+Functions work on local heads. The latent is replicated over tp."""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jdisagg.model_api import Latent
 
 
 def absorb(q_TNH: jax.Array, latent: Latent) -> jax.Array:
-    """Turns queries of nope + rope values into queries of the cached vector: [T, N, rank +
-    rope]."""
+    """Applies the key matrices to queries of nope + rope values. Returns queries for the cached
+    vector: [T, N, rank + rope]."""
     nope = latent.keys_NRH.shape[2]
     inner_TNR = jnp.einsum(
         "tnh,nrh->tnr", q_TNH[..., :nope], latent.keys_NRH, preferred_element_type=jnp.float32
@@ -28,7 +28,7 @@ def absorb(q_TNH: jax.Array, latent: Latent) -> jax.Array:
 
 
 def release(mixed_TNR: jax.Array, latent: Latent) -> jax.Array:
-    """Turns mixed latents into the heads' values: [T, N, value]."""
+    """Applies the value matrices to mixed latents. Returns the heads' outputs: [T, N, value]."""
     values = latent.values_NRH.astype(mixed_TNR.dtype)
     return jnp.einsum("tnr,nrv->tnv", mixed_TNR, values, preferred_element_type=jnp.float32).astype(
         mixed_TNR.dtype

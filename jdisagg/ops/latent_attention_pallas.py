@@ -1,10 +1,10 @@
 """Decode over cached latents (the absorbed form of `ops/latent_attention.py`) as a GPU kernel:
 Pallas, Triton backend, with the splits of `paged_attention_pallas`.
 
-A program takes ROWS query heads of a sequence, so that its mix stays in registers, and walks its
-share of the positions. Latent and rotary part are read separately, because Triton's blocks are
-powers of two. The latent is read once for scores and mix. `interpret=True` runs the kernel on a
-CPU."""
+A kernel program handles ROWS query heads of a sequence, so that the mix stays in registers, and
+loops over its share of the positions. Latent and rotary part are read separately, because Triton's
+blocks are powers of two. The latent is read once for scores and mix. `interpret=True` runs the
+kernel on a CPU."""
 
 from functools import partial
 
@@ -56,8 +56,8 @@ def latent_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Mixes latents for queries of cached vectors: [B, N, rank] in q's dtype. Otherwise like
-    `ops.paged_attention.paged_attention`."""
+    """Returns the mixed latents [B, N, rank] in q's dtype, for queries of the absorbed form. Other
+    arguments are as in `ops.paged_attention.paged_attention`."""
     assert triton is not None, "ask `applies` first"
     batch, heads, width = q_BNH.shape
     pages, _, slots, _ = pages_P1SH.shape
@@ -110,8 +110,8 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """One (sequence, block of heads, split). q_ref [N, H]; pages_ref [P, S, H]; table_ref [N];
-    position_ref []."""
+    """Processes one (sequence, block of heads, split). q_ref [N, H]; pages_ref [P, S, H]; table_ref
+    [N]; position_ref []."""
     (heads, width), rows = q_ref.shape, ROWS
     pages, slots, _ = pages_ref.shape
     (columns,) = table_ref.shape

@@ -1,9 +1,9 @@
 """The matrix product of activations with a weight, in the orientation that is fast on the platform.
 
 A kernel is [in, out], or [out, in] if `transposed`. On a CPU the latter makes bfloat16 about 10 %
-faster and float32 decode a third slower. `kernel_is_transposed` decides when a model is built, and
-the choice is part of the module's structure. All CPU tuning of matrix products is here, and that of
-quantized kernels in `quantized_weights`, so that models contain none."""
+faster and float32 decode a third slower. `kernel_is_transposed` chooses when a model is built, and
+the choice is part of the module's structure. This module and `quantized_weights` contain all CPU
+tuning of matrix products, so that models contain none."""
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def project(
     out_dtype: jnp.dtype | None = None,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiplies x [T, in] with a kernel and adds the bias: [T, out] in `out_dtype`, x's if None.
-    `scale` holds the output scales of a quantized kernel."""
+    """Multiplies x [T, in] with a kernel and adds the bias. Returns [T, out] in `out_dtype`; None
+    means x's dtype. `scale` holds the output scales of a quantized kernel."""
     if scale is not None:
         y = scaled_product(x_TD, kernel, scale, transposed=transposed, platform=platform)
     elif platform == "cpu" and x_TD.dtype == jnp.bfloat16:
@@ -50,15 +50,16 @@ def _product(
 
 
 def _bfloat16_on_cpu(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """The product rounded to bfloat16, logits included, as transformers and vLLM compute it.
+    """Returns the product rounded to bfloat16, as transformers and vLLM compute it, logits
+    included.
 
     From JAX 0.12 on bfloat16 is requested, because XLA:CPU takes twice as long for float32 ([32,
     768] x [768, 32000]: 6.8 against 3.5 ms). Earlier XLA:CPU, asked for bfloat16, makes float32
     copies of all weights of a program first (twice their bytes) and is 2 to 11 times slower ([2,
     2048] x [2048, 2048]: 25 against 2.3 ms), so float32 is requested there.
 
-    A single row is very slow (46 ms against 5 ms for that kernel), and so would be a doubled row
-    that XLA recognises, hence two rows behind a barrier."""
+    A single row is very slow (46 ms against 5 ms for that kernel). It is therefore doubled, and a
+    barrier keeps XLA from removing the second row."""
     wanted = jnp.dtype(jnp.float32) if _UPCASTS else None
     if x_TD.shape[0] > 1:
         return _product(x_TD, kernel, transposed, wanted).astype(x_TD.dtype)

@@ -1,10 +1,10 @@
 """Changes to logits before a token is chosen, and reports about them: penalties, bias, min_tokens,
 logprobs.
 
-The order is vLLM's, so that equal parameters give equal distributions: logit bias, repetition,
-frequency and presence penalty. Stop ids are -inf while fewer than min_tokens were generated, and
-then ids that a grammar forbids. Temperature and filters follow in `sampling`. A row with neutral
-parameters keeps its logits bit for bit.
+The order is vLLM's, so that equal parameters give equal distributions: logit bias, then repetition,
+frequency and presence penalty. After these, stop ids are set to -inf while fewer than min_tokens
+were generated, and then ids that a grammar forbids. Temperature and filters follow in `sampling`. A
+row with neutral parameters keeps its logits bit for bit.
 
 - repetition (Hugging Face; tokens of prompt or output): logit / r if positive, else logit * r
 - frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence * (count >
@@ -44,8 +44,8 @@ class ShapingRows(NamedTuple):
 def shape_logits(
     logits_BV: jax.Array, rows: ShapingRows, token_counts_BV: jax.Array, position_B: jax.Array
 ) -> jax.Array:
-    """Returns float32 [B, V_padded], the logits from which log-probabilities are reported and
-    tokens chosen."""
+    """Returns the shaped logits, float32 [B, V_padded]. Tokens are chosen and log-probabilities are
+    computed from them."""
     logits_BV = _scatter(logits_BV, rows.bias_ids).add(rows.bias_values, mode="drop")
 
     generated_BV = token_counts_BV & (PROMPT_BIT - 1)
@@ -115,8 +115,8 @@ def token_counts(
 
 
 def _scatter(x_BV: jax.Array, ids_BM: jax.Array):
-    """`x.at[row, ids]` with the padding id -1 moved out of range, where mode="drop" ignores it. A
-    negative index would wrap."""
+    """Returns `x.at[row, ids]` with the padding id -1 moved out of range, where mode="drop" ignores
+    it. A negative index would wrap around."""
     rows_B1 = jnp.arange(x_BV.shape[0], dtype=jnp.int32)[:, None]
     return x_BV.at[
         jnp.broadcast_to(rows_B1, ids_BM.shape), jnp.where(ids_BM < 0, x_BV.shape[1], ids_BM)

@@ -15,17 +15,17 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 
 
 def squared_relu(up: jax.Array) -> jax.Array:
-    """Elementwise, in the input's dtype."""
+    """Computes relu(up)^2 elementwise, in the input's dtype."""
     return jnp.square(jnp.maximum(up, 0))
 
 
 def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Elementwise, in the inputs' dtype."""
+    """Computes silu(gate) * up elementwise, in the inputs' dtype."""
     return jax.nn.silu(gate) * up
 
 
 def gated_expert(gate: jax.Array, up: jax.Array, clamp: ExpertGate | None) -> jax.Array:
-    """Applies an expert's gate: silu, or as `clamp` defines."""
+    """Applies an expert's gate function: `clamp`, or silu if None."""
     if clamp is None:
         return gated_silu(gate, up)
     if isinstance(clamp, SquaredRelu):

@@ -1,12 +1,12 @@
-"""Routing, and experts spread over devices. Each device computes only the tokens routed to its own
-experts, and nothing is dropped.
+"""Routing and experts distributed over devices. Each device computes only the tokens routed to its
+own experts, and no token is dropped.
 
-Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows of one expert,
-whose number is known only on the device. On CPU a loop runs over the existing blocks. On GPU, where
-the host would drive that loop, kernels do (`grouped_products_gpu`). `lax.ragged_dot` would be
-simpler, but on CPU and GPU it multiplies every row by every expert (75 ms against 5 ms for 32
-experts). On TPU it is a grouped product and is used. Kernels are [in, out] for all types: neither
-[out, in] nor a barrier before the product helped on CPU.
+Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows of one expert.
+The number of blocks is known only on the device. On CPU a loop runs over the blocks. On GPU the
+host would drive that loop, so kernels process the blocks (`grouped_products_gpu`). `lax.ragged_dot`
+would be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms against 5 ms for
+32 experts). On TPU it is a grouped product and is used. Kernels are [in, out] for all types:
+neither [out, in] nor a barrier before the product helped on CPU.
 
 Three placements (see `layout/axes.py`): whole experts spread over dp and tp (tokens gathered over
 dp, results scattered back), whole experts over tp (tokens are already on all of tp), or each expert
@@ -38,7 +38,7 @@ class Routing(NamedTuple):
 
 class ExpertWeights(NamedTuple):
     """Expert matrices of this device, with scales if quantized and biases if present. Experts
-    without a gate (`SquaredRelu`) have `up_EDF` in both places."""
+    without a gate (`SquaredRelu`) have the same matrix as gate and up."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -52,12 +52,12 @@ class ExpertWeights(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """Pairs sorted by local expert, those without one last, and the blocks of rows that cover the
-    local ones.
+    """Pairs sorted by local expert, with pairs of other devices last, and the blocks of rows that
+    cover the local pairs.
 
     Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
-    are valid, and start and end are 0 behind them. The loop also computes a block's surplus rows.
-    The next expert's block overwrites them, or they have no local expert and are never read."""
+    are valid; start and end of the others are 0. The loop always computes a full block. The results
+    of rows beyond the block's end are overwritten by the next expert's block or never read."""
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -77,8 +77,8 @@ def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> 
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Returns the rows of a block, about twice an expert's mean share, so that most experts'
-    weights are read once."""
+    """Returns the number of rows of a block, about twice an expert's mean share, so that most
+    experts' weights are read once."""
     rows = MIN_BLOCK_ROWS
     while rows < min(MAX_BLOCK_ROWS, 2 * pairs / experts):
         rows *= 2
@@ -118,7 +118,8 @@ def routed_experts(
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp.
-    `experts` is the number on all devices. `clamp` is the gate function, silu if None."""
+    `experts` is the number of experts on all devices. `clamp` is the gate function; None means
+    silu."""
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)
@@ -150,8 +151,8 @@ def routed_experts(
 
 
 def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
-    """Returns the bias on one device only if experts are split over several, whose parts are
-    summed."""
+    """Returns the output bias. If experts are split over devices, whose results are summed, the
+    bias is zero on all devices but one."""
     if not shards.tp or shards.ep:
         return bias_ED
     return jnp.where(lax.axis_index(shards.tp) == 0, bias_ED, jnp.zeros((), bias_ED.dtype))
@@ -169,7 +170,7 @@ def _combine(
 
 
 def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None) -> jax.Array:
-    """Applies one expert, whose arrays have no E, without the output's bias."""
+    """Applies one expert to rows, without the output's bias. The arrays have no dimension E."""
 
     def product(
         x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
@@ -236,7 +237,7 @@ def _gpu_products(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """`block_products` by GPU kernels."""
+    """Computes `block_products` by GPU kernels."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     rows = grouped_products_gpu.block_rows(local_TJ.size, held)
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
@@ -263,7 +264,8 @@ def _sizes(local_TJ: jax.Array, held: int) -> jax.Array:
 
 
 def _of_pairs(of_EF: jax.Array | None, local_TJ: jax.Array, plan: BlockPlan) -> jax.Array | None:
-    """Returns each sorted pair's row of its expert. Pairs without a local expert get any row."""
+    """Returns for each sorted pair the row of `of_EF` of the pair's expert. Pairs without a local
+    expert get any row."""
     if of_EF is None:
         return None
     return of_EF[jnp.minimum(local_TJ.reshape(-1)[plan.order_P], of_EF.shape[0] - 1)]
@@ -276,7 +278,7 @@ def _ragged_products(
     rows: int,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """`block_products` by `lax.ragged_dot`, for platforms where that is a grouped product."""
+    """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)

@@ -2,8 +2,8 @@
 
 A state is the largest score, the sum of exponentials relative to it, and the unnormalised mix of
 values, all float32. Folding blocks in any order gives the softmax over their union. Masked scores
-are `MASKED`, a finite number, which avoids NaN: a row with only masked scores so far holds
-meaningless values, which the first real score fades to 0."""
+are `MASKED`, a finite number, which avoids NaN. A row with only masked scores so far holds
+meaningless values, which the first real score multiplies by 0."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +15,8 @@ MASKED = -1e30
 
 
 class Softmax(NamedTuple):
-    """top, total: [..., Q, 1]; mixed: [..., Q, H]."""
+    """Running state: largest score `top` and sum `total` [..., Q, 1], mix of values `mixed` [...,
+    Q, H]."""
 
     top: jax.Array
     total: jax.Array
@@ -61,8 +62,8 @@ def merge(one: Softmax, other: Softmax) -> Softmax:
 
 
 def finish(state: Softmax, sinks: jax.Array | None = None) -> jax.Array:
-    """Returns the attention. `sinks`, shaped like `top`, are scores without a value that join the
-    softmax."""
+    """Returns the attention output. `sinks`, shaped like `top`, are additional scores in the
+    softmax without a value."""
     if sinks is None:
         return state.mixed / state.total
     top = jnp.maximum(state.top, sinks)

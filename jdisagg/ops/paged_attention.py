@@ -4,8 +4,8 @@
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest
   sequence), so there are no context buckets, and a block of pages stays in cache. The CPU's choice,
   and correct everywhere.
-- `gather`: gathers the whole padded table and computes one softmax. For a GPU where the kernel does
-  not apply, because the host would drive the loop. It costs the table's full width.
+- `gather`: gathers the whole padded table and computes one softmax. Used on a GPU where the kernel
+  does not apply, because the host would drive a loop. Its cost grows with the table's width.
 - `pallas`: a split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
 For latent attention (`ops/latent_attention.py`) the pages hold one vector per token, and the
@@ -60,13 +60,13 @@ def paged_attention(
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Attends token b to positions 0..positions_B[b] of its sequence, or with `window` to the last
-    `window` of these.
+    """Computes the attention of token b over positions 0..positions_B[b] of its sequence, or with
+    `window` over the last `window` of these.
 
     Args:
         q_BNH: Local query heads, a multiple of the pages' kv heads.
-        k_pages_PKSH, v_pages_PKSH: Pages. With `latent` the first hold cached vectors with one kv
-            head, and the second is None.
+        k_pages_PKSH, v_pages_PKSH: Pages. With `latent` the former hold cached vectors with one kv
+            head, and the latter is None.
         table_BN, positions_B: int32.
         cap, sinks_N, latent: See `model_api.Attend`.
 
@@ -126,7 +126,8 @@ def _loop(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """`values` are their pages, or the number of leading key values that serve as values.
+    """Computes the attention in a loop. `values` are the values' pages, or the number of leading
+    key values that serve as values.
 
     Processes whole steps of 256 or 128 positions or a page, then the rest of the longest sequence
     in parts of a step, so that a nearly empty last page is not read whole."""
@@ -208,7 +209,7 @@ def _scores(
     *,
     marked: bool,
 ) -> jax.Array:
-    """`marked` means that keys may be the marker of `ops/quarantine.py`."""
+    """Computes masked scores. `marked` means that keys may be the marker of `ops/quarantine.py`."""
     s_BKGS = (
         jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
     )
@@ -232,7 +233,8 @@ def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
 def _seen(
     start: jax.Array | int, length: int, positions_B: jax.Array, window: int | None
 ) -> jax.Array:
-    """Returns which positions start..start+length each token attends to: bool [B, length]."""
+    """Returns a mask, bool [B, length], of the positions start..start+length that each token
+    attends to."""
     position_1S = (start + jnp.arange(length, dtype=jnp.int32))[None, :]
     seen_BS = position_1S <= positions_B[:, None]
     return seen_BS if window is None else seen_BS & (position_1S > positions_B[:, None] - window)

@@ -1,12 +1,12 @@
 """Decode attention over KV pages as a GPU kernel (Pallas, Triton backend), on `pages [P, K, S, H]`.
 
-Flash-decoding: a program for each (sequence, kv head, split) walks its share of the sequence's
-positions with a running softmax, and XLA merges the splits. Splits follow each sequence's *own*
-length: evenly over as many programs as fill the GPU, and over more while each has SHARE positions,
-so that one program does not walk a long sequence among many short ones alone. Surplus programs end
-at once and write nothing, so that the page table may be as wide as the context. The query heads of
-one kv head fill the 16 rows of a tensor-core product. Positions hidden by length or window are not
-read. Table entries beyond the length may be anything.
+Flash-decoding: a kernel program for each (sequence, kv head, split) loops over its share of the
+sequence's positions with a running softmax, and XLA merges the splits. The number of splits depends
+on each sequence's *own* length: as many as fill the GPU, or more as long as each has SHARE
+positions, so that a long sequence among many short ones is not left to one program. Programs
+without a split end at once and write nothing, so that the page table may be as wide as the context.
+The query heads of one kv head fill the 16 rows of a tensor-core product. Positions hidden by length
+or window are not read. Table entries beyond the length may be anything.
 
 Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12. Only this file
 imports it, and `applies` returns False without it. `interpret=True` runs the same kernel on CPU,
@@ -41,8 +41,7 @@ WARPS, STAGES = 4, 5
 
 
 def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
-    """Whether the head size fits Triton's blocks, which are powers of two. Others take the XLA
-    form."""
+    """Whether the kernel supports the head size: Triton's blocks are powers of two."""
     width = q_BNH.shape[-1]
     return (
         triton is not None
@@ -137,8 +136,8 @@ def shares(
     position: jax.Array, window: int | None, even: int, splits: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns, for one or several sequences, the first step of `size` positions, the step after the
-    last, and the steps of a program: an even share over `even` programs, or SHARE positions each
-    while there are programs."""
+    last, and the steps per program: an even share of `even` programs, or SHARE positions if that
+    needs at most `splits` programs."""
     oldest = jnp.zeros_like(position) if window is None else jnp.maximum(position - (window - 1), 0)
     low, high = oldest // size, position // size + 1
     steps = high - low
@@ -163,8 +162,8 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """One (sequence, kv head, split). q_ref [G, H]; k_ref, v_ref [P, S, H]; table_ref [N];
-    position_ref []."""
+    """Processes one (sequence, kv head, split). q_ref [G, H]; k_ref, v_ref [P, S, H]; table_ref
+    [N]; position_ref []."""
     groups, width = q_ref.shape
     pages, slots, _ = k_ref.shape
     (columns,) = table_ref.shape

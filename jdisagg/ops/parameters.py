@@ -25,8 +25,8 @@ Role = Literal["matrix", "embedding", "norm", "bias", TypeRole]
 
 
 class Make(Protocol):
-    """Creates the value of a parameter (an array, or only its shape), so that one description
-    serves abstract models, random ones and checkpoints. `fan_in` scales random matrices."""
+    """Creates the value of a parameter: an array, or a shape for abstract models. `fan_in` scales
+    random matrices."""
 
     def __call__(
         self, shape: tuple[int, ...], role: Role, fan_in: int

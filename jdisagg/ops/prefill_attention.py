@@ -1,22 +1,22 @@
-"""Prefill attention over a packed chunk of tokens of several sequences, and the pages of those that
-began earlier.
+"""Prefill attention of a packed chunk with tokens of several sequences, over the chunk itself and
+over the pages of sequences that began earlier.
 
 Tokens of a segment (a row of the step) are contiguous and in order. `segment_T` is -1 for padding,
 whose output is 0. Two parts share one running softmax: *self*, causal among the chunk's tokens of
 the same segment, and *past*, the sequence's earlier tokens in pages. Local shards, no meshes. K and
 V are never repeated for GQA.
 
-On CPU self is cut into query blocks. They are dense over their causal prefix while that fits the
-cache, and beyond it loop over key blocks from a traced first block, which skips other segments and
-keys outside the window. Past loops over the rows that have one and over their page columns. Both
-bounds are traced, so there are no buckets, and no work without a past. On GPU both use cuDNN
-(`prefill_attention_cudnn`).
+On CPU *self* is cut into query blocks. A block computes dense scores over its causal prefix if they
+fit the CPU's cache. Otherwise it loops over key blocks from a traced first block, which skips other
+segments and keys outside the window. *past* loops over the rows with a past and their page columns.
+The bounds are traced, so there are no buckets, and no work without a past. On GPU both parts use
+cuDNN (`prefill_attention_cudnn`).
 
 Latent attention takes the expanded form among the chunk's tokens and the absorbed form for the
 past, whose keys would otherwise be recomputed for each chunk (`ops/latent_attention.py`). On a GPU
-the past covers the whole page table in unrolled steps, without a loop. So do families with capped
-scores, which cuDNN does not support, and packed chunks of families with sinks except for their
-past."""
+*past* then covers the whole page table in unrolled steps, without a loop. The same form serves
+families with capped scores, which cuDNN does not support, and packed chunks of families with sinks
+(not their past)."""
 
 from functools import partial
 
@@ -80,7 +80,7 @@ def prefill_attention(
         window: Positions attended to, the token's own included.
         cap, sinks_N, latent: See `model_api.Attend`.
         packed: False promises that all valid tokens are of row 0 and come first.
-        rows: Most segments.
+        rows: Largest number of segments.
 
     Returns:
         o_TNH in q's dtype, 0 for padding.
@@ -143,7 +143,7 @@ def _blocks(
     packed: bool,
     at_once: bool,
 ) -> jax.Array:
-    """`at_once` avoids loops at any cost."""
+    """Computes *self* and *past* in blocks. `at_once` avoids loops, whatever the cost."""
     tokens, query_heads, width = q_TNH.shape
     heads = k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(tokens, heads, query_heads // heads, width).transpose(1, 2, 0, 3)
@@ -194,8 +194,8 @@ def _blocks(
 
 
 def _released(cached: Softmax, latent: Latent) -> Softmax:
-    """Turns mixed latents [1, N, Q, ...] of heads that share a kv head into mixes of each head's
-    own values [N, 1, Q, ...]."""
+    """Converts mixed latents [1, N, Q, ...] of heads that share a kv head to mixed values of each
+    head [N, 1, Q, ...]."""
     mixed_NQV = jnp.einsum("nqr,nrv->nqv", cached.mixed[0], latent.values_NRH.astype(jnp.float32))
     top, total = (part.swapaxes(0, 1) for part in (cached.top, cached.total))
     return Softmax(top, total, mixed_NQV[:, None])
@@ -226,8 +226,8 @@ def _self_block(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Attends query rows low..high to the chunk's keys: the last keys dense, the earlier ones in a
-    loop."""
+    """Computes the attention of query rows low..high over the chunk's keys: dense over the last
+    keys, in a loop over the earlier ones."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
     # Keys outside the window of every row of this block.
@@ -276,8 +276,8 @@ def _fold_past(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Folds in the tokens in pages, row by row, several pages at a time. `at_once` covers only the
-    first row, without a loop."""
+    """Adds the attention over tokens in pages to the running softmax, row by row, several pages at
+    a time. `at_once` covers only the first row, without a loop."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
     columns = max(1, min(positions // slots, past.table_RN.shape[1]))

@@ -4,19 +4,17 @@ one CUDA graph.
 
 cuDNN's causal mask is top-left: query i attends to keys up to i, which is wrong for a chunk after
 cached tokens. A chunk with a past therefore takes two calls, *past* (not causal, keys up to their
-length) and *self* (as many keys as queries, causal), merged by their log-sum-exp. The public
-function rounds that residual to the output's dtype, which in bfloat16 shifts the weights by some
-percent, so the private function below it is called, which keeps float32. With a window only the
-last tokens of the past matter: they are put before the chunk, with dummy queries, and one call
-suffices.
+length) and *self* (as many keys as queries, causal), merged by their log-sum-exp. JAX's public
+function rounds the log-sum-exp to the output's dtype, which in bfloat16 changes the weights by some
+percent, so a private function is called that keeps float32. With a window only the last tokens of
+the past matter: they are put before the chunk, with dummy queries, and one call suffices.
 
 Packed prompts are one call by segment offsets (Hopper and later). Only the first may have a past
 (`scheduler/prefill_batches.py`), and is then computed like a single sequence. A sink joins the
 softmax at the end, through the log-sum-exp of all scores.
 
-Float32 takes the XLA form, and so do heads larger than 128 (256 on Hopper), for which `applies`
-returns False. The same recipes run on any platform with `implementation="xla"`, which tests them
-without a GPU."""
+For float32 and for heads larger than 128 (256 on Hopper), `applies` returns False and the XLA form
+is used. With `implementation="xla"` the same code runs on any platform, for tests without a GPU."""
 
 from typing import Literal
 
@@ -52,9 +50,9 @@ def attend(
     sinks_N: jax.Array | None = None,
     implementation: Implementation = "cudnn",
 ) -> jax.Array:
-    """Computes the attention of a chunk like `ops.prefill_attention.prefill_attention`, undefined
-    for padding. `rows` is the most segments. Segment 0, which alone may have a past, comes
-    first."""
+    """Computes the attention of a chunk like `ops.prefill_attention.prefill_attention`, but
+    undefined for padding. `rows` is the largest number of segments. Only segment 0, which comes
+    first, may have a past."""
     how = {"scale": scale, "window": window, "implementation": implementation}
     first = jnp.sum(segment_T == 0, dtype=jnp.int32)
     if not packed:
@@ -144,7 +142,8 @@ def _within_window(
     sinks_N: jax.Array | None,
     implementation: Implementation,
 ) -> jax.Array:
-    """Attends a chunk behind the last tokens of its past that its window may reach."""
+    """Computes the attention of a chunk and of the last tokens of its past inside the window, in
+    one call."""
     assert past.v_pages_PKSH is not None, "latents have a form of their own"
     pages, _, slots, _ = past.k_pages_PKSH.shape
     reach = min(-(-(window - 1) // slots), past.table_RN.shape[1]) * slots
@@ -177,7 +176,7 @@ def _within_window(
 
 
 def _beside_sinks(o_TNH: jax.Array, seen_TN1: jax.Array, sinks_N: jax.Array) -> jax.Array:
-    """Returns the attention after sinks join the softmax. `seen_TN1` is its log-sum-exp."""
+    """Adds sinks to the softmax of an attention output, whose log-sum-exp is `seen_TN1`."""
     left_TN1 = jax.nn.sigmoid(seen_TN1 - sinks_N.astype(jnp.float32)[None, :, None])
     return (left_TN1 * o_TNH.astype(jnp.float32)).astype(o_TNH.dtype)
 
@@ -194,7 +193,7 @@ def _segments(
     window: int | None,
     implementation: Implementation,
 ) -> jax.Array:
-    """Attends packed sequences without a past."""
+    """Computes the attention of packed sequences without a past."""
     if implementation == "xla":
         at_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
         seen_TS = (segment_T[:, None] == segment_T[None, :]) & (at_T[None, :] <= at_T[:, None])

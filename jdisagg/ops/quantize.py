@@ -1,14 +1,14 @@
-"""KV values in fewer bits: one float32 scale for each (component, head, token), symmetric, over the
-H values of a row.
+"""Quantization of KV values: symmetric, with one float32 scale for each row of H values (component,
+head, token).
 
 Error bounds, with row x, packed q and `scale` = max|x| / (127, 7 or 448):
 - int8: |x - q * scale| <= scale / 2, so max|x| / 254;
 - int4: |x - q * scale| <= scale / 2, so max|x| / 14;
 - fp8 (e4m3): |x - q * scale| <= max(|x| / 16, scale / 1024).
 
-Float32 rounding (a few 2^-24 of max|x|) and rounding to a narrower result dtype add to these. Zero
-rows come back as zeros. Rows must be finite. Pure and traceable. The two values of an int4 byte are
-from the two halves of H, so that both are contiguous."""
+Float32 rounding (a few 2^-24 of max|x|) and rounding to a narrower result dtype add to these
+bounds. Zero rows are restored as zeros. Rows must be finite. An int4 byte holds one value of each
+half of H, so that both halves are contiguous."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def to_int8(values: jax.Array, scale: jax.Array, largest: float = INT8_LARGEST) -> jax.Array:
-    """Rounds to whole scales within +-largest."""
+    """Returns values / scale, rounded to integers within +-largest."""
     return jnp.clip(jnp.round(scaled(values, scale)), -largest, largest).astype(jnp.int8)
 
 

@@ -1,4 +1,4 @@
-"""Weight matrices in fewer bits: their storage and their product with activations.
+"""Quantized weight matrices: how they are stored and multiplied with activations.
 
 A matrix w [in, out] is stored as q and one float32 scale per output, symmetric: scale = max|w| over
 the inputs / (127, 7 or 448), q = w / scale rounded to int8, int4 or fp8 (e4m3). So |w - q * scale|
@@ -6,11 +6,11 @@ is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 10
 product multiplies activations by q and the float32 sums by the scales, so no array of the matrix's
 size is needed in the activations' type.
 
-On an accelerator XLA widens q inside the product, and q has XLA's own type. XLA:CPU materialises
-the widened matrices, and those of a whole program at once. There the product runs over tiles of
-columns, fp8 is stored as bytes, and two adjacent int4 inputs share a byte (the first in its low
-half), because XLA:CPU copies whole arrays of its own narrow types before it cuts a tile. int4
-experts on a GPU share bytes too, because their kernels do not support int4."""
+On an accelerator XLA widens q inside the product, and q has XLA's own type. XLA:CPU would write the
+widened matrices of a whole program to memory at once. On a CPU the product therefore runs over
+tiles of columns, fp8 is stored as bytes, and two adjacent int4 inputs share a byte (the first in
+its low half), because XLA:CPU copies whole arrays of its own narrow types before it cuts a tile.
+int4 experts on a GPU share bytes too, because their kernels do not support int4."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -31,7 +31,7 @@ _TILE_VALUES = 1 << 20
 
 
 def checked_weights(text: str) -> Weights:
-    """Returns the weights form of that name. Raises ConfigError if there is none."""
+    """Returns the quantized type of that name. Raises ConfigError for an unknown name."""
     for weights in get_args(Weights):
         if text == weights:
             return weights
@@ -40,8 +40,8 @@ def checked_weights(text: str) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """Storage form of matrices: [out, in] if `transposed` (experts never are), and in the model's
-    type if `weights` is "", else as int8, int4 or fp8."""
+    """How matrices are stored: [out, in] if `transposed` (never for experts), and as int8, int4 or
+    fp8, or in the model's type if `weights` is ""."""
 
     transposed: bool = False
     weights: Weights = ""
@@ -93,8 +93,8 @@ def scaled_product(
     transposed: bool = False,
     platform: str = "cpu",
 ) -> jax.Array:
-    """Multiplies x [T, in] with a stored matrix: [T, out] in x's type. Half as many bytes as inputs
-    are int4 pairs, as many bytes as inputs are fp8."""
+    """Multiplies x [T, in] with a stored matrix: [T, out] in x's type. A uint8 matrix holds int4
+    pairs if it has half as many entries as inputs, and fp8 otherwise."""
     if platform == "cpu":
         y_TO = _by_tiles(x_TD, kernel, transposed)
     else:
@@ -103,7 +103,7 @@ def scaled_product(
 
 
 def widened(kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Widens q (not pairs) to the activations' type, exactly."""
+    """Converts q (not int4 pairs) exactly to the activations' type."""
     if kernel.dtype == jnp.uint8:
         kernel = lax.bitcast_convert_type(kernel, jnp.float8_e4m3fn)
     return kernel.astype(dtype)
@@ -130,7 +130,8 @@ def _dot(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
 
 
 def _by_tiles(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """`_sums` in tiles of columns. The last tile overlaps if they do not divide."""
+    """Computes `_sums` in tiles of columns. The last tile overlaps the one before if the columns do
+    not divide."""
     rows, depth = x_TD.shape
     if rows == 1:  # see `linear._bfloat16_on_cpu`
         two_rows = lax.optimization_barrier(jnp.concatenate((x_TD, x_TD)))

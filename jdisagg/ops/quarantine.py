@@ -1,13 +1,14 @@
 """Keeps a sequence with non-finite activations from affecting others through attention.
 
 Attention multiplies masked values by zero, and zero times NaN is NaN. A broken sequence would break
-sequences that share its chunk or later receive its pages. So where keys or values are not finite,
-keys are stored as zero and values as a marker, finite and far beyond any real value. Masked, it
-contributes exactly nothing. Attended to by the sequence itself, it persists in the residual stream,
-however small its weight. `reveal` finds it before the logits.
+sequences that share its chunk or later receive its pages. So non-finite keys are stored as zero,
+and non-finite values as a marker: a finite number far beyond any real value. For other sequences
+the marker is masked and contributes exactly zero. The broken sequence itself attends to the marker,
+which stays visible in the residual stream even with a tiny weight. `reveal` detects it before the
+logits.
 
-In latent attention one vector is key and value: all of it becomes the marker, and its score, which
-reveals it, counts as zero (`seen_scores`).
+In latent attention one vector is key and value: the whole vector becomes the marker, and
+`seen_scores` replaces its score by zero.
 
 `seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
 layer."""
@@ -20,8 +21,8 @@ SHOWS = 1e15
 
 
 def seal(k_TKH: jax.Array, v_TKH: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Returns a layer's keys and values, or the vector of latent attention, in the form that may be
-    cached and attended to."""
+    """Returns a layer's keys and values, or the vector of latent attention, with the marker in
+    place of non-finite ones."""
     if v_TKH is None:
         return (_seal_latent(k_TKH),)
     whole = jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)

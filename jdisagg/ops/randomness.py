@@ -1,8 +1,8 @@
 """Randomness as a pure function of (request seed, child, token position, vocabulary id).
 
-No key is split and carried: every number is computed from its own coordinates. A stream thus does
-not depend on its batch, slot, layout or vocabulary padding, or on how often it was moved or
-rebuilt. This module knows nothing of logits.
+No key is split or carried over: every number is computed from its coordinates. The tokens of a
+stream thus do not depend on its batch, slot, layout or vocabulary padding, or on how often it was
+moved or rebuilt.
 
 The hash is counter based, on uint32, the widest integer multiply of CPU and GPU vector units:
 
@@ -18,8 +18,8 @@ The hash is counter based, on uint32, the widest integer multiply of CPU and GPU
   row. The tests measure avalanche, uniformity and correlation between neighbours along every
   coordinate.
 
-It is not cryptographic. Cost: three multiplies per element, 0.2 ms for [32, 32000] on two CPU
-cores."""
+The hash is not cryptographic. It costs three multiplies per element, 0.2 ms for [32, 32000] on two
+CPU cores."""
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ def row_keys(
 def random_bits(
     keys: tuple[jax.Array, jax.Array], vocabulary: int, first: jax.Array | int = 0
 ) -> jax.Array:
-    """Returns uint32 [B, V], bits for each vocabulary id of each row from id `first` on. They do
-    not depend on V."""
+    """Returns random uint32 [B, V] for the vocabulary ids from `first` on of each row. The bits of
+    an id do not depend on V."""
     key_B1, late_key_B1 = keys[0][:, None], keys[1][:, None]
     ids_BV = lax.broadcasted_iota(jnp.uint32, (key_B1.shape[0], vocabulary), 1)
     ids_BV = ids_BV + jnp.asarray(first).astype(jnp.uint32)
@@ -61,8 +61,8 @@ def random_bits(
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """Converts bits to float32 in (0, 1), never 0 or 1, with steps of 2^-31 near 0, the resolution
-    that `exponential` needs there."""
+    """Converts bits to float32 in (0, 1), never 0 or 1. Near 0 the steps are 2^-31, the resolution
+    that `exponential` needs."""
     step = np.float32(2.0**-31)
     # Signed, because x86 before AVX-512 has no conversion from unsigned. Rounding may reach 1 from
     # below, hence the minimum.
@@ -71,12 +71,12 @@ def uniform(bits: jax.Array) -> jax.Array:
 
 
 def exponential(bits: jax.Array) -> jax.Array:
-    """Returns exponential variates -log(1 - u), positive and finite, with full relative resolution
-    of small ones.
+    """Returns exponential variates -log(1 - u), positive and finite. Small variates have full
+    relative precision.
 
-    The smallest variate wins a race over a large vocabulary. -log(u) would not do, because its
-    small values are steps of 2^-24 and tokens would tie. log1p uses Kahan's correction, log(w) * u
-    / (1 - w) with w = 1 - u rounded, in half the time of `jnp.log1p`."""
+    Sampling takes the smallest variate over a large vocabulary. Small values of -log(u) would be
+    multiples of 2^-24, so that tokens would tie. log1p uses Kahan's correction, log(w) * u / (1 -
+    w) with w = 1 - u rounded, in half the time of `jnp.log1p`."""
     u = uniform(bits)
     w = 1 - u
     return jnp.where(w == 1, u, -jnp.log(w) * u / (1 - w))

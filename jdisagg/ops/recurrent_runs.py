@@ -1,9 +1,9 @@
 """Recurrences over a chunk's rows in runs of `grain` tokens. A run is a few matrix products, and
-only the state passes between runs. `gated_delta` and `state_space` define a run's effect on a
-state, this module the order of runs.
+only the state is passed between runs. `gated_delta` and `state_space` define a run's effect on a
+state, and this module applies the runs in order.
 
-A row's first run selects the row's own state by a choice, never by a product with zero, so that a
-row that is not finite affects no other."""
+A row's first run selects the row's own state by `where`, never by a product with zero, so that a
+non-finite row affects no other row."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -73,7 +73,7 @@ def at_once(
     runs: Runs,
     product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """`in_turn` without a loop, which XLA would drive from the host of a GPU. A run's effect must
+    """Computes `in_turn` without a loop, which on a GPU the host would drive. A run's effect must
     be linear, S' = product(keep, S) + add with an associative `product`, so that effects compose
     (Blelloch, 1990).
 

@@ -1,5 +1,5 @@
-"""Rotary position embedding (Su et al., 2021) and its context extensions, as a function of a
-token's own position only. A key never depends on how its prompt was cut or on later tokens.
+"""Rotary position embedding (Su et al., 2021) and its context extensions. Angles depend only on a
+token's own position, so a key never depends on how its prompt was cut or on later tokens.
 
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
 transition); yarn (Peng et al., 2023: divided by number of rotations, and a factor on the attention
@@ -13,8 +13,8 @@ from jdisagg.ops.rope_frequencies import Rope
 
 
 def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines, float32 [T, R / 2] of R rotated dimensions, times the attention
-    factor."""
+    """Returns cosines and sines for R rotated dimensions, each float32 [T, R / 2], times the
+    attention factor."""
     position_T1 = positions_T.astype(jnp.float32)[:, None]
     angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
     return jnp.cos(angles_TF) * rope.attention_factor, jnp.sin(angles_TF) * rope.attention_factor
@@ -23,9 +23,9 @@ def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Arra
 def rotate(
     x_TNH: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False
 ) -> jax.Array:
-    """Rotates the first dimensions of each head, as many as `angles` cover, and returns x's dtype.
-    Dimension i pairs with i + half of them, or 2i with 2i + 1 if `interleaved`. Other dimensions
-    pass unchanged."""
+    """Rotates the first R dimensions of each head, where `angles` have R / 2 columns, and returns
+    x's dtype. Dimension i is paired with i + R / 2, or 2i with 2i + 1 if `interleaved`. Other
+    dimensions are unchanged."""
     cos_T1F, sin_T1F = (angle[:, None, :].astype(x_TNH.dtype) for angle in angles)
     turned = 2 * cos_T1F.shape[-1]
     part_TNR = x_TNH[..., :turned]

@@ -1,5 +1,5 @@
-"""Parameters of rotary positions and their frequencies. NumPy only, because a model's configuration
-is read where JAX is not installed."""
+"""Parameters of rotary positions and their frequencies. Uses NumPy only, because processes without
+JAX read model configurations."""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters of a rotation, hashable as a part of a layer's structure. Fields beyond `theta`
-    apply only to the types that use them.
+    """Parameters of rotary positions. Hashable, because they are part of a layer's structure.
+    Fields after `theta` apply only to some types.
 
     Attributes:
         head_dim: Rotated dimensions of a head, its first ones.
         original_tokens: Context length before the extension.
-        interleaved: Whether neighbouring dimensions are pairs, instead of dimensions half of them
-            apart.
+        interleaved: Whether neighbouring dimensions form pairs, instead of dimensions i and i +
+            head_dim / 2.
         query_beta: Growth of queries with their position (`rope.query_growth`).
         divisors: Divisor of each pair's wavelength (longrope).
         turned_pairs: Number of pairs that rotate (proportional).

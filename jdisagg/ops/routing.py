@@ -1,10 +1,11 @@
-"""Routing of DeepSeek's models: by softmax in V2 (arXiv 2405.04434, section 2.1.3), by sigmoid
-scores from V3 on (arXiv 2412.19437, section 2.1.2), also used by GLM-4.5, MiniMax M2 and others.
+"""Expert routing of DeepSeek's models, also used by GLM-4.5, MiniMax M2 and others: softmax scores
+in V2 (arXiv 2405.04434, section 2.1.3), sigmoid scores from V3 on (arXiv 2412.19437, section
+2.1.2).
 
-A sigmoid scores each expert independently. A learned correction for load balance affects only the
-choice, and weights use the plain scores. Experts may form groups of which only the best are
-considered. A group's score is its best score (softmax) or the sum of its two best corrected scores
-(sigmoid)."""
+A sigmoid scores each expert independently. A learned correction for load balance is added for the
+choice of experts, but weights use the plain scores. Experts may form groups, of which only the best
+are considered. A group's score is its best score (softmax) or the sum of its two best corrected
+scores (sigmoid)."""
 
 from typing import Literal
 
@@ -59,7 +60,7 @@ def route_by_scores(
 def _within_best_groups(
     choice_TE: jax.Array, groups: int, kept: int, best_of_group: int
 ) -> jax.Array:
-    """Sets experts of other groups to minus infinity."""
+    """Sets the scores of experts outside the `kept` best groups to minus infinity."""
     tokens, experts = choice_TE.shape
     choice_TGE = choice_TE.reshape(tokens, groups, experts // groups)
     best = lax.top_k(choice_TGE, min(best_of_group, experts // groups))[0]

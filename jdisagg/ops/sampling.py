@@ -14,14 +14,14 @@ what top-k leaves, renormalised), min-p. They keep these sets:
 - min-p: tokens with at least `min_p` times the probability of the most likely one.
 
 The most likely token is in all of them. Nothing is sorted: top-p uses rejection under fixed noise.
-If the winner over a superset of the nucleus lies in the nucleus, it is the nucleus's winner. If
-not, no token with a smaller or equal logit lies in the nucleus either, so these are removed and the
-race is repeated over the rest. A row needs 1 + ln(1 / top_p) rounds in the mean.
+If the winner over a superset of the nucleus lies in the nucleus, it is also the winner over the
+nucleus. If not, no token with a smaller or equal logit lies in the nucleus either, so these tokens
+are removed and the race is repeated over the rest. On average a row needs 1 + ln(1 / top_p) rounds.
 
 Argmax ties go to the smallest id. Programs that sum in different orders may differ in the last bits
-of a logit and choose differently between candidates that close. Nothing here adds to that. A row
-without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives INVALID_TOKEN and
-affects no other row."""
+of a logit and then choose differently between nearly equal candidates. This module adds no further
+differences. A row without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives
+INVALID_TOKEN and affects no other row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,9 +41,8 @@ _RERUN_ROWS = 4
 
 
 class SamplingRows(NamedTuple):
-    """Parameters of each row, as in `request.SamplingParams`. Temperature 0 is greedy, top_k 0 is
-    off. `position` is the sequence index of the token to choose: prompt length + tokens generated
-    before it."""
+    """Parameters of each row, as in `request.SamplingParams`. Temperature 0 is greedy, and top_k 0
+    is off. `position` is the index in the sequence of the token to choose."""
 
     temperature: jax.Array  # float32 [B]
     top_k: jax.Array  # int32 [B]
@@ -55,8 +54,9 @@ class SamplingRows(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-    """The part of the vocabulary that these logits cover inside `shard_map`: ids from `first` on.
-    The other devices of `axes` hold the rest. Without axes it is the whole vocabulary."""
+    """The part of the vocabulary that a device's logits cover inside `shard_map`: ids from `first`
+    on. The other devices of `axes` hold the rest. Without axes the logits cover the whole
+    vocabulary."""
 
     axes: tuple[str, ...] = ()
     first: jax.Array | int = 0
@@ -146,7 +146,7 @@ def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array
 
 
 def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: VocabularyShard) -> jax.Array:
-    """`_top_k_threshold` by a fixed number of passes."""
+    """Computes `_top_k_threshold` by a fixed number of passes."""
 
     def kth() -> jax.Array:
         def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -182,8 +182,8 @@ def _nucleus_by_passes(
 
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """Returns float32 [B]: logits at or above it are in the row's top-k. -inf if top-k is off. Free
-    if it is off in all rows."""
+    """Returns each row's top-k threshold, float32 [B]: logits at or above the threshold are in the
+    top-k. -inf if top-k is off. Costs nothing if top-k is off in all rows."""
     small = min(SMALL_TOP_K, logits_BV.shape[1])
     small_B = (top_k_B > 0) & (top_k_B <= small)
 
@@ -205,8 +205,8 @@ def _in_nucleus(
     score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array
 ) -> jax.Array:
     """Returns the winner of the race within each row's nucleus, int32 [B]. Rows with top_p 1 take
-    the first winner. Few rows reject their first winner, so the race is repeated for _RERUN_ROWS
-    rows at a time, and the work is that of the rows concerned."""
+    the first winner. Few rows reject their first winner, so the race is repeated for only
+    _RERUN_ROWS rows at a time."""
     first_B = selection.argmax(score_BV)
 
     def race() -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention over keys and values stored divided by a scale of each kv head.
+"""Attention over keys and values that are stored divided by one scale per kv head.
 
 A narrow type has few magnitudes: e4m3 has none beyond 448, and fewer bits below 2^-6. So keys / s
 and values / t are stored. Attention receives queries * s, and its mix of values is multiplied by t.

@@ -1,8 +1,8 @@
-"""A causal convolution over the last few tokens of each sequence, channel by channel. Its state is
-the inputs of the last K - 1 tokens, for a kernel of K.
+"""A causal convolution over the last few tokens of each sequence, channel by channel. For a kernel
+of size K, the state is the inputs of the last K - 1 tokens.
 
-Masking uses a choice, never a product with zero, so that a sequence whose inputs are not finite
-affects no other. Pure, computed in float32 and rounded once."""
+Masking uses `where`, never a product with zero, so that a sequence with non-finite inputs affects
+no other. Sums are computed in float32 and rounded once."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def convolve_runs(
 def convolve_step(
     x_BC: jax.Array, kernel_CK: jax.Array, state_BSC: jax.Array, bias_C: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `convolve_runs` for one more token of each sequence."""
+    """Convolves one more token of each sequence, like `convolve_runs`."""
     seen_BKC = jnp.concatenate([state_BSC, x_BC[:, None].astype(state_BSC.dtype)], axis=1)
     kernel_KC = kernel_CK.astype(jnp.float32).T
     y_BC = jnp.sum(seen_BKC.astype(jnp.float32) * kernel_KC[None], axis=1)

@@ -5,10 +5,11 @@ For each head, with state S [ds, P], input x [P], step d > 0, and b and c [ds] o
 
 S_t = exp(g_t) S_(t-1) + b_t (x) d_t x_t,   y_t = S_t^T c_t
 
-where g = -d a, and a > 0 is the head's own. A decode step computes just that. A chunk is processed
-in runs of `grain` tokens. With cumulative gates G, the tokens of a run contribute to each other by
-a masked product, y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j <= i, and only the state passes
-between runs. All in float32. Heads form groups of equal size, G of U heads, which share b and c."""
+where g = -d a, and a > 0 is a parameter of the head. A decode step computes exactly these
+equations. A chunk is processed in runs of `grain` tokens. With cumulative gates G, the tokens of a
+run contribute to each other by a masked product, y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j
+<= i, and only the state passes between runs. All in float32. Heads form groups of equal size, G of
+U heads, which share b and c."""
 
 from typing import NamedTuple
 
@@ -22,8 +23,8 @@ from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 class StateSpaceInputs(NamedTuple):
     """Inputs per token: `x_TNP` of each head, `b_TGS` and `c_TGS` of each group, `step_TN`, and
-    `g_TN`, the logarithm of the gate, never positive. Padding counts as zero and changes
-    nothing."""
+    `g_TN`, the logarithm of the gate, never positive. Padding is treated as zero and leaves the
+    state unchanged."""
 
     x_TNP: jax.Array
     b_TGS: jax.Array
@@ -33,8 +34,8 @@ class StateSpaceInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A run's effect on a state S [G, U, ds, P]: o = within + from_start (c S), S' = decay S +
-    add."""
+    """Arrays that apply a run to a state S [G, U, ds, P]: o = within + from_start (c S), S' = decay
+    S + add."""
 
     within_GUCP: jax.Array
     c_GCS: jax.Array
@@ -56,9 +57,9 @@ def state_space_runs(
 
     Args:
         inputs: Inputs of T tokens.
-        state_RNSP: float32 state before each row's first token here.
+        state_RNSP: float32 state before each row's first token of this chunk.
         runs: Positions of rows among the tokens.
-        platform: On "gpu" there is no loop over the runs.
+        platform: "gpu" computes all runs without a loop.
 
     Returns:
         y [T, N, P] in float32 (unspecified for padding), and the state after each row's last token.
@@ -84,8 +85,7 @@ def state_space_runs(
 def state_space_step(
     inputs: StateSpaceInputs, state_BNSP: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `state_space_runs` for one more token of each sequence: y [B, N, P] and the next
-    states."""
+    """Applies one more token of each sequence: y [B, N, P] and the next states."""
     x, b, c, step, g = (part.astype(jnp.float32) for part in inputs)
     (rows, heads, width), groups = x.shape, b.shape[1]
     kept_BGUSP = state_BNSP.reshape(rows, groups, heads // groups, -1, width)
@@ -124,5 +124,5 @@ def _prepare(run: StateSpaceInputs) -> _Run:
 
 
 def _sum(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Sums in full float32, where a GPU would round the inputs to 11 bits."""
+    """Computes an einsum in full float32, where a GPU would round the inputs to 11 bits."""
     return jnp.einsum(letters, left, right, precision=lax.Precision.HIGHEST)

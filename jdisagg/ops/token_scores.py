@@ -17,7 +17,8 @@ from jdisagg.ops.sampling import VocabularyShard
 
 
 class TokenScores(NamedTuple):
-    """Scores of each token. If fewer than `top` ids exist, the rest is -inf."""
+    """Scores of each token. If the vocabulary has fewer than `top` ids, the remaining entries are
+    -inf."""
 
     logprob: jax.Array  # float32 [T]
     rank: jax.Array  # int32 [T]
