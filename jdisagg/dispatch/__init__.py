@@ -1,1 +1,1 @@
-"""The path of a request: asyncio only, no JAX and no gRPC."""
+"""The request path of a router. Uses asyncio only, neither JAX nor gRPC."""

@@ -1,8 +1,8 @@
 """Queue of requests that wait at the router for workers, in fair order (router/fairness.py).
 
-The head is tried again whenever something changed: a worker reported, a prompt was prefilled, an
-attempt ended. No request overtakes the head, so that small requests do not starve a large one. The
-decision itself is made by `place`."""
+The head of the queue is tried again whenever a worker reported, a prompt was prefilled or an
+attempt ended. No request overtakes the head, so small requests do not starve a large one. The
+constructor's `place` makes the decision."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from jdisagg.timeouts import RequestTimeouts
 
 
 class Endable(Protocol):
-    """A placement, which `end` releases."""
+    """A placement. `end` releases the capacity that it holds."""
 
     def end(self) -> None: ...
 
@@ -39,14 +39,15 @@ class _Waiting(Generic[Item, PlacedT]):
 
 
 class AdmissionQueue(Generic[Item, PlacedT]):
-    """Fair queue in front of placement.
+    """Fair queue of the requests that wait for placement.
 
     Args:
-        weights: Weight of each tenant (1 for others).
-        clock: Clock of the queue's speed.
+        weights: Weight of each tenant in the fair order; a tenant that is not listed has weight 1.
+        clock: Clock with which the queue measures its speed.
         timeouts: Polling intervals.
-        place: Returns the placement, or None if the item must wait. Raises if it is refused.
-        refresh: Updates the snapshot that `place` reads.
+        place: Returns the item's placement, or None if the item must wait. Raises if the item is
+            refused.
+        refresh: Updates the snapshot of the workers that `place` reads.
     """
 
     def __init__(
@@ -72,20 +73,20 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return len(self._queue)
 
     def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
-        """Returns how long such a request would wait at the queue's recent speed."""
+        """Returns the seconds that a new request would wait at the queue's recent speed."""
         if not self._queue:
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
 
     def changed(self) -> None:
-        """Retries the head: a worker may have room now."""
+        """Tries the head of the queue again, because a worker may have room now."""
         if self._waiting:
             self._news.set()
 
     async def wait(
         self, item: Item, tenant: str, cost: float, due: float, priority: int
     ) -> PlacedT:
-        """Waits for the item's turn and returns its placement. Raises what `place` raises."""
+        """Waits for the item's turn and returns its placement. Raises the errors of `place`."""
         self._last_key += 1
         key = self._last_key
         waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)
@@ -97,7 +98,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             return await asyncio.shield(waiting.answer)
         except asyncio.CancelledError:
             if waiting.answer.done() and waiting.answer.exception() is None:
-                waiting.answer.result().end()  # placed just before it was cancelled
+                waiting.answer.result().end()  # the item was placed just before the cancellation
             raise
         finally:
             self._queue.remove(key)
@@ -108,7 +109,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         try:
             while self._waiting:
                 await self._refresh()
-                self._news.clear()  # the refresh itself must not wake the queue again
+                self._news.clear()  # the refresh must not wake the queue again
                 self._serve_heads()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._timeouts.queue_look_seconds):
@@ -127,7 +128,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             waiting = self._waiting[ticket.key]
             try:
                 placed = self._place(waiting.item)
-            except Exception as error:  # refused, or a bug: the caller gets it
+            except Exception as error:  # a refusal or a bug is raised at the caller
                 self._queue.remove(ticket.key)
                 waiting.fail(error)
                 continue

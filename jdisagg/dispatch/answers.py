@@ -1,7 +1,8 @@
-"""Parses the answers of a chat into text, reasoning and tool calls.
+"""Parses a model's answers to a chat into text, reasoning and tool calls.
 
-Usage also counts reasoning tokens. All else of the events is unchanged. A parser's state is a
-function of the text so far, so at a resumption it is fed what the client already has."""
+The usage of an event then includes the number of reasoning tokens; its other fields are unchanged.
+A parser's state depends only on the text so far, so a resumed stream feeds the parser the client's
+text."""
 
 import asyncio
 import dataclasses
@@ -19,13 +20,13 @@ from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta, U
 
 # Tail of the prompt that is searched for an open reasoning marker.
 TAIL_TOKENS = 16
-REPLAYED_TOKENS = 64  # without yielding to other tasks
+REPLAYED_TOKENS = 64  # tokens replayed before other tasks get a turn
 CALL_ID_CHARACTERS = 24
-MISTRAL_ID_CHARACTERS = 9  # its templates reject other lengths
+MISTRAL_ID_CHARACTERS = 9  # Mistral's templates reject other lengths
 
 
 class ChatAnswers:
-    """The answers to one request of `chat`."""
+    """Parsers of all answers to one request of `chat`, one per child."""
 
     def __init__(
         self, request: Request, chat: ChatPrompt, form: AnswerFormat, decoder: Detokenizer
@@ -49,7 +50,7 @@ class ChatAnswers:
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the same events, parsed. Closing this iterator closes theirs."""
+        """Yields the given events with parsed answers. Closing this iterator closes `events`."""
         async with aclosing(events):
             await self._resume()
             async for event in events:
@@ -79,7 +80,6 @@ class ChatAnswers:
         )
 
     def _by_token(self, event: StreamEvent) -> list[str]:
-        """Splits the event's text by token."""
         if len(event.token_ids) == 1:
             return [event.text]
         decode = self._decoder.decode
@@ -91,7 +91,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """Adds ids to calls. Drops all but the first if parallel calls are not allowed."""
+        """Adds ids to tool calls. Drops all but the first if only one is allowed."""
         if not calls:
             return ()
         self._called.add(child)
@@ -102,8 +102,8 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """Returns an id that is equal at each resumption. Kimi K2 numbers calls within the
-        conversation."""
+        """Returns an id for a tool call that is the same after each resumption. For Kimi K2 the id
+        contains the call's number within the conversation."""
         if self._form.tools == "kimi_k2":
             earlier = sum(len(message.tool_calls) for message in self._chat.messages)
             return f"functions.{call.name}:{earlier + call.index}"
@@ -114,8 +114,8 @@ class ChatAnswers:
         return f"call_{drawn[:CALL_ID_CHARACTERS]}"
 
     def _thinking(self) -> bool:
-        """Returns whether the prompt ends inside reasoning: some templates write its opening
-        marker."""
+        """Returns whether the prompt ends inside reasoning, because some chat templates write the
+        opening marker of reasoning."""
         marks, chat = self._form.marks, self._chat
         if marks is None:
             return False
@@ -126,8 +126,8 @@ class ChatAnswers:
         return text.rstrip().endswith(marks.begin)
 
     async def _resume(self) -> None:
-        """Feeds the parsers what came before the stream broke, and yields to other tasks
-        meanwhile."""
+        """Feeds the parsers the text that the client received before the stream broke. Yields to
+        other tasks between blocks of tokens."""
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)

@@ -1,4 +1,4 @@
-"""One attempt at some children of a request: reserve, prefill and receive at the same time, decode.
+"""One attempt to run some children (parallel samples) of a request on a pair of workers. Its steps:
 
     reserve     the decode worker reserves pages for prompt and growth, before any prefill
     prefill     the prefill worker computes and offers its KV; its reply carries the first tokens,
@@ -7,10 +7,10 @@
     decode      spans of tokens, until each child has ended
     failover    a failed prefill worker is replaced; the reservation, the received KV and the first
                 tokens remain valid
-    migrate     a running sequence continues at another decode worker when its own requests that
+    migrate     a running sequence continues at another decode worker when its worker requests it
 
-dispatch/request_path.py decides what follows an attempt. Cancelling its task frees everything that
-it holds on both sides."""
+dispatch/request_path.py decides what follows an attempt. Cancelling the task of an attempt frees
+everything that the attempt holds at both workers."""
 
 import asyncio
 import contextlib
@@ -44,19 +44,19 @@ from jdisagg.messages.ports import (
 )
 from jdisagg.request import CachedTokens, TokenLogprobs
 
-Part = asyncio.Task[None]  # prefilling or decoding, at the same time
+Part = asyncio.Task[None]  # prefill and decode run as two tasks at the same time
 
 
 class Attempt:
-    """One attempt.
+    """One attempt to run some children of a request.
 
     Args:
-        children: Indices of the children that it runs.
-        preempted: Called with each child whose pages were taken. Another attempt follows.
+        children: Indices of the children that the attempt runs.
+        preempted: Called with each preempted child's index. Another attempt follows.
 
     Attributes:
         open: Children that have not ended.
-        failed: Workers that failed it, which later attempts avoid.
+        failed: Workers that failed during the attempt. Later attempts avoid them.
         refused: Workers whose limits the request exceeds.
     """
 
@@ -77,7 +77,7 @@ class Attempt:
         self._run = run
         self._preempted = preempted
         self._had = {child.index: len(child.accepted) for child in self.children}
-        self._ended: set[int] = set()  # at their worker
+        self._ended: set[int] = set()  # children that ended at their worker
         self._firsts: dict[int, FirstToken] = {}
         self._joined = False
         self._reserved = False
@@ -93,11 +93,11 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether every child has ended at its worker. Only the end of the stream remains."""
+        """Whether every child has ended at its worker. Only the stream's end remains."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
-        """Returns when every child has ended here. Raises what the workers raise."""
+        """Runs the attempt until every child has ended. Raises the errors of the workers."""
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
@@ -131,9 +131,9 @@ class Attempt:
                 await to_the_end(self._free(held))
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """Returns a prefill worker if the decode worker, which should compute the prompt, has less
-        of it cached than the router expected: its streams would stall for more than one chunk.
-        Returns None if the decode worker computes it."""
+        """Returns a prefill worker if the decode worker should not compute the prompt after all: it
+        has less of the prompt cached than the router expected, and its streams would stall for more
+        than one chunk. Returns None if the decode worker computes the prompt."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):
@@ -142,7 +142,7 @@ class Attempt:
         return await self._context.placer.another_prefill(self._run.avoid)
 
     async def tell_suspended(self) -> None:
-        """Notifies the decode worker if the request was suspended or resumed since."""
+        """Notifies the decode worker of suspensions and resumptions since the last notice."""
         async with self._telling:
             run = self._run
             while self._reserved and self._told < run.suspensions:
@@ -151,7 +151,7 @@ class Attempt:
                 self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
-        """Prefills at one worker, and receives and decodes at the other at the same time."""
+        """Prefills at the prefill worker while the decode worker receives the KV and decodes."""
         source = self._name_source(prefill)
         decoding = self._begin(self._decode(held, source))
         self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
@@ -167,8 +167,8 @@ class Attempt:
             await to_the_end(self._end_hand_off(decoding))
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
-        """Waits until decoding ended (returns None) or the source failed (returns its error).
-        Raises errors that another source would not fix."""
+        """Waits until decoding has ended (returns None) or the source of the KV has failed (returns
+        the error). Raises errors that another source would not fix."""
         while True:
             self._news.clear()
             if decoding.done() or not (self.open or self.over):
@@ -182,8 +182,8 @@ class Attempt:
             if self._prefilling is not None and self._prefilling.done():
                 error = self._prefilling.exception()
                 if isinstance(error, HandoffError):
-                    # The receiver gave up, because it preempted the sequence or because the source
-                    # failed. Its own report follows.
+                    # The receiver ended the transfer, because it preempted the sequence or because
+                    # the source failed. It will report which.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._times.close_seconds):
                             await self._news.wait()
@@ -202,10 +202,10 @@ class Attempt:
     async def _failover(
         self, held: ReservationHandle, decoding: Part, failure: UnavailableError | OverloadedError
     ) -> None:
-        """Replaces the prefill worker. The new one sends what the decode worker still lacks.
+        """Replaces the failed prefill worker. The new one sends the missing KV.
 
-        Raises HandoffError after `sources` failures, when the decode worker is probably at fault.
-        """
+        Raises HandoffError after `timeouts.request.sources` failed workers, because the decode
+        worker is then probably at fault."""
         assert self._source is not None
         if self._sources == self._times.sources:
             self.failed.add(held.worker)
@@ -225,7 +225,7 @@ class Attempt:
         try:
             kept = await held.port.resume_source(call)
         except HandoffError:
-            # The reservation has ended, and its stream carries the reason.
+            # The reservation has ended, and its stream reports the reason.
             await asyncio.wait({decoding}, timeout=self._times.close_seconds)
             if not decoding.done():
                 raise
@@ -240,7 +240,7 @@ class Attempt:
     async def _prefill(
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
-        """Computes the prompt. The reply carries each child's first token."""
+        """Computes the prompt at the source. The reply carries the first token of each child."""
         peer, peer_tokens = self._peer_of(source.worker)
         call = PrefillCall(
             request=self._run.request,
@@ -260,7 +260,7 @@ class Attempt:
         self._run.note_cached(reply.cached)
         self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
-            # A child that was preempted meanwhile gets its first token in another attempt.
+            # A child that was preempted since gets its first token in another attempt.
             if first.child in self.open:
                 self._accept(
                     first.child,
@@ -270,7 +270,7 @@ class Attempt:
                 )
 
     async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:
-        """Takes all spans of a reservation, and of those to which its sequence migrates."""
+        """Processes the spans of a reservation and of those to which its sequence migrates."""
         spans = held.port.generate(
             GenerateCall(held.key, held.attempt, self._run.remaining_seconds(), source)
         )
@@ -304,7 +304,7 @@ class Attempt:
             )
 
     async def _follow(self, held: ReservationHandle, spans: AsyncIterator[Span]) -> bool:
-        """Takes the spans of one reservation. Returns whether its sequence migrated."""
+        """Processes the spans of one reservation. Returns whether its sequence migrated."""
         async for span in spans:
             if span.lost is not None:
                 self._lost.append(span.lost)
@@ -316,11 +316,11 @@ class Attempt:
                 if span.end is SpanEnd.MOVED:
                     return True
                 if not (self.open or self.over):
-                    return False  # the client has everything, which the worker cannot know
+                    return False  # the client has all tokens; the worker need not report more
         return False
 
     async def _migrate(self, held: ReservationHandle, source: HandoffSource) -> None:
-        """Starts a migration. The current worker continues meanwhile."""
+        """Starts a migration. The current worker keeps decoding until the sequence has moved."""
         if self._migration is not None:
             await self._migration.close()
         if not source.address:
@@ -376,7 +376,8 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """Counts a recovered failure or pause, after which predictions no longer apply."""
+        """Counts a recovered failure or pause, and marks the request's timings as no longer
+        comparable with the prediction."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 
@@ -387,8 +388,8 @@ class Attempt:
         return self._source
 
     def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
-        """Returns the worker from which this prefill worker may fetch cached KV, and how many
-        tokens are cached there."""
+        """Returns the worker from which `worker` may fetch cached KV (None: no worker), and the
+        number of tokens cached there."""
         decision = self._placement.decision
         if decision.prefill != worker or not decision.peer or decision.peer in self.failed:
             return None, 0
@@ -401,14 +402,14 @@ class Attempt:
         )
 
     def _begin(self, part: Coroutine[object, object, None]) -> Part:
-        """Starts a task whose end wakes `_failure`."""
+        """Starts a task that wakes `_failure` when it ends."""
         task = asyncio.create_task(part)
         task.add_done_callback(lambda _: self._news.set())
         return task
 
     def _blame(self, worker: str, error: JdisaggError) -> None:
-        """Records a failed worker, which later attempts avoid. A failed hand-off does not count:
-        it says nothing about the worker that reports it."""
+        """Records a failed worker, which later attempts avoid. A failed hand-off does not count,
+        because the worker that reports it may be healthy."""
         if isinstance(error, InvalidRequestError):
             self.refused.add(worker)
         elif isinstance(error, UnavailableError) and not isinstance(error, HandoffError):
@@ -417,7 +418,7 @@ class Attempt:
     # ---- the end
 
     async def _end_child(self, child: int) -> None:
-        """Ends one child at the worker, which continues with the others."""
+        """Ends one child at the decode worker, which continues with the other children."""
         await quietly(self._held.port.cancel(self._held.key, child), self._times.close_seconds)
 
     async def _end_decode(self, spans: AsyncIterator[Span]) -> None:
@@ -431,7 +432,7 @@ class Attempt:
         await self._release(self._times.close_seconds)
 
     async def _release(self, seconds: float) -> None:
-        """Frees what the source holds for this attempt, if it is reachable."""
+        """Frees what the prefill worker holds for this attempt, if the worker is reachable."""
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)

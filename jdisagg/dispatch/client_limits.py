@@ -1,10 +1,10 @@
-"""Bounds on what clients may use at one router: per token of the token file, and of tokenizer work.
+"""Limits of clients at one router: per bearer token, and a common limit of tokenizer work.
 
 `KeyUse` counts streams, requests and tokens per second of each token (`KeyLimits`). Each router
 counts separately. `LongTexts` tokenizes long texts in threads, so that they delay no stream, and
-bounds them: a text is accepted while it is at most half of the room that the texts in work leave.
-Smaller texts therefore always find room beside the largest ones. A text without room is refused
-and may be sent again; nothing is queued. Both are used on one event loop and read no clock."""
+limits their total size: a text is accepted if it takes at most half of the room that is left. Small
+texts therefore find room beside the largest ones. A text without room is refused and the client may
+send it again; no text is queued. Both classes are used on one event loop and read no clock."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +16,7 @@ from jdisagg.caller import Caller
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.token_bucket import Bucket
 
-BURST_SECONDS = 10.0  # of a rate that may be used at once
+BURST_SECONDS = 10.0  # seconds of a rate that may be used at once
 STREAM_RETRY_SECONDS = 1.0
 TEXT_RETRY_SECONDS = 1.0
 
@@ -26,7 +26,7 @@ Used = Callable[[int], None]
 
 
 class KeyUse:
-    """Running streams and recent use of each token."""
+    """Counts the running streams and the recent use of each bearer token."""
 
     def __init__(self) -> None:
         self._streams: Counter[str] = Counter()
@@ -39,19 +39,20 @@ class KeyUse:
     ) -> Iterator[Used]:
         """Counts one running stream while the context is entered.
 
-        Yields a function to call with the number of generated tokens. They are charged after use:
-        a token whose bucket is negative waits at its next request.
+        Yields a function that the caller calls with the number of generated tokens. Generated
+        tokens are charged afterwards: a caller whose bucket is then negative is refused until it
+        has refilled.
 
         Args:
-            who: Caller. A caller without a token is not bounded.
+            who: Caller. A caller without a bearer token has no limits.
             prompt_tokens: Tokens charged before the stream starts.
             now: Seconds of a monotonic clock.
-            resumed: The request was charged before, here or at another router, and counts only as a
-                stream.
+            resumed: Whether the client resumes a request that was charged before. It then counts
+                only as a stream.
 
         Raises:
-            QuotaExceededError: A limit of the token is used up. The message names the limit and
-                when more is available.
+            QuotaExceededError: A limit of the bearer token is reached. The message names the limit
+                and the time until more is available.
         """
         limits, key = who.limits, who.key
         if limits.streams is not None and self._streams[key] >= limits.streams:
@@ -101,7 +102,7 @@ def _check(
 
 
 class LongTexts:
-    """Runs work on texts in threads, with at most `room_bytes` in work."""
+    """Runs work on texts in threads. The texts in work have at most `room_bytes` in total."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes
@@ -114,7 +115,7 @@ class LongTexts:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Returns the result of `work`. Raises OverloadedError if there is no room."""
+        """Runs `work` in a thread. Raises OverloadedError if there is no room for the text."""
         left_bytes = self._room_bytes - self._at_work_bytes
         if size_bytes > left_bytes / 2:
             raise OverloadedError(

@@ -1,8 +1,8 @@
-"""The front of the request path: turns client input into a `Request`, and streams it.
+"""Front end of the request path: turns a client's input into a `Request` and streams its events.
 
-Used by the gRPC and HTTP servers and by embedded clusters. All validation that needs the model
-happens here, once: prompt size, context length, token ids, chat roles. Depends on the tokenizer and
-the path by Protocol; imports neither gRPC nor JAX.
+Used by the gRPC and HTTP servers and by embedded clusters. This module makes all checks that need
+the model: prompt size, context length, token ids, chat roles. It uses the tokenizer and the request
+path through Protocols, and imports neither gRPC nor JAX.
 
 Invariants: a prompt over the byte limit is refused before it is tokenized. Long text is tokenized
 in a thread, so that it delays no other stream. Every request has a concrete seed, a deadline, and
@@ -62,7 +62,7 @@ from jdisagg.request import (
 
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
-MESSAGE_BYTES = 64  # what a chat template adds to each message, about
+MESSAGE_BYTES = 64  # estimate of what a chat template adds to each message
 LARGEST_TEXTS = 4
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
@@ -71,8 +71,7 @@ PLAIN = AnswerFormat()
 
 
 class ServingPath(Protocol):
-    """The part of `RequestPath` that serves clients. Closing the iterator of `stream` cancels the
-    request."""
+    """The part of `RequestPath` that serves clients. Closing `stream`'s iterator cancels it."""
 
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 
@@ -86,7 +85,7 @@ class ServingPath(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """The tokenizer. `encode` adds the model's BOS unless `add_special_tokens` is False."""
+    """The model's tokenizer. `encode` adds BOS unless `add_special_tokens` is False."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -112,8 +111,8 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model. `prefill_layout` is None if one mesh does both. `sampling`: Defaults of
-    options that a request leaves unset."""
+    """The served model. `prefill_layout` is None if one mesh does both prefill and decode.
+    `sampling`: Defaults of options that a request leaves unset."""
 
     name: str
     family: str
@@ -137,16 +136,16 @@ Prompt = str | TokenPrompt | ChatPrompt
 
 
 class Frontend:
-    """Builds requests and streams them through the path. Refuses a second running request with the
-    same tenant and id.
+    """Builds requests and streams them through the request path. Refuses a request whose tenant and
+    id are those of a running request.
 
     Args:
         path: Request path.
         codec: Tokenizer.
         model: The served model.
-        limits: Bounds of requests.
-        routing: Returns the router's status.
-        grammars: Compiler for structured output, which is refused without it.
+        limits: Limits of requests.
+        routing: Returns the router's routing status.
+        grammars: Compiler of structured output, or None to refuse it.
         answers: Format in which the model writes reasoning and tool calls.
     """
 
@@ -170,7 +169,7 @@ class Frontend:
         self._running: dict[tuple[str, str], asyncio.Event] = {}
         self._key_use = KeyUse()
         self._clock = MonotonicClock()
-        # At least 1 MiB each: templates of chats with many short messages add text.
+        # At least 1 MiB for each, because the template of a chat adds text to many short messages.
         self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
 
     async def build_request(
@@ -186,14 +185,14 @@ class Frontend:
         cache_salt: str = "",
         **options: Unpack[SamplingOptions],
     ) -> Request:
-        """Validates and tokenizes.
+        """Validates and tokenizes a prompt, and builds the request from it.
 
         Args:
-            tenant: Tenant that the client names. The tenant of its token (`jdisagg.caller`) takes
-                precedence.
-            resumption: What the client already has. The path continues from there.
-            life: See `Request`.
-            cache_salt: Requests share cached KV only with requests of the same salt.
+            tenant: Tenant that the client names. The tenant of the client's bearer token
+                (`jdisagg.caller`) takes precedence.
+            resumption: Tokens that the client already has. The stream continues after them.
+            life: Random number that identifies the stream across retries (`Request.life`).
+            cache_salt: Requests share cached KV only that have the same salt.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
@@ -260,8 +259,8 @@ class Frontend:
             self._check_ids(name, ids)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Returns the token ids of a prompt like `build_request`, without the bound of the context.
-        Raises InvalidRequestError."""
+        """Tokenizes a prompt like `build_request` and returns the token ids. The prompt may exceed
+        the context. Raises InvalidRequestError."""
         return await self._tokens(prompt, self._check_prompt(prompt), within_context=False)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -278,17 +277,17 @@ class Frontend:
         return self._decode(token_ids, skip_special_tokens)
 
     def piece(self, token_id: int) -> str:
-        """Returns the text of one token, also a special one. Partial characters become U+FFFD."""
+        """Returns the text of any one token. Incomplete characters become U+FFFD."""
         return self._codec.decode([token_id], skip_special_tokens=False)
 
     def stream(
         self, request: Request, chat: ChatPrompt | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Streams a request through the path. Closing this iterator cancels the request.
+        """Yields the events of a request. Closing this iterator cancels the request.
 
         Args:
-            chat: The chat of the request, whose answers are then parsed for reasoning and tool
-                calls. Answers that follow a grammar are not parsed.
+            chat: The chat of the request, if it is one. The answers are then parsed for reasoning
+                and tool calls. Answers that follow a grammar are not parsed.
         """
         events = self._stream(request)
         if chat is None:
@@ -333,7 +332,7 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """Waits until the broken stream of a resumed request was noticed here too."""
+        """Waits until the earlier stream of a resumed request has ended at this server."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -350,10 +349,10 @@ class Frontend:
         """Suspends a running request of the caller (`RequestPath.suspend`).
 
         Args:
-            keep_seconds: How long its KV is kept (None: until its deadline).
+            keep_seconds: Seconds for which the request's KV is kept, or None until its deadline.
 
         Raises:
-            InvalidRequestError: No such request is running here.
+            InvalidRequestError: No such request is running at this server.
             UnavailableError: A worker did not answer.
         """
         seconds = math.inf if keep_seconds is None else keep_seconds
@@ -369,8 +368,9 @@ class Frontend:
         await self._path.suspend(caller.current().tenant_of(tenant), request_id, None)
 
     async def reset_cache(self) -> int:
-        """Clears the prefix cache of every worker. Returns the number of blocks removed. Raises
-        UnauthenticatedError if the caller belongs to a tenant: the cache serves all tenants."""
+        """Clears the prefix cache of every worker and returns the number of removed blocks. Raises
+        UnauthenticatedError if the caller belongs to a tenant, because the cache serves all
+        tenants."""
         who = caller.current()
         if who.tenant:
             raise UnauthenticatedError(
@@ -380,7 +380,7 @@ class Frontend:
         return await self._path.reset_cache()
 
     def _check_prompt(self, prompt: Prompt) -> int:
-        """Checks what needs no tokenizer. Returns about how many bytes will be tokenized."""
+        """Makes the checks that need no tokenizer. Returns an estimate of the bytes to tokenize."""
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
                 raise InvalidRequestError(
@@ -399,10 +399,10 @@ class Frontend:
     async def _tokens(
         self, prompt: Prompt, size_bytes: int, within_context: bool
     ) -> tuple[int, ...]:
-        """Tokenizes a prompt that `_check_prompt` accepted."""
+        """Tokenizes a prompt that `_check_prompt` accepted and returns the token ids."""
         if isinstance(prompt, TokenPrompt):
             if within_context:
-                # Length first: checking every id of a list that cannot fit would be wasted work.
+                # Checks the length first, to spend no time on the ids of too long a list.
                 self._room(len(prompt.token_ids), None)
             self._check_ids("prompt token_ids", prompt.token_ids)
             return tuple(prompt.token_ids)
@@ -435,11 +435,10 @@ class Frontend:
         return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _check_beginning(self, text: str) -> None:
-        """Refuses a very long text by its beginning, so that the context bounds the work.
+        """Tokenizes only the start of a very long text, and raises if it exceeds the context.
 
-        Tokens of a prefix differ from those of the whole text only near the cut, so a margin of
-        twice the context is safe.
-        """
+        The tokens of a prefix differ from those of the whole text only near the cut, so checking
+        against twice the context is safe."""
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -452,7 +451,8 @@ class Frontend:
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """Refuses tokens without an embedding: tokenizers may add tokens after training."""
+        """Raises InvalidRequestError for token ids without an embedding. Tokenizers may have such
+        ids, because tokens were added after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
             text = self._codec.decode([largest], skip_special_tokens=False)

@@ -1,16 +1,17 @@
-"""Membership: the workers of a router, with their last status and its age.
+"""Membership: the registered workers of a router, with the last status of each and its age.
 
-Workers register, send heartbeats with their status, and deregister. Nothing is polled. By the age
-of its last heartbeat a worker is LIVE, SUSPECT (gets no new requests, running ones continue) or
-gone: its ports are closed, which ends their calls, and it is forgotten until it registers again. A
-new boot id under a known name is another process. At the same address it replaces the old one,
-whose ports are closed at once. At another address it is refused while the old one is alive, so that
-two workers with one name do not displace each other forever. The first worker's model is the
-model of the membership. Workers with another model are refused with the field that differs.
+Workers register, send heartbeats with their status, and deregister. The router polls no worker. The
+age of a worker's last heartbeat decides its state. A LIVE worker gets requests. A SUSPECT worker
+gets no new ones, but its running ones continue. The ports of a worker that is gone are closed,
+which ends their calls, and the worker must register again. A new boot id under a known name is
+another process. At the same address the new process replaces the old one, whose ports are closed at
+once. At another address the new process is refused while the old one is alive; otherwise two
+workers with one name would displace each other forever. All workers must serve the model of the
+first one. The error for another model names the field that differs.
 
 Imports neither JAX nor gRPC; ports come from a factory. `sweep` must be called regularly. The
-mappings `prefill` and `decode` are live views. Iteration uses a copy, so workers may come and go
-meanwhile."""
+mappings `prefill` and `decode` are live views. Iteration uses a copy, so workers may come and
+go."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
@@ -37,8 +38,7 @@ Port = TypeVar("Port")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPorts:
-    """A registered worker's ports, those of its role. `close` ends all of their calls and is
-    idempotent."""
+    """The ports of a registered worker for its role. `close` ends all calls. Idempotent."""
 
     prefill: PrefillPort | None = None
     decode: DecodePort | None = None
@@ -59,17 +59,17 @@ class _Entry:
 
 
 class Membership:
-    """The workers of one router. Used on one event loop; nothing here waits.
+    """The workers of one router. Used on one event loop. No method waits.
 
     Args:
-        clock: Clock of the ages.
-        open_ports: Makes the ports of a worker that registers.
+        clock: Clock that measures the ages of heartbeats.
+        open_ports: Opens the ports of a worker that registers.
         timeouts: Ages at which workers are suspect and gone.
-        on_change: Called when workers come, first report, or go.
-        known: Index of cached blocks that their reports update.
+        on_change: Called when a worker registers, sends its first status, or is removed.
+        known: Index of cached blocks, which the workers' reports update.
 
     Attributes:
-        accounts: Snapshot of placement, updated by each status.
+        accounts: Snapshot on which placement decides. Each status updates it.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class Membership:
 
     @property
     def model(self) -> ModelCard | None:
-        """The first worker's model. All others must serve the same."""
+        """The first worker's model, which all others must serve. None before the first."""
         return self._model
 
     def register(self, card: WorkerCard) -> None:
-        """Adds a worker. Idempotent for the same card.
+        """Adds a worker. Registering the same card again changes nothing.
 
         Raises:
-            IncompatiblePeerError: It serves another model.
-            InvalidRequestError: Its name or address is empty.
-            NameTakenError: Another process with that name is alive.
+            IncompatiblePeerError: The worker serves another model.
+            InvalidRequestError: The worker's name or address is empty.
+            NameTakenError: Another process with the worker's name is alive.
         """
         if not card.name or not card.address:
             raise InvalidRequestError(
@@ -128,7 +128,7 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Takes a status. Returns False if the worker is unknown and must register again."""
+        """Stores a worker's status. Returns False if the worker must register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -140,8 +140,9 @@ class Membership:
         return True
 
     def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
-        """Applies a worker's report of cached blocks. Returns the last applied event. Reports of
-        unknown workers are ignored. Raises InvalidRequestError for a malformed report."""
+        """Applies a worker's report of cached blocks and returns the number of the last applied
+        event. Reports of unknown workers are ignored. Raises InvalidRequestError for a malformed
+        report."""
         entry = self._entries.get(news.worker)
         if entry is None or entry.card.boot_id != boot_id or self._known is None:
             return KeptMark(
@@ -150,13 +151,13 @@ class Membership:
         return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
-        """Removes a worker that leaves. Idempotent. A newer process with the name stays."""
+        """Removes a leaving worker. Idempotent. A newer process of the same name stays."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
             self._forget(entry)
 
     def sweep(self) -> tuple[WorkerCard, ...]:
-        """Removes workers silent for `gone_seconds`, and returns their cards."""
+        """Removes workers that have been silent for `gone_seconds`, and returns their cards."""
         oldest = self._clock.now() - self._timeouts.gone_seconds
         gone = [entry for entry in self._entries.values() if entry.heard_at < oldest]
         for entry in gone:
@@ -164,7 +165,8 @@ class Membership:
         return tuple(entry.card for entry in gone)
 
     def excuse(self, seconds: float) -> None:
-        """Subtracts a time in which this process was stopped or busy from all silences."""
+        """Shortens the measured silence of every worker by `seconds`, in which this process was
+        stopped or busy and could not receive heartbeats."""
         for entry in self._entries.values():
             entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
             self.accounts.excuse(entry.card.name, entry.heard_at)
@@ -177,7 +179,7 @@ class Membership:
         return tuple(entry.card for entry in self._entries.values())
 
     def address(self, name: str) -> str:
-        """Returns where a worker's services listen, or "" if it is unknown."""
+        """Returns the address of a worker's services, or "" for an unknown worker."""
         entry = self._entries.get(name)
         return entry.card.address if entry else ""
 
@@ -187,7 +189,7 @@ class Membership:
         return entry.card.boot_id if entry else 0
 
     def liveness(self, name: str) -> Liveness | None:
-        """Returns None if the worker is unknown or gone."""
+        """Returns the liveness of a worker, or None if the worker is unknown or gone."""
         entry = self._entries.get(name)
         if entry is None or self._age(entry) > self._timeouts.gone_seconds:
             return None
@@ -196,7 +198,7 @@ class Membership:
         )
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last statuses. Suspect workers are marked as draining."""
+        """Returns the last status of each worker. Suspect workers are marked as draining."""
         said = [
             (entry, entry.status)
             for entry in self._entries.values()
@@ -211,7 +213,7 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether prefill and decode each have a live worker, or a mixed worker is live."""
+        """Whether a mixed worker is live, or both a prefill and a decode worker are."""
         roles = {status.role for status in self.statuses() if not status.draining}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
@@ -255,7 +257,7 @@ class Membership:
 
 
 def cluster_ports(membership: Membership) -> ClusterPorts:
-    """Returns the members' ports for a request path."""
+    """Returns live views of the members' ports for a request path."""
     return ClusterPorts(
         membership.prefill,
         membership.decode,
@@ -267,7 +269,7 @@ def cluster_ports(membership: Membership) -> ClusterPorts:
 
 
 class _LivePorts(Mapping[str, Port], Generic[Port]):
-    """Live view of the ports of one kind, by worker. Iteration uses a copy of the names."""
+    """Live view of the ports of one kind, by worker name. Iteration uses a copy of the names."""
 
     def __init__(
         self, entries: dict[str, _Entry], choose: Callable[[WorkerPorts], Port | None]
@@ -291,8 +293,8 @@ class _LivePorts(Mapping[str, Port], Generic[Port]):
 
 
 def _description(card: WorkerCard) -> Description:
-    """Returns what placement needs of a worker. It has prices if its card describes both its model
-    and its hardware."""
+    """Returns the part of a worker's card that placement needs. Its prices are None unless the card
+    describes both model and hardware."""
     geometry, hardware = card.model.geometry, card.hardware
     if geometry is None or hardware is None:
         return Description(card.place)

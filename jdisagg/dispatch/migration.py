@@ -1,8 +1,8 @@
-"""Migration of a running sequence to another decode worker, on the side of its attempt.
+"""Migration of a running sequence to another decode worker: the part that the router runs.
 
-The old worker's stream continues meanwhile. The new worker's stream is buffered until the old one
-reports that the sequence moved, which keeps the order of tokens. If the migration fails the old
-worker continues, and the client does not notice."""
+The old worker's stream continues during the migration. The new worker's stream is buffered until
+the old worker reports that the sequence moved, which keeps tokens in order. If the migration fails,
+the old worker continues and the client's stream is not affected."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,12 +14,12 @@ from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, Span, clo
 
 
 class Migration:
-    """One migration, which starts when the object is made.
+    """One migration. It starts when the object is created.
 
     Args:
-        children: The one child that moves.
-        origin: Worker that runs it now.
-        source: Hand-off under which `origin` offers its KV.
+        children: The one child that migrates, as a tuple.
+        origin: Worker that runs the child now.
+        source: Hand-off under which `origin` offers the child's KV.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Migration:
         self._task = asyncio.create_task(self._take_over(children, source))
 
     def arrived(self) -> tuple[ReservationHandle, AsyncIterator[Span]]:
-        """Returns the new reservation and its stream, after the old worker released the sequence.
-        Raises HandoffError if no worker has it."""
+        """Returns the new reservation and its stream. Call it after the old worker released the
+        sequence. Raises HandoffError if no worker received the sequence."""
         if self._held is None:
             raise HandoffError(
                 f"a sequence left worker {self._origin!r}, and no other worker received it"
@@ -47,7 +47,7 @@ class Migration:
         return self._held, self._stream()
 
     async def close(self) -> None:
-        """Cancels the migration and frees what it holds."""
+        """Cancels the migration and frees what it holds at the new worker."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._free()
@@ -70,7 +70,7 @@ class Migration:
                     )
                 self._spans.put_nowait(span)
             self._spans.put_nowait(None)
-        except Exception as error:  # the reader of the stream raises it
+        except Exception as error:  # raised where the stream is read
             run.as_planned = False
             context.counters.add("moves_failed")
             self._spans.put_nowait(error)

@@ -1,7 +1,7 @@
-"""Sampling options of a request, and the parameters made from them.
+"""Sampling options of a request, and their conversion to `SamplingParams`.
 
-Other restrictions of an answer (forced tool calls, allowed tokens, bad words) become a grammar
-here, so that workers implement grammars only."""
+Other restrictions of an answer (forced tool calls, allowed tokens, bad words) are converted to a
+grammar, so workers only implement grammars."""
 
 import dataclasses
 import secrets
@@ -30,11 +30,11 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams`, and two that become its
-    grammar: `allowed_token_ids`, the only tokens allowed, and `bad_words`, texts that the answer
-    must not contain. Absent or None means the model's default (`ModelInfo.sampling`) or a general
-    one. The general default of `max_tokens` is 256 or the context left, and of `seed` a random one.
-    """
+    """Keyword arguments of a generation: the fields of `SamplingParams` and two that are converted
+    to a grammar. `allowed_token_ids` are the only tokens allowed, and `bad_words` are texts that
+    the answer must not contain. An absent or None option takes the model's default
+    (`ModelInfo.sampling`) or else the general default. The general default of `max_tokens` is 256
+    or the context left, and `seed` is random."""
 
     max_tokens: int | None
     temperature: float | None
@@ -66,15 +66,15 @@ _RESTRICTIONS = ("allowed_token_ids", "bad_words")
 def restricted(
     prompt: ChatPrompt | None, options: SamplingOptions, eos_ids: Sequence[int]
 ) -> tuple[SamplingOptions, str]:
-    """Turns restrictions of the answer into a grammar.
+    """Converts restrictions of the answer to a grammar.
 
-    A forced tool call replaces the request's own grammar, which only concerns text.
+    A forced tool call replaces the request's own grammar, which applies to text answers only.
 
     Args:
-        prompt: A checked chat, or None for other prompts.
+        prompt: The validated chat, or None if the prompt is not a chat.
 
     Returns:
-        The options with the grammar, and the field it was made from ("" for `grammar` itself).
+        The options with the grammar, and the name of the converted field ("" for `grammar` itself).
 
     Raises:
         InvalidRequestError: Two fields restrict the answer.
@@ -103,7 +103,7 @@ def restricted(
 
 
 def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
-    """Returns a grammar of any sequence of these tokens."""
+    """Returns a grammar that accepts any sequence of these tokens."""
     at_most("allowed_token_ids", len(token_ids), MAX_ALLOWED_TOKENS)
     ranges: list[list[int]] = []
     for token_id in sorted({one for one in token_ids if isinstance(one, int)}):
@@ -116,7 +116,7 @@ def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
 
 
 def _without(words: tuple[object, ...]) -> Grammar:
-    """Returns a grammar of any text without these words."""
+    """Returns a grammar that accepts any text without these words."""
     at_most("bad_words", len(words), MAX_BAD_WORDS)
     escaped: list[str] = []
     for word in words:
@@ -129,14 +129,15 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """Returns pairs (token id, bias) from a mapping or pairs."""
+    """Returns pairs (token id, bias) from a mapping or an iterable of pairs."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 
 def sampling_params(
     options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
 ) -> SamplingParams:
-    """Makes the parameters. `room_tokens` bounds only the default of max_tokens."""
+    """Builds the sampling parameters. `room_tokens`, the context that the prompt leaves, bounds
+    only the default of max_tokens."""
     given: dict[str, Any] = {
         name: value
         for name, value in options.items()
@@ -155,10 +156,9 @@ def sampling_params(
 def within_room(
     sampling: SamplingParams, options: SamplingOptions, room_tokens: int
 ) -> SamplingParams:
-    """Bounds the default of max_tokens by the context that the prompt leaves.
+    """Reduces the default of max_tokens to `room_tokens`, the context that the prompt leaves.
 
-    A max_tokens that the client set is not changed: the frontend refuses one that does not fit.
-    """
+    A max_tokens that the client set is not changed: the frontend refuses one that does not fit."""
     if options.get("max_tokens") is not None or sampling.max_tokens <= room_tokens:
         return sampling
     if sampling.min_tokens > room_tokens:
@@ -170,13 +170,13 @@ def within_room(
 
 
 def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:
-    """Returns the number of prompt log-probabilities that a request asks for."""
+    """Returns the number of prompt log-probabilities that a request reports."""
     top = sampling.prompt_logprobs
     return 0 if top is None else prompt_tokens * (1 + top) * sampling.n
 
 
 def check_prompt_numbers(numbers: int) -> None:
-    """Raises InvalidRequestError if they exceed one reply."""
+    """Raises InvalidRequestError if one reply cannot hold that many prompt log-probabilities."""
     if numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"prompt_logprobs: {numbers} values requested (tokens x (1 + prompt_logprobs) x n), and"

@@ -1,12 +1,12 @@
-"""The placer: the effects around the router's pure decisions. One per router.
+"""The placer: gives the router's pure decision functions their inputs and applies the results.
 
 `router/placement.decide` refuses, places or defers a new request on the snapshot in `Accounts`.
-Deferred requests wait in the admission queue, and are refused there once they can no longer meet
-their limit. Requests under way (retried, preempted, resumed) bypass the queue.
+Deferred requests wait in the admission queue, which refuses them once they can no longer meet their
+time limit. Requests that were placed before (retried, preempted, resumed) bypass the queue.
 
-Each attempt reports through its `PlacementHandle`, which ends the charges of the attempt and
-updates the breakers. Statuses either arrive at the accounts by themselves (a membership) or are
-requested before each decision (`refresh`)."""
+Each attempt reports its progress to its `PlacementHandle`, which ends the attempt's charges and
+updates the circuit breakers. The workers' statuses either come from a membership or are requested
+before each decision (`refresh`)."""
 
 import math
 from collections import deque
@@ -63,12 +63,12 @@ def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Pl
 
 @dataclass(frozen=True, slots=True)
 class PlacerSettings:
-    """How a router places.
+    """Settings of a router's placer.
 
     Args:
-        routing: Settings of the operator.
-        policy: Policy of placement (None: derived from `routing`).
-        affinity: Index of what each worker has cached.
+        routing: The operator's routing configuration.
+        policy: Placement policy, or None to derive it from `routing`.
+        affinity: Index of the prompt prefixes that each worker has cached.
         events: Receives each decision and its outcome.
     """
 
@@ -80,8 +80,8 @@ class PlacerSettings:
 
 @plain
 class PlacementRequest:
-    """An attempt that needs workers. `arrived_at` and `deadline` are those of its request.
-    `under_way`: the request was admitted before."""
+    """An attempt that needs workers. `arrived_at` and `deadline` are the times of its request.
+    `under_way`: Whether the request was placed or resumed before."""
 
     request: Request
     children: tuple[Child, ...]
@@ -93,7 +93,7 @@ class PlacementRequest:
 
 @plain
 class _Sized:
-    """A placement request with values that are computed once."""
+    """A placement request with the values that are computed once for all decisions about it."""
 
     asked: PlacementRequest
     work: Work
@@ -106,7 +106,7 @@ def _nobody_knows() -> Mapping[str, int]:
 
 @dataclass(slots=True, eq=False)
 class _RecentDecision:
-    """One answer, completed later by what was measured."""
+    """A recent decision. Measured times are added when they are known."""
 
     at: float
     waited_seconds: float
@@ -141,7 +141,7 @@ class _RecentDecision:
 
 
 class PlacementHandle:
-    """A decision, to which its attempt reports progress. All methods are idempotent."""
+    """A decision and its charges. The attempt reports progress to it. Idempotent."""
 
     def __init__(
         self, decision: Decision, placed: Charges, placer: "Placer", entry: _RecentDecision
@@ -153,43 +153,43 @@ class PlacementHandle:
         self._entry = entry
 
     def prefill_sent(self) -> None:
-        """The prompt was sent to the worker that computes it."""
+        """Records that the prompt was sent to the worker that computes it."""
         self._placed.prefill_sent(self._placer.now())
 
     def prefilled(self) -> None:
-        """The first token arrived. No worker is credited yet, because it is not known which one
-        computed it and whether the KV arrives."""
+        """Records that the first token arrived. It credits no worker yet, because failover may have
+        changed the prefill worker and the KV may not arrive."""
         self._prefilled = True
         self._placed.prefilled()
         self._placer.changed()
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """A token was decoded from the KV that `prefill` computed (None: the decode worker)."""
+        """Records a token decoded from KV that `prefill` computed (None: the decode worker)."""
         self._placer.events.handed_over(prefill, decode)
         self.worked({prefill or decode, decode})
 
     def worked(self, workers: Iterable[str]) -> None:
-        """Credits workers that completed their part of the attempt."""
+        """Resets the circuit breakers of workers that completed their part of the attempt."""
         self._credited = True
         for worker in workers:
             self._placer.succeeded(worker)
 
     def measured_ttft(self, seconds: float) -> None:
-        """Records the time from the request's arrival to its first token."""
+        """Records the seconds from the request's arrival to its first token."""
         self._entry.ttft_seconds = seconds
         if self._entry.predicted_ttft_seconds is not None:
             self._placer.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
 
     def measured_tpot(self, seconds: float) -> None:
-        """Records the time per token after the first, once the request ended."""
+        """Records the seconds per token after the first. Called once, when the request ended."""
         self._entry.tpot_seconds = seconds
         if self.decision.tpot_seconds is not None:
             self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
 
     def end(self, failed: Iterable[str] = ()) -> None:
-        """Ends the attempt. `failed`: workers that failed it. If the prompt was prefilled, the
-        others are credited, unless they were credited at that time: the end of a long answer says
-        nothing about a worker's state now."""
+        """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
+        prefilled, the other workers are credited unless `worked` was called before: the end of a
+        long answer does not show a worker's present state."""
         self._placed.end()
         failed = frozenset(failed)
         decision = self.decision
@@ -205,11 +205,11 @@ class Placer:
 
     Args:
         accounts: The snapshot of the workers.
-        settings: Policy, prefix index and listener.
-        clock: Clock of all times here.
+        settings: Policy, prefix index and receiver of events.
+        clock: Clock of all times of the placer.
         counters: Counters of placements, rejections and deferred requests.
-        timeouts: Waits of the queue, and back-offs of the breakers.
-        refresh: Updates the snapshot before each decision (None: statuses arrive by themselves).
+        timeouts: Waiting times of the queue, and back-off times of the circuit breakers.
+        refresh: Updates the snapshot before each decision (None: a membership updates it).
     """
 
     def __init__(
@@ -250,17 +250,17 @@ class Placer:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait at the router for workers."""
+        """Number of requests that wait at the router for workers."""
         return len(self._queue)
 
     def status(self) -> RoutingStatus:
-        """Returns the last decisions, and the work charged to each worker."""
+        """Returns the last decisions and the work charged to each worker."""
         now = self.now()
         past = tuple(entry.past(now) for entry in reversed(self._entries))
         return RoutingStatus(self.waiting, past, tuple(_accounts(self.accounts, now)))
 
     async def place(self, asked: PlacementRequest) -> PlacementHandle:
-        """Waits until workers are free for the attempt.
+        """Waits until workers are free for the attempt, and returns its placement.
 
         Raises:
             OverloadedError: The request is refused.
@@ -268,8 +268,9 @@ class Placer:
         """
         await self._renew()
         request, now = asked.request, self.now()
-        whole = request.sampling.prompt_logprobs is not None  # such prompts are always computed
-        # An empty index is falsy, but may know the prompt by the time that the request is placed.
+        # Prompt log-probabilities require that the whole prompt is computed.
+        whole = request.sampling.prompt_logprobs is not None
+        # An empty index is falsy, but it may have the prompt when the request is placed.
         affinity = None if whole else self._affinity
         known = _nobody_knows if affinity is None else affinity.known(request)
         sized = _Sized(asked, self._work(asked), known)
@@ -288,12 +289,12 @@ class Placer:
                 return handle
             self._counters.add("requests_held")
             return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
-        except BaseException:  # refused, cancelled or failed: it used nothing
+        except BaseException:  # a refused, cancelled or failed request used nothing
             self._quotas.give_back(request.tenant, cost)
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the most prompt tokens that a decode worker computes itself."""
+        """Returns the most prompt tokens a decode worker may compute (inf: no limit)."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
@@ -307,7 +308,7 @@ class Placer:
         return another_decode(self.accounts.state, avoid, self.now(), self._rules)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        """Records the length of a child's answer."""
+        """Records the length of a child's answer, from which later lengths are predicted."""
         self._predictor.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
@@ -315,7 +316,7 @@ class Placer:
         self.events.measured("ttft", predicted_seconds, seconds)
 
     def changed(self) -> None:
-        """Retries waiting requests: a worker may have room now."""
+        """Tries waiting requests again, because a worker may have room now."""
         self._queue.changed()
 
     # ---- breakers
@@ -339,7 +340,7 @@ class Placer:
             self.accounts.bar(worker, 0.0)
 
     def _breaker(self, worker: str) -> Breaker | None:
-        """Returns the breaker of the worker's current process, or None without failures."""
+        """Returns the breaker of the worker's registration, or None without failures."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 
@@ -351,8 +352,8 @@ class Placer:
     def _try(
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
-        """Decides once. Returns None if deferred, also if `beside_queue`: others wait and must not
-        be overtaken."""
+        """Decides once. Returns None if the request is deferred. With `beside_queue` other requests
+        wait and must not be overtaken: it then returns None instead of placing the request."""
         query = self._ask(sized, now, ahead_seconds)
         answer = self._decide(query, now)
         if isinstance(answer, Refusal):
@@ -362,7 +363,7 @@ class Placer:
         if isinstance(answer, Deferred):
             return None
         if beside_queue:
-            self.changed()  # the requests in front may fit, too
+            self.changed()  # the requests in the queue may fit, too
             return None
         return self._charge(query, answer, now)
 

@@ -1,5 +1,5 @@
-"""What all requests of a router share: the workers' ports, the placer, the clock and the limits;
-and the calls that every attempt makes.
+"""Objects that all requests of a router share (the workers' ports, the placer, the clock and the
+limits), and calls that every attempt makes.
 
 Plain data and small helpers. Holds no state of a single request and makes no decisions."""
 
@@ -29,9 +29,10 @@ class ClusterPorts:
     Args:
         prefill: Ports of the workers that prefill, by name.
         decode: Ports of the workers that decode, by name.
-        address: Returns where a worker listens for its peers ("" if they reach it by name).
-        boot_id: Returns the id of a worker's process (0 if unknown).
-        statuses: Returns the last statuses (None: workers are asked).
+        address: Returns the address at which a worker listens for its peers ("": they reach it by
+            name).
+        boot_id: Returns the boot id of a worker's process (0 if unknown).
+        statuses: Returns the last statuses (None: they are requested from the workers).
         accounts: Snapshot that a membership maintains (None: statuses are requested before each
             placement).
     """
@@ -44,17 +45,17 @@ class ClusterPorts:
     accounts: Accounts | None = None
 
     def prefill_port(self, name: str) -> PrefillPort:
-        """Raises UnavailableError when the worker has gone since it was chosen."""
+        """Returns the port of a prefill worker. Raises UnavailableError if the worker is gone."""
         return _port(self.prefill, name)
 
     def decode_port(self, name: str) -> DecodePort:
-        """Raises UnavailableError when the worker has gone since it was chosen."""
+        """Returns the port of a decode worker. Raises UnavailableError if the worker is gone."""
         return _port(self.decode, name)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What an attempt needs beside its request. `new_id` makes ids of hand-offs."""
+    """Objects that all attempts share. `new_id` generates ids of hand-offs."""
 
     cluster: ClusterPorts
     placer: Placer
@@ -66,7 +67,7 @@ class RequestContext:
 
 @plain
 class ReservationHandle:
-    """A reservation at a decode worker, made under `attempt`."""
+    """A reservation at a decode worker. `attempt` is the number of the attempt that made it."""
 
     worker: str
     port: DecodePort
@@ -90,8 +91,9 @@ async def reserve(
     """Reserves pages for `children` at a decode worker.
 
     Args:
-        whole: All of their KV will be transferred, including what the worker has cached.
-        computes: The worker itself computes what it has not cached.
+        whole: Whether all KV of the children will be transferred, including what the worker has
+            cached.
+        computes: Whether the worker itself computes the part of the prompt that it has not cached.
 
     Raises:
         JdisaggError: The worker refused, or did not answer.
@@ -103,7 +105,7 @@ async def reserve(
 
 
 async def quietly(call: Awaitable[None], seconds: float) -> None:
-    """Awaits a clean-up call and ignores its failure: the worker's lease frees the rest."""
+    """Awaits a clean-up call and ignores its failure: leases free the worker's resources later."""
     with contextlib.suppress(JdisaggError, TimeoutError), limit(seconds):
         await call
 

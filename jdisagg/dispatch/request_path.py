@@ -1,25 +1,26 @@
 """The request path: all stages of one request, from admission to its end.
 
-    admit       too many requests wait, or the first token would be too late: OverloadedError with a
-                retry-after (router/admission.py)
-    place       the pair of workers with the least predicted time, from a snapshot of all
+    admit       refuse with OverloadedError and a retry-after if too many requests wait, or if the
+                first token would be too late (router/admission.py)
+    place       choose the workers with the least predicted time from a snapshot of all workers
                 (dispatch/placer.py, router/placement.py); while all are busy, requests wait in
                 fair order (dispatch/admission_queue.py)
-    attempt     reserve, prefill and receive at the same time, decode; replace a prefill worker that
-                failed, let a running sequence move (dispatch/attempt.py)
-    accept      each token once and in order; text, stop strings, ends (dispatch/request_run.py)
+    attempt     reserve pages, prefill while the KV is received, decode; replace a failed prefill
+                worker, migrate a running sequence (dispatch/attempt.py)
+    accept      accept each token once and in order; detokenize, find stop strings and ends
+                (dispatch/request_run.py)
     retry       children that were preempted, or whose worker failed, continue in another attempt:
                 prompt and accepted tokens are prefilled, the stream continues at the next index
     end         the last event carries usage and timings; everything is freed on both sides
 
-Preemptions are not failures: another attempt always follows. Failures of each child are bounded by
-`limits.max_attempts`, and workers that failed are avoided while there are others. If a worker is
-overloaded, a new request is refused, and a request under way waits within its deadline.
+A preemption is not a failure: another attempt always follows. Each child may fail
+`limits.max_attempts` times, and failed workers are avoided while there are others. If a worker is
+overloaded, a new request is refused, and a request that was placed before waits until its deadline.
 
-Closing the generator cancels: the attempts' tasks are cancelled, which frees their reservations and
-hand-offs. All state of a request is in its `RequestRun`. The path imports neither JAX nor gRPC: its
-ports are the workers themselves or remote stubs. It reads time from its clock and bounds waits by
-the event loop's time. Both run alike, because a virtual clock has its own event loop."""
+Closing the generator cancels the request: the attempts' tasks are cancelled, which frees their
+reservations and hand-offs. All state of a request is in its `RequestRun`. The path imports neither
+JAX nor gRPC: its ports are the workers themselves or remote stubs. It reads time from its clock,
+and the event loop bounds its waits. The two agree: a virtual clock has its own event loop."""
 
 import asyncio
 import functools
@@ -54,11 +55,11 @@ class RequestPath:
 
     Args:
         cluster: Ports and statuses of the workers.
-        new_text: Makes a child's detokenizer.
-        limits: Bounds of requests, and timeouts.
+        new_text: Creates a child's detokenizer.
+        limits: Limits of requests, and timeouts.
         clock: Clock of all times in the path.
-        settings: Settings of placement.
-        new_id: Makes ids of hand-offs.
+        settings: Settings of the placer.
+        new_id: Generates ids of hand-offs.
     """
 
     def __init__(
@@ -82,15 +83,15 @@ class RequestPath:
         self._context = RequestContext(cluster, self.placer, limits, clock, new_id, self.counters)
         self._new_text = new_text
         self._running = 0
-        self._waiting: Counter[str] = Counter()  # for their first token, by tenant
+        self._waiting: Counter[str] = Counter()  # requests before their first token, by tenant
         self._draining = False
         self._runs: dict[tuple[str, str], RequestRun] = {}  # by tenant and id
         self._quiet = asyncio.Event()
         self._first_tokens = Drain()
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the events of all children, in order for each. Closing the generator cancels the
-        request. Raises JdisaggError with what ended the request."""
+        """Yields the events of all children, in order for each child. Closing the generator cancels
+        the request. Raises a JdisaggError if the request fails."""
         context = self._context
         self._admit(request)
         run = RequestRun(
@@ -113,24 +114,24 @@ class RequestPath:
         finally:
             try:
                 await run.close(2 * context.limits.timeouts.request.close_seconds)
-            finally:  # also if the close was cancelled: the calls that it started continue
+            finally:  # also if `close` was cancelled; its clean-up calls continue
                 if self._runs.get(key) is run:
                     del self._runs[key]
                 self._leave(request, waits)
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        """Suspends or resumes a running request. Its deadline does not move.
+        """Suspends or resumes a running request. The request's deadline does not change.
 
         A suspended request frees its slots and pages. Its KV stays in the workers' host memory if
-        there is room, and no attempt starts. It resumes at the next token, from that KV or
-        recomputed.
+        there is room, and no attempt starts. A resumed request continues at the next token, with
+        the saved KV or after recomputing it.
 
         Args:
-            keep_seconds: How long workers hold the KV, or None to resume.
+            keep_seconds: Seconds for which workers keep the KV, or None to resume.
 
         Raises:
-            InvalidRequestError: No such request is running here.
-            UnavailableError: A worker did not answer. Call again.
+            InvalidRequestError: No such request is running at this router.
+            UnavailableError: A worker did not answer. Repeat the call.
         """
         run = self._runs.get((tenant, request_id))
         if run is None:
@@ -148,7 +149,7 @@ class RequestPath:
         run.attempts[attempt] = asyncio.create_task(self._attempt(run, attempt, wait_seconds))
 
     async def _attempt(self, run: RequestRun, attempt: Attempt, wait_seconds: float) -> None:
-        """Runs one attempt and starts those that follow it."""
+        """Runs one attempt and starts the attempts that follow it."""
         error: Exception | None = None
         placed = False
         try:
@@ -203,9 +204,10 @@ class RequestPath:
     def _seconds_before_retry(
         self, run: RequestRun, error: Exception, children: list[int], refused: set[str]
     ) -> float:
-        """Returns the wait before another attempt at `children`, or raises `error` if there is to
-        be none. Failures count by child, because one worker's death may end many attempts.
-        `refused`: workers whose limits the request exceeds. Others may still have room for it."""
+        """Returns the seconds to wait before another attempt at `children`, or raises `error` if
+        there must be none. Failures are counted per child, because the death of one worker may end
+        many attempts. `refused`: Workers whose limits the request exceeds. Other workers may have
+        room for it."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -220,7 +222,7 @@ class RequestPath:
         self.counters.add("attempts_failed")
         failures = max(run.failures[child] for child in children)
         if failures >= limits.max_attempts:
-            # The worker's own reason is more useful than that no worker is left.
+            # The worker's own error is more useful than the error that no worker is left.
             raise error if elsewhere else run.cause or error
         return 0.0 if elsewhere else retry.seconds(failures)
 
@@ -280,7 +282,7 @@ class RequestPath:
         return tuple(answer for answer in answers if answer is not None)
 
     def routing(self) -> RoutingStatus:
-        """Returns the router's last decisions and its accounts of the workers."""
+        """Returns the router's last decisions and the work charged to each worker."""
         return self.placer.status()
 
     async def reset_cache(self) -> int:
@@ -301,14 +303,15 @@ class RequestPath:
             ) from None
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when the running ones have ended."""
+        """Refuses new requests, and returns when all running requests have ended."""
         self._draining = True
         while self._running:
             self._quiet.clear()
             await self._quiet.wait()
 
     async def _ask_workers(self) -> None:
-        """Updates the snapshot from all workers. Those that do not answer are removed."""
+        """Updates the snapshot with the statuses of all workers. Removes those that do not
+        answer."""
         accounts, now = self.placer.accounts, self._context.clock.now()
         reported = {status.name: status for status in await self.status()}
         for name in [name for name in accounts.state if name not in reported]:

@@ -1,12 +1,13 @@
 """State of one running request: its children with their accepted tokens, its deadline, its attempts
 and its timings.
 
-Accepted tokens are stored only here. All tokens of workers pass `accept`, which takes each exactly
-once and in order, whichever worker, attempt or message delivers it. A re-prefill forces the
-accepted tokens. This module makes no decisions about workers.
+Accepted tokens are stored only in this module. All tokens from workers pass through `accept`, which
+accepts each exactly once and in order, whichever worker, attempt or message delivers it. A
+re-prefill computes the prompt and the accepted tokens. This module makes no decisions about
+workers.
 
-Invariants: an accepted token is never accepted again. None is left out (`DeliveryError`, a bug).
-Nothing follows the end of a child."""
+Invariants: no token is accepted twice. No token is skipped; otherwise `DeliveryError` reports a
+bug. No token follows the end of a child."""
 
 import asyncio
 from collections import Counter
@@ -31,17 +32,18 @@ from jdisagg.request import (
     Usage,
 )
 
-REPLAYED_TOKENS = 64  # replayed without yielding to other tasks when a stream is resumed
-RESUMPTION_BITS = 20  # attempt numbers between two resumptions by the client
+REPLAYED_TOKENS = 64  # tokens replayed at a resumption before other tasks get a turn
+RESUMPTION_BITS = 20  # 2**bits attempt numbers between two resumptions by the client
 
 
 class DeliveryError(AssertionError):
-    """A worker left a token out."""
+    """A worker skipped a token of a child."""
 
 
 class TextStream(Protocol):
-    """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that is final.
-    Text held back may still complete a stop string when `finish` returns it."""
+    """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that is final
+    and holds the rest back. The held text, which `finish` returns, may still complete a stop
+    string."""
 
     @property
     def stopped(self) -> bool: ...
@@ -53,7 +55,7 @@ NewTextStream = Callable[[Request], TextStream]
 
 
 class RunningAttempt(Protocol):
-    """An attempt. It is `over` when its workers have ended all of its children."""
+    """An attempt of the request. `over`: Whether its workers have ended all of its children."""
 
     @property
     def over(self) -> bool: ...
@@ -63,8 +65,8 @@ class RunningAttempt(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ChildRun:
-    """One of the request's n streams. `resumed_tokens`: Accepted tokens that the client brought.
-    Times are those of later tokens."""
+    """One of the request's n parallel streams. `resumed_tokens`: Number of accepted tokens that the
+    client sent at its resumption. All recorded times are of later tokens."""
 
     text: TextStream
     accepted: list[int]
@@ -86,7 +88,7 @@ class RequestRun:
     """One running request.
 
     A client that resumes (`request.resumption`) sends the accepted tokens. Attempt numbers start
-    higher at each resumption, so that attempts of an earlier router are superseded."""
+    higher at each resumption, so that workers drop the attempts of the earlier stream."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class RequestRun:
         self.failures: Counter[int] = Counter()
         self.avoid: frozenset[str] = frozenset()
         self.cause: UnavailableError | None = None
-        self.as_planned = not self.resumed  # one attempt at its chosen workers
+        self.as_planned = not self.resumed  # whether one attempt at its chosen workers sufficed
         # Timings.
         self.first_token_at: float | None = None
         self.queue_seconds = 0.0
@@ -119,7 +121,7 @@ class RequestRun:
         self.preemptions = 0
         self._cached: CachedTokens | None = None
         self._had = resumption.children if resumption else ()
-        # Sent with the first event, so a client that received one has them.
+        # Sent with the first event, so a client that received an event has them.
         self._prompt_logprobs: PromptLogprobs | None = None
         if any(had.token_ids or had.finish_reason for had in self._had):
             self._ask_no_more_of_prompt()
@@ -130,14 +132,14 @@ class RequestRun:
         self._closing: set[asyncio.Task[None]] = set()
         self._timer = asyncio.get_running_loop().call_later(self.seconds, self._end_by_deadline)
         self.closed = False
-        # How long workers keep the KV while suspended (None: not suspended).
+        # Seconds for which workers keep the KV of the suspended request (None: not suspended).
         self.keep_seconds: float | None = None
         self.suspensions = 0  # changes of keep_seconds
         self.awake = asyncio.Event()
         self.awake.set()
 
     def suspend(self, keep_seconds: float | None) -> None:
-        """Suspends the request, or resumes it (None). No attempt starts while suspended."""
+        """Suspends the request (None: resumes it). No attempt starts while it is suspended."""
         self.keep_seconds, self.as_planned = keep_seconds, False
         self.suspensions += 1
         if keep_seconds is None:
@@ -147,7 +149,7 @@ class RequestRun:
 
     @property
     def suspensions_known_anew(self) -> int:
-        """Changes that a worker new to the request need not be notified of."""
+        """Suspensions and resumptions that a new worker need not be notified of."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
@@ -179,12 +181,12 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """Returns the child with its accepted tokens, which a re-prefill forces."""
+        """Returns the child with its accepted tokens, which a re-prefill computes again."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:
-        """Groups children for attempts: those without tokens share the prompt and go together, each
-        other child alone."""
+        """Groups children for attempts. Children without tokens share the prompt and form one
+        group. Each other child is a group of its own."""
         children = list(children)
         together = tuple(index for index in children if not self.children[index].accepted)
         alone = [(index,) for index in children if self.children[index].accepted]
@@ -192,7 +194,7 @@ class RequestRun:
 
     @property
     def under_way(self) -> bool:
-        """Whether it was placed or resumed. Until then it counts as a new request."""
+        """Whether the request was placed or resumed before; otherwise it is new."""
         return self.resumed or self.placements > 0
 
     def placed(self, placement: PlacementHandle, waited_seconds: float) -> None:
@@ -202,8 +204,8 @@ class RequestRun:
         self.context_tokens = placement.decision.context_tokens
 
     def note_cached(self, tokens: CachedTokens) -> None:
-        """Records the cached tokens of the first prefill. Later attempts do not count, because they
-        find what the first one computed."""
+        """Records the cached tokens that the first prefill found. Later attempts do not count,
+        because they find the KV that the first one computed."""
         if self._cached is None:
             self._cached = tokens
 
@@ -212,8 +214,8 @@ class RequestRun:
         return self._attempt
 
     async def resume(self) -> None:
-        """Replays the tokens that the client already has. Their text is not sent again, nor is an
-        end. Yields to other tasks between blocks of tokens."""
+        """Replays the tokens that the client already has. Neither their text nor the end of a child
+        is sent again. Yields to other tasks between blocks of tokens."""
         for child, had in zip(self.children, self._had, strict=False):
             for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
                 child.text.push(had.token_ids[first : first + REPLAYED_TOKENS])
@@ -225,7 +227,7 @@ class RequestRun:
         self._unfinished = len(self.open_children)
 
     def accept_prompt(self, logprobs: PromptLogprobs | None) -> None:
-        """Takes the prompt's log-probabilities once, if complete. They are sent with the next
+        """Stores the prompt's log-probabilities once they are complete. They are sent with the next
         event, and later attempts no longer request them."""
         wanted = self.request.sampling.prompt_logprobs is not None
         if logprobs is not None and wanted and len(logprobs) + 1 == self.prompt_tokens:
@@ -243,8 +245,8 @@ class RequestRun:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """Takes the new ones of a child's tokens from `first_index` on, up to its end, and queues
-        them as an event for the client."""
+        """Accepts the tokens of a child that are new, up to the child's end, and queues them as an
+        event for the client. `first_index` is the index of the first given token."""
         child = self.children[index]
         seen = len(child.accepted) - first_index
         if seen > 0:
@@ -300,18 +302,18 @@ class RequestRun:
 
     @property
     def has_more(self) -> bool:
-        """Whether more events follow."""
+        """Whether more events follow for the client."""
         return self._unfinished > 0 or bool(self._events)
 
     async def next_event(self) -> StreamEvent:
-        """Returns the next event, or raises the error that ended the request."""
+        """Waits for the next event and returns it, or raises the error that ended the request."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         return event
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with this error, after the events queued before."""
+        """Ends the request with this error, raised after the events already queued."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:
@@ -338,13 +340,13 @@ class RequestRun:
     # ---- the end
 
     def clean_up(self, call: asyncio.Task[None]) -> None:
-        """Adds a call for which `close` waits."""
+        """Registers a clean-up call, for which `close` waits."""
         self._closing.add(call)
         call.add_done_callback(self._closing.discard)
 
     async def close(self, seconds: float) -> None:
         """Cancels the attempts that are not over, and waits at most `seconds` until they have freed
-        what they hold at their workers."""
+        what they hold at workers."""
         self.closed = True
         self._timer.cancel()
         tasks = [*self.attempts.values(), *self._closing]
@@ -356,5 +358,6 @@ class RequestRun:
             task.cancel()
 
     def _end_by_deadline(self) -> None:
-        """Runs from one timer per request: a timer per token would cost too much."""
+        """Ends the request at its deadline. One timer per request calls it, because a timer per
+        token would cost too much."""
         self.fail(self.too_late())

@@ -1,7 +1,7 @@
-"""Events of a router: placement decisions, predictions with measured values, and arrived KV.
+"""Events of a router: placement decisions, predicted and measured times, and received KV.
 
-`RouterEvents` is the Protocol of listeners. `NoRouterEvents` is a base class for listeners of some
-events, and `RouterEventsList` forwards events to several."""
+`RouterEvents` is the Protocol of listeners. `NoRouterEvents` is a base class for listeners that
+handle only some events, and `RouterEventsList` forwards events to several listeners."""
 
 from typing import Protocol
 
@@ -18,21 +18,22 @@ class RouterEvents(Protocol):
         policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None:
-        """Placement decided or refused on this snapshot. Deferred requests are decided later."""
+        """Called when placement placed or refused a request on this snapshot. Deferred requests are
+        reported when they are decided."""
         ...
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
-        """Predicted and measured seconds of "ttft" or "tpot"."""
+        """Called with the predicted and the measured seconds of "ttft" or "tpot"."""
         ...
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """The first token was decoded from KV that `prefill` computed (None: the decode worker).
-        Once per attempt."""
+        """Called when an attempt decodes its first token from KV that `prefill` (None: `decode`)
+        computed."""
         ...
 
 
 class NoRouterEvents:
-    """Ignores all events."""
+    """Listener that ignores all events."""
 
     def answered(
         self,
@@ -49,7 +50,7 @@ class NoRouterEvents:
 
 
 class RouterEventsList:
-    """Forwards each event to all `listeners`."""
+    """Listener that forwards each event to all `listeners`."""
 
     def __init__(self, *listeners: RouterEvents) -> None:
         self._listeners = listeners

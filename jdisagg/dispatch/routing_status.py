@@ -1,22 +1,23 @@
 """Status of a router: its last decisions with reasons and outcomes, and its worker accounts.
 
-Plain data for `GetStatus`, which clients read too. `dispatch.placer` makes it. What workers report
-about themselves is in their own statuses."""
+Plain data for `GetStatus`, which clients read too. `dispatch.placer` builds it. The workers' own
+reports are in `WorkerStatus`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PastDecision:
-    """One decision, `age_seconds` ago.
+    """A decision that was made `age_seconds` ago.
 
     Attributes:
-        prefill: "" if the decode worker computes the prompt.
-        decode: "" if the request was refused.
-        predicted_ttft_seconds: From the request's arrival, or None without a prediction.
-        predicted_step_seconds: Of one decode step, or None without a prediction.
-        ttft_seconds: Measured value, or None until known.
-        tpot_seconds: Measured value, or None until known.
+        prefill: Prefill worker, or "" if the decode worker computes the prompt.
+        decode: Decode worker, or "" if the request was refused.
+        predicted_ttft_seconds: Predicted time from the request's arrival to its first token, or
+            None without a prediction.
+        predicted_step_seconds: Predicted time of one decode step, or None without a prediction.
+        ttft_seconds: Measured time to the first token, or None until it is known.
+        tpot_seconds: Measured time per further token, or None until it is known.
     """
 
     age_seconds: float
@@ -36,11 +37,11 @@ class WorkerAccount:
     """Work that this router has sent to a worker.
 
     Attributes:
-        attempts: Attempts at the worker now.
-        unseen_tokens: Their prompt tokens that its status cannot include yet.
-        unseen_pages: Their pages that its status cannot include yet.
-        committed_pages: Pages that all of them are expected to need.
-        barred_seconds: Time for which the worker gets nothing, because it failed.
+        attempts: Attempts that run at the worker now.
+        unseen_tokens: Prompt tokens of attempts sent after the worker's last status.
+        unseen_pages: Pages of attempts sent after the worker's last status.
+        committed_pages: Pages that all attempts are expected to need by their end.
+        barred_seconds: Remaining time in which the worker gets no requests because it failed.
     """
 
     worker: str
@@ -53,7 +54,7 @@ class WorkerAccount:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """`waiting`: Requests that wait at the router for workers. `decisions`: Latest first."""
+    """Status of a router. `waiting`: Requests that wait for workers. `decisions`: Latest first."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

@@ -1,24 +1,23 @@
-"""The host side of a stream's text: token ids in, text out, cut before a stop string.
+"""Detokenization of one stream: token ids in, text out, cut at a stop string.
 
-`TokenStream` is what the request path uses; `IncrementalDetokenizer` and `StopStrings` are its two
-halves. They know a `Detokenizer` (ids -> text) and nothing of requests, transports or JAX.
+The request path uses `TokenStream`, which combines `IncrementalDetokenizer` and `StopStrings`. They
+need only a `Detokenizer` (ids -> text), and no requests, transports or JAX.
 
 Invariants:
-- State is a function of the prompt and the tokens pushed, whatever spans they came in (rule 9): a
-  stream is rebuilt by pushing the accepted ids into a new one, and its text so far is then the text
-  that was delivered.
-- The pieces concatenate to what decoding prompt and output at once adds to the prompt's own text,
-  although decoding is not additive: a leading space may depend on what comes before, and a
-  character may lie in several tokens.
-- No piece ends within a character: U+FFFD at the end may be an unfinished one and is held back,
-  three of them at most (a character has up to four bytes), so that bytes that are truly invalid
-  come out too.
-- Work per token is bounded: only a window of the last tokens is decoded, of which the first are
-  context.
-- No piece holds any part of a stop string that is completed later.
+- The state depends only on the prompt and the pushed tokens, however they were split into spans
+  (rule 9). Pushing the accepted ids into a new stream restores the state and the delivered text.
+- The returned pieces, joined, equal the text that decoding prompt and output at once adds to the
+  prompt's text. Decoding is not additive: a leading space may depend on the previous token, and a
+  character may consist of several tokens.
+- No piece ends within a character. U+FFFD at the end may be an unfinished character and is held
+  back. At most three are held back (a character has up to four bytes), so invalid bytes are
+  delivered too.
+- Work per token is bounded: only a window of the last tokens is decoded. The first tokens of the
+  window are context.
+- No piece contains any part of a stop string that is completed later.
 
-One exception: a byte-fallback decoder turns a whole run of byte tokens into U+FFFD when one byte of
-it is invalid. Characters of the run that were complete have been delivered by then and stay."""
+One exception: a byte-fallback decoder turns a whole run of byte tokens into U+FFFD when one byte is
+invalid. Complete characters of the run that were already delivered are not changed."""
 
 import functools
 import itertools
@@ -39,15 +38,15 @@ Decode = Callable[[Sequence[int]], str]
 
 class Detokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of these tokens; what is not UTF-8 becomes U+FFFD."""
+        """Returns the text of these tokens. Invalid UTF-8 becomes U+FFFD."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one push gave. `tokens_kept` of the pushed ids belong to the output: all, or, where a
-    stop string ended it, those up to and including the one that completed it (they were generated
-    and are counted); the rest is overrun."""
+    """Result of one push. `tokens_kept`: Number of the pushed tokens that belong to the output.
+    Usually these are all. If a stop string ended the output, tokens after the one that completed it
+    are dropped."""
 
     text: str
     tokens_kept: int
@@ -55,15 +54,13 @@ class TextDelta:
 
 
 class TokenStream:
-    """Text of one output. Push only ids that are delivered (not the stop id that ends it), in
-    order.
+    """Text of one output. Push delivered ids in order, without the final stop id.
 
-    A stop string ends the output where it is first completed; where several are completed by the
-    same character, the longest counts. Those that any of the first `min_tokens` tokens had a part
-    in do not count.
+    A stop string ends the output where it is first completed. If one character completes several,
+    the longest counts. Stop strings with text of the first `min_tokens` tokens do not count.
 
-    include_stop: the text ends after the stop string instead of before it. keep_special: special
-    tokens are text, too."""
+    include_stop: Whether the text includes the stop string that ends it. keep_special: Whether
+    special tokens are part of the text."""
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class TokenStream:
 
     @classmethod
     def of(cls, detokenizer: Detokenizer, request: Request) -> Self:
-        """The text of one child of a request."""
+        """Creates the text stream for one child of a request."""
         sampling = request.sampling
         return cls(
             detokenizer,
@@ -100,7 +97,7 @@ class TokenStream:
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Adds tokens; once stopped, keeps none."""
+        """Adds tokens and returns their text. After a stop string, all tokens are dropped."""
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self.stopped:
@@ -114,26 +111,24 @@ class TokenStream:
         return TextDelta("".join(pieces), len(token_ids), self.stopped)
 
     def finish(self) -> str:
-        """The text still held back, at the end of an output (none if a stop string ended it). The
-        stream is then used up.
+        """Ends the output and returns the text still held back, or "" after a stop string.
 
-        An unfinished character is text only now, so that even here a stop string may be completed:
-        see `stopped`."""
+        An unfinished character becomes text only at the end and may complete a stop string."""
         if self.stopped:
             return ""
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
 
 class IncrementalDetokenizer:
-    """Text of each next token. The window is the last tokens, prompt included; `_given` is the part
-    of its text that is the prompt's or was returned; up to token `_settled` of the window all was
-    returned, `_given_since` after it."""
+    """Returns the text that each next token adds. `_window` holds the last tokens of prompt and
+    output. `_given` is the part of its text that was returned or belongs to the prompt. The text of
+    the first `_settled` tokens was returned completely, and of the rest `_given_since`."""
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
         self._window = _context(decode, prompt_token_ids)
-        # A prompt may end within a character. If the output finishes it, it is the output's; if
-        # not, it is nobody's.
+        # A prompt may end within a character. The character belongs to the output if the output
+        # completes it. Otherwise it is dropped.
         self._settled = self._last_whole()
         unsettled = self._decode(self._window[self._settled :])
         self._given_since = unsettled.rstrip(UNFINISHED)
@@ -157,10 +152,11 @@ class IncrementalDetokenizer:
         return self._take(0)
 
     def _take(self, may_hold: int) -> str:
-        """What is new and certain in the window's text; marks it as given."""
+        """Returns the new text of the window that later tokens cannot change, and marks it as
+        returned. At most `may_hold` characters are held back."""
         text, given = self._decode(self._window), self._given
         alone = not text.startswith(given)
-        if alone:  # new bytes have spoilt the run that the context ends with: read them without it
+        if alone:  # new bytes made the context's last byte run invalid: decode without the context
             text, given = self._decode(self._window[self._settled :]), self._given_since
             given = os.path.commonprefix([text, given])
         held = min(may_hold, len(text) - len(text.rstrip(UNFINISHED)), len(text) - len(given))
@@ -183,8 +179,8 @@ class IncrementalDetokenizer:
         return new[prompts:]
 
     def _slide(self) -> None:
-        """Forgets all but the last tokens, from a place between characters. Those kept must have
-        text, to be a context."""
+        """Drops all but the last tokens, cutting between characters. Does nothing if the rest has
+        no text."""
         full = len(self._window) >= MAX_WINDOW_TOKENS
         context = self._window[-CONTEXT_TOKENS if full else self._next_start :]
         text = self._decode(context)
@@ -193,8 +189,8 @@ class IncrementalDetokenizer:
             self._settled = self._next_start = len(context)
 
     def _last_whole(self) -> int:
-        """The last place in the window before which its text does not end in an unfinished
-        character."""
+        """Returns the number of tokens of the longest part of the window, from its start, whose
+        text does not end in an unfinished character."""
         for end in range(len(self._window), 0, -1):
             if not self._decode(self._window[:end]).endswith(UNFINISHED):
                 return end
@@ -202,22 +198,23 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Passes text through until a stop string is complete, holding back what may be the beginning
-    of one.
+    """Passes text through until a stop string is complete. Holds back text that may be the
+    beginning of a stop string.
 
-    One Knuth-Morris-Pratt matcher per stop string: a step per character and string, however long
-    they are. `include`: the stop string that ends the text is part of it."""
+    Uses one Knuth-Morris-Pratt matcher per stop string, with one step per character however long
+    the strings are. `include`: Whether the text includes the stop string that ends it."""
 
     def __init__(self, stop: Sequence[str], include: bool = False) -> None:
         self.matched = False
         self._include = include
         self._stops = tuple(stop)
         self._fallbacks = [_fallbacks(text) for text in self._stops]
-        self._lengths = [0] * len(self._stops)  # how much of each stop string the text ends with
+        # Matched characters of each stop string at the end of the text.
+        self._lengths = [0] * len(self._stops)
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that can be delivered; once `matched`, nothing more."""
+        """Returns the text that can be delivered, or "" once `matched`."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):
@@ -250,8 +247,8 @@ class StopStrings:
 
 
 def _fallbacks(text: str) -> list[int]:
-    """For each prefix of the text, the length of the longest proper prefix of it that it also ends
-    with."""
+    """Returns, for each prefix of the text, the length of the longest proper prefix that is also
+    its suffix."""
     lengths = [0] * len(text)
     length = 0
     for end in range(1, len(text)):
@@ -263,8 +260,8 @@ def _fallbacks(text: str) -> list[int]:
 
 
 def _context(decode: Decode, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The last tokens of the prompt, enough to have text and to begin between characters, where
-    that can be had."""
+    """Returns the last tokens of the prompt: if possible, enough to have text that begins with a
+    complete character."""
     end = len(prompt_token_ids)
     few = range(MAX_HELD_CHARACTERS + 1)
     for count in (CONTEXT_TOKENS, 4 * CONTEXT_TOKENS, 12 * CONTEXT_TOKENS):

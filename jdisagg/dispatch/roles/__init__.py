@@ -1,1 +1,1 @@
-"""Role changes of workers: the elastic controller's inputs and the switch itself."""
+"""Role changes of workers: the inputs of the elastic controller, and the role change itself."""

@@ -1,9 +1,8 @@
-"""Runs the elastic controller: samples the workers at intervals, stores its advice, and makes its
-role changes.
+"""Runs the elastic controller: samples workers, stores its advice and makes its role changes.
 
-With `acts` False it only advises, and roles change on request (`switch`). After each change, also a
-requested one, the controller starts a new observation window. The live router and the simulator run
-the same class with different clocks and ports."""
+With `acts` False it only gives advice, and roles change only on request (`switch`). After each
+change the controller starts a new observation window. The live router and the simulator run the
+same class with different clocks and ports."""
 
 import asyncio
 import logging
@@ -32,15 +31,15 @@ class SwitchesRoles(Protocol):
 
 
 class ElasticPools:
-    """Implements `ClusterRolesPort`.
+    """Samples workers and makes the controller's role changes. Implements `ClusterRolesPort`.
 
     Args:
-        controller: The controller.
+        controller: The elastic controller.
         switcher: Makes role changes.
-        statuses: Returns the last statuses of the workers.
+        statuses: Returns the last status of each worker.
         acts: Whether the controller's role changes are made.
-        say: Receives a text about each change.
-        held: Returns how many requests wait at the router.
+        say: Called with a text about each change.
+        held: Returns the number of requests that wait at the router.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ElasticPools:
         self._task = asyncio.create_task(self.run())
 
     async def stop(self) -> None:
-        """Stops the loop. A change under way continues at its worker."""
+        """Stops the loop. A role change in progress continues at its worker."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -100,7 +99,7 @@ class ElasticPools:
         return self.latest_advice()
 
     def latest_advice(self) -> AdviceReport:
-        """Returns the advice of the last sample."""
+        """Returns the advice made from the last sample."""
         controller = self._controller
         verdict = controller.latest or self._look()
         view, slo, advice = controller.view, controller.config.slo, verdict.advice
@@ -126,7 +125,7 @@ class ElasticPools:
         )
 
     async def run(self) -> None:
-        """Runs forever. A round that fails is logged, and the next one follows."""
+        """Samples and decides forever. A round that fails is logged, and the next one follows."""
         while True:
             try:
                 await self._round()

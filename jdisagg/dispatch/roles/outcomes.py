@@ -1,8 +1,8 @@
 """Reports the outcome of each request to the elastic controller.
 
-A request that was refused, or whose deadline passed before its first token, counts as one without
-a first token. Requests that the client cancelled, resumed or sent with wrong fields, or that
-exceeded a tenant's quota, say nothing about the pools and are not reported."""
+A request that was refused, or whose deadline passed before its first token, counts as one without a
+first token. Not reported are requests that the client cancelled or resumed, that had invalid
+fields, or that exceeded a tenant's quota, because their outcome does not depend on the pools."""
 
 import math
 from collections.abc import AsyncGenerator, Callable
@@ -19,11 +19,12 @@ from jdisagg.router.elastic_signals import EndedRequest
 
 
 class OutcomeTap:
-    """Middleware of a `ServingPath` (see `messages.ports_middleware.through`).
+    """Middleware of a `ServingPath` that reports outcomes (see
+    `messages.ports_middleware.through`).
 
     Args:
         clock: Clock of the request path.
-        tell: Receives each outcome as soon as it is known.
+        tell: Called with each outcome as soon as it is known.
     """
 
     def __init__(self, clock: Clock, tell: Callable[[EndedRequest], None]) -> None:

@@ -1,10 +1,10 @@
 """Role changes at a router: one worker at a time, with a report of the outcome.
 
-The switcher checks what a single worker cannot (the last worker of a role stays), calls the worker,
-and polls it until one of three outcomes: it serves in its new role and this router places requests
-there; it is back in its old role; or its process was restarted, which ends in the role of its
-command line. A worker does not answer between two roles, so silence is tolerated until the
-deadline."""
+The switcher makes the check that a single worker cannot make: the last worker of a role keeps its
+role. It then calls the worker and polls it until one of three outcomes. The worker serves in its
+new role and this router places requests there; or the worker is back in its old role; or its
+process restarted, in the role of its command line. A worker does not answer between two roles, so
+silence is tolerated until the deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 
 class Workers(Protocol):
-    """The part of a `Membership` that the switcher uses."""
+    """The part of `Membership` that the switcher uses."""
 
     def statuses(self) -> tuple[WorkerStatus, ...]: ...
     def cards(self) -> tuple[WorkerCard, ...]: ...
@@ -33,12 +33,12 @@ class Workers(Protocol):
 
 
 class RoleSwitcher:
-    """Changes roles of workers. `counters`: roles_switched, role_switches_failed.
+    """Changes roles of workers. `counters` counts roles_switched and role_switches_failed.
 
     Args:
         workers: The members.
         open_port: Opens the role port of the worker at an address.
-        new_id: Makes ids of role changes.
+        new_id: Generates ids of role changes.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class RoleSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Changes a worker's role, and waits for the outcome.
+        """Changes a worker's role and waits for the outcome.
 
         Args:
-            layout: Layout in the new role (None: that of most workers with `role`).
-            seconds: Limit for the outcome (None: `timeouts.role_change_seconds`).
+            layout: Layout in the new role (None: the layout of most workers with `role`).
+            seconds: Time limit of the change (None: `timeouts.role_change_seconds`).
 
         Returns:
             A report with state DONE or FAILED.
 
         Raises:
             InvalidRequestError, UnavailableError: The change is not allowed now.
-            DeadlineExceededError: The outcome is not known in time.
+            DeadlineExceededError: The time limit passed before the outcome was known.
         """
         seconds = seconds or self._timeouts.role_change_seconds
         if self._changing is not None:
@@ -110,7 +110,7 @@ class RoleSwitcher:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """Starts the change. If the reply is lost, the worker's report shows whether it started."""
+        """Starts the role change. If the reply is lost, the worker's report decides."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):
@@ -141,7 +141,7 @@ class RoleSwitcher:
                 )
 
     async def _placed(self, report: SwitchReport) -> None:
-        """Waits until requests can be placed on the worker."""
+        """Waits until the router can place requests on the worker."""
         while True:
             live = any(
                 status.name == report.worker and not status.draining
@@ -153,7 +153,7 @@ class RoleSwitcher:
 
 
 async def _report(port: RolePort) -> SwitchReport | None:
-    """Returns None if the worker does not answer."""
+    """Returns the worker's report on its role, or None if the worker does not answer."""
     try:
         return await port.switch_report()
     except JdisaggError:
