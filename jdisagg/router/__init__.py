@@ -1,1 +1,1 @@
-"""Brain 1: which worker serves a request, decided by pure functions of a snapshot."""
+"""The router's decisions: pure functions of a snapshot that choose the workers of each request."""

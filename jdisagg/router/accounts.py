@@ -4,11 +4,11 @@
 An attempt's work is charged to its workers when it is placed. The charge ends with the worker's
 next status that was taken after the call arrived (`settle_seconds`), which includes the work. A
 prompt that still waits for its reservation is not sent yet, and its charge stays. Work that ended
-is subtracted at once, also from earlier statuses. `committed_pages` are different: the pages that
-all sequences of this router at a worker will hold at their expected ends, while they run.
+is subtracted at once, also from the worker's last status. `committed_pages` counts differently: the
+pages that all running sequences of this router at a worker will hold at their expected ends.
 
-Each step costs O(1). Times are arguments. Invariant: when everything placed has ended, every own
-column is zero."""
+Each call costs O(1). Times are arguments. Invariant: when all placed attempts have ended, every
+`own_` column is zero."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ _OPEN = (("open", 1),)
 
 @plain
 class Work:
-    """The work of an attempt.
+    """Size of an attempt.
 
     Attributes:
         tokens: Prompt and accepted tokens, all of which need KV.
-        cached_tokens: Those that the prefill side has cached.
+        cached_tokens: The part of `tokens` that the prefilling worker has cached.
         children: Sequences that share these tokens.
         expected_tokens: Tokens that each child is expected to generate.
     """
@@ -46,7 +46,8 @@ class Work:
         return self.tokens - self.cached_tokens
 
     def pages(self, page_size: int, growth_tokens: int | None = None) -> int:
-        """Returns the pages of all children after `growth_tokens` each (None: as expected)."""
+        """Returns the pages of all children after `growth_tokens` each (None: the expected
+        tokens)."""
         grown = (
             self.expected_tokens
             if growth_tokens is None
@@ -58,7 +59,8 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """Charge to one worker, as amounts by column. `sent_at` is None until the work is sent."""
+    """Charge of an attempt to one worker, as pairs (column, amount). `sent_at`: Time at which the
+    work was sent, or None before."""
 
     worker: str
     life: int
@@ -68,7 +70,8 @@ class _Charge:
 
 
 class Accounts:
-    """Maintains the own columns of `state`. Statuses are given to this class, not to the state."""
+    """Maintains the `own_` columns of the snapshot `state`. Report statuses to it, not to
+    `state`."""
 
     def __init__(
         self,
@@ -81,14 +84,14 @@ class Accounts:
         self._fresh: dict[str, list[_Charge]] = {}
 
     def heard(self, status: WorkerStatus, now: float) -> None:
-        """Takes a worker's status, which now includes the work sent before it was taken."""
+        """Stores a worker's status, and ends the charges of work that the status includes."""
         self.state.update(status, now)
         self._show(status.name, now)
         for changed in self._subscribers:
             changed()
 
     def subscribe(self, changed: Callable[[], None]) -> None:
-        """`changed` is called whenever a worker has reported."""
+        """Registers a function that is called after each status of a worker."""
         self._subscribers.append(changed)
 
     def _show(self, worker: str, now: float) -> None:
@@ -107,19 +110,19 @@ class Accounts:
             self._fresh[worker] = still
 
     def bar(self, worker: str, until: float) -> None:
-        """Avoids a worker until that time, while there are others."""
+        """Marks a worker to be avoided until that time, as long as there are others."""
         row = self.state.row(worker)
         if row is not None:
             self.state.bar(row, until)
 
     def pace(self, worker: str, until: float) -> None:
-        """Sets from when on a mixed worker may get its next prompt (`cost_terms.paced_until`)."""
+        """Sets the earliest time of a mixed worker's next prompt (`cost_terms.paced_until`)."""
         row = self.state.row(worker)
         if row is not None:
             self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
-        """Counts the worker as heard at that time: this router itself was not listening."""
+        """Sets the time of the last heartbeat, because this router received none for a while."""
         row = self.state.row(worker)
         if row is not None:
             self.state.hear(row, heard_at)
@@ -142,7 +145,8 @@ class Accounts:
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
-        """Ends a charge. If the worker's status included the work, corrects it by `said`."""
+        """Ends a charge. If the worker's last status included the work, adds the amounts `said` to
+        the status columns instead."""
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
@@ -156,7 +160,8 @@ class Accounts:
     def add(
         self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1
     ) -> None:
-        """Adds to columns of the worker's row if it is still the same registration."""
+        """Adds `sign` times the amounts to columns of the worker's row, unless it has registered
+        again since."""
         state = self.state
         row = state.row(worker)
         if row is not None and state.life(worker) == life:
@@ -169,7 +174,7 @@ class Accounts:
 
 
 class Charges:
-    """One attempt's charges, from its placement to its end. All methods are idempotent."""
+    """The charges of one attempt, from its placement to its end. All methods are idempotent."""
 
     def __init__(
         self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float
@@ -197,12 +202,12 @@ class Charges:
         self._open = True
 
     def prefill_sent(self, now: float) -> None:
-        """The prompt was sent to the worker that computes it."""
+        """Records that the prompt was sent to the worker that computes it."""
         if self._queued is not None and self._queued.sent_at is None:
             self._queued.sent_at = now
 
     def prefilled(self) -> None:
-        """The first token arrived."""
+        """Ends the charge for the prompt, because the first token arrived."""
         if self._queued is not None:
             (_, tokens), (_, pairs) = self._queued.amounts
             self._accounts.settle(
@@ -211,13 +216,13 @@ class Charges:
             self._queued = None
 
     def end(self) -> None:
-        """Nothing of the attempt is left at the workers."""
+        """Ends all charges of the attempt, because nothing of it is left at the workers."""
         if not self._open:
             return
         self._open = False
         self.prefilled()
         (_, held), (_, sequences), (_, contexts) = self._held.amounts
-        # The rank that it leaves has the most room until the next status.
+        # Assume until the next status that the freed rank has the most room.
         left = (
             ("running", -sequences),
             ("best_sequences", -sequences),

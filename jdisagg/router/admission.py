@@ -1,5 +1,4 @@
-"""Admission of new requests: refuses at once, with a reason and a retry-after, requests that would
-wait in vain. Pure.
+"""Admission: refuses new requests that would wait in vain, with a reason and a retry-after. Pure.
 
 There are four reasons: too many requests wait for their first token (`admit`), a tenant's quota is
 used up (`Quotas`), the first token would miss its limit (`placement.decide`, including the wait in
@@ -14,7 +13,7 @@ from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
 from jdisagg.token_bucket import MAX_RETRY_SECONDS, Bucket, retry_after
 
-UNKNOWN_WAIT_SECONDS = 5.0  # of a full queue from which no request was served yet
+UNKNOWN_WAIT_SECONDS = 5.0  # retry-after of a full queue from which no request was served yet
 DRAIN_SECONDS = 5.0  # time constant of the mean of the queue's speed
 DRAIN_LEAST_SECONDS = 0.25  # waiting time to observe before the speed is used
 ERRORS = 64  # latest prediction errors that count
@@ -30,17 +29,17 @@ def admit(
     own_waiting: int | None = None,
     tenants: int = 1,
 ) -> None:
-    """Refuses a request if too many already wait for their first token.
+    """Refuses a request if too many requests already wait for their first token.
 
     Args:
-        seconds_per_request: Recent mean time between two first tokens (None before the first), from
-            which the retry-after is computed.
-        own_waiting: Waiting requests of this tenant. Below its share among `tenants` it is admitted
-            until twice the limit wait, because others filled the queue. Without that bound, tenants
-            that arrive one after another would fill it without limit.
+        seconds_per_request: Recent mean time between two first tokens, which determines the
+            retry-after. None before the first.
+        own_waiting: Waiting requests of this tenant. Below its share among `tenants` a tenant is
+            admitted until twice the limit wait, because others filled the queue. The bound of twice
+            the limit also holds for many tenants that arrive one after another.
 
     Raises:
-        OverloadedError: `max_waiting_requests` are reached.
+        OverloadedError: `max_waiting_requests` requests wait.
     """
     within_share = own_waiting is not None and own_waiting < max_waiting_requests // tenants
     if waiting_requests < (2 if within_share else 1) * max_waiting_requests:
@@ -57,7 +56,7 @@ def admit(
 
 
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
-    """Returns the time after arrival by which the first token must come, at most the deadline."""
+    """Returns the seconds from arrival to the latest first token, at most the deadline."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
@@ -66,7 +65,7 @@ class Quotas:
     costs more than a whole burst needs a full bucket and leaves it negative.
 
     Args:
-        tokens_per_second: Rate of each tenant. Other tenants are not bounded.
+        tokens_per_second: Rate of each tenant. Tenants that are not listed have no limit.
         burst_seconds: Seconds of the rate that may be used at once.
     """
 
@@ -76,7 +75,7 @@ class Quotas:
         self._buckets: dict[str, Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Takes tokens. Raises QuotaExceededError if the tenant's bucket does not hold enough."""
+        """Takes tokens from the tenant's bucket. Raises QuotaExceededError if it holds too few."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -92,15 +91,15 @@ class Quotas:
         bucket.take(tokens)
 
     def give_back(self, tenant: str, tokens: float) -> None:
-        """Returns tokens of a request that was then refused."""
+        """Puts the tokens of a refused request back into the tenant's bucket."""
         bucket = self._buckets.get(tenant)
         if bucket is not None:
             bucket.give_back(tokens, self._rates[tenant] * self._burst_seconds)
 
 
 class Drain:
-    """Recent speed of the router's queue, in cost per second: an exponential mean over
-    `DRAIN_SECONDS` of waiting time."""
+    """Recent speed at which the router's queue is served, in cost per second: an exponential mean
+    over `DRAIN_SECONDS` of the time in which requests waited."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -108,12 +107,12 @@ class Drain:
         self._since: float | None = None
 
     def busy(self, now: float) -> None:
-        """Requests wait from now on, or still."""
+        """Records that requests wait at time `now`."""
         self._fade(now)
         self._since = now
 
     def idle(self, now: float) -> None:
-        """No request waits any more."""
+        """Records that no request waits any more."""
         self._fade(now)
         self._since = None
 
@@ -122,13 +121,13 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """Returns the time to serve `cost`, or 0 while the speed is unknown."""
+        """Returns the seconds to serve `cost`, or 0 while the speed is unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
 
     def seconds_each(self) -> float | None:
-        """Returns the time to serve a cost of 1, or None while the speed is unknown."""
+        """Returns the seconds to serve a cost of 1, or None while the speed is unknown."""
         known = self._cost and self._seconds >= DRAIN_LEAST_SECONDS
         return self._seconds / self._cost if known else None
 
@@ -144,26 +143,25 @@ class Drain:
 
 
 class Lateness:
-    """By how much first tokens come later than was predicted, lately: what a prediction leaves out
-    (prompts of other dp ranks, a mesh that is slower than it should be) would let in requests that
-    come too late, and with them all that wait for their limit."""
+    """Recent errors of predicted times to first token. Predictions omit some delays (prompts of
+    other dp ranks, a slow mesh). Without a correction, requests would be admitted that miss their
+    limit."""
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque()
-        self._ranked: list[float] = []  # their seconds
+        self._ranked: list[float] = []  # the errors in seconds, ascending
 
     def observe(self, seconds: float, now: float) -> None:
-        """A first token came so much later than was predicted when its workers were chosen; sooner:
-        negative."""
+        """Records measured minus predicted seconds to a first token (negative if early)."""
         if len(self._errors) == ERRORS:
             self._forget_oldest()
         self._errors.append((now, seconds))
         bisect.insort(self._ranked, seconds)
 
     def seconds(self, now: float, limit_seconds: float) -> float:
-        """What to count on beyond a prediction, so that `IN_TIME` of all do come by then; 0 while
-        little is known. Half the limit at most: who is refused shows nothing, and what made others
-        late may be over."""
+        """Returns the seconds to add to a prediction so that a share `IN_TIME` of the requests
+        comes in time, or 0 with few errors. Returns at most half of the limit, because refused
+        requests give no measurement and the delay may be over."""
         while self._errors and self._errors[0][0] < now - ERRORS_SECONDS:
             self._forget_oldest()
         late = of_sorted(self._ranked, IN_TIME) if len(self._ranked) >= ERRORS_LEAST else 0.0

@@ -1,10 +1,11 @@
-"""Circuit breakers: a worker that fails repeatedly gets no requests for a while, then one attempt
-as a probe, then all again if the probe succeeds.
+"""Circuit breakers: a worker that fails repeatedly gets no requests for a while, and then one
+attempt as a probe. If the probe succeeds, the worker gets requests again.
 
-CLOSED until `FAILURES` failures in a row, then OPEN for a time that doubles up to a bound
-(`timeouts.Backoff`), then HALF OPEN: the next attempt is the probe, and the worker gets nothing
-else for the same time until the outcome is known. A success removes the breaker. Pure: times are
-arguments. Placement reads one number per worker, the time until which it is barred."""
+A breaker is CLOSED until `FAILURES` failures in a row. It is then OPEN for a time that doubles up
+to a bound (`timeouts.Backoff`), and HALF OPEN afterwards: the next attempt is the probe, and the
+worker gets no other until the probe's outcome is known or the same time has passed. A success
+removes the breaker. Placement reads one number per worker: the time until which it gets no
+requests. Pure: times are arguments."""
 
 import enum
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """State of one worker."""
+    """Circuit breaker of one worker."""
 
     backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker
     failures: int = 0
     barred_until: float = 0.0
-    opened: int = 0  # times in a row
+    opened: int = 0  # number of times in a row that the breaker opened
 
     def state(self, now: float) -> BreakerState:
         if not self.opened:
@@ -35,8 +36,8 @@ class Breaker:
         return BreakerState.OPEN if now < self.barred_until else BreakerState.HALF_OPEN
 
     def failed(self, now: float) -> None:
-        """Counts a failure of the worker. Attempts that were running when it opened do not count
-        again."""
+        """Counts a failure of the worker. Failures of attempts that were running when the breaker
+        opened do not count again."""
         if self.state(now) is BreakerState.OPEN and self.failures >= FAILURES:
             return
         self.failures += 1
@@ -44,8 +45,8 @@ class Breaker:
             self._open(now)
 
     def placed(self, now: float) -> None:
-        """An attempt was placed there. In the half-open state it is the probe, and no others are
-        placed until its outcome is known."""
+        """Records that an attempt was placed on the worker. In the half-open state that attempt is
+        the probe, and no other is placed until its outcome is known."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self.failures = FAILURES - 1
             self.barred_until = now + self.backoff.seconds(self.opened)

@@ -1,8 +1,8 @@
 """Selects the workers that may serve an attempt, with a penalty for each, in seconds. Pure.
 
-Workers that are gone are no candidates. Draining and silent workers are candidates only for an
-attempt that has tokens already, with a penalty. Workers with an open breaker have a larger penalty,
-and workers that failed this attempt the largest. The costs of the request itself are in
+Workers that are gone are no candidates. Draining and silent workers are candidates, with a penalty,
+only for an attempt that has tokens already. Workers with an open breaker have a larger penalty, and
+workers that failed this attempt have the largest. The costs of the request itself are in
 `cost_terms`, the choice in `placement`."""
 
 import numpy as np
@@ -20,12 +20,12 @@ DRAINING, BARRED, FAILED = 1e6, 1e7, 1e8
 
 @plain
 class Candidates:
-    """Workers of one `side` that may be chosen.
+    """Workers of one `side` (prefill or decode) that may be chosen.
 
     Attributes:
-        rows: Their rows in the snapshot.
+        rows: The workers' rows in the snapshot.
         table: The columns of these rows.
-        against: Penalty of each, in seconds.
+        against: Penalty of each worker, in seconds.
     """
 
     side: Side
@@ -44,25 +44,25 @@ class Candidates:
 
     @property
     def penalties(self) -> Array | None:
-        """Penalty of each plus the seconds until its programs are loaded, or None if all are 0."""
+        """Each worker's penalty plus seconds until its programs are loaded. None if all are 0."""
         if self.against is self.side.zeros and not self.side.loading:
             return None
         return self.against + self.table["loading_seconds"]
 
     @property
     def unknown(self) -> bool:
-        """Whether any candidate has no price."""
+        """Whether any candidate's speed is unknown, so that it has no predicted times."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
     def trusted(self) -> Flags | None:
-        """Workers from which cached KV may be fetched, or None if all."""
+        """Flags of the workers from which cached KV may be fetched, or None if all are allowed."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property
     def load(self) -> Array:
-        """Requests per slot plus the fraction of pages in use. A worker that still loads programs
-        counts as full."""
+        """For each worker, requests per slot plus the fraction of pages in use. A worker that still
+        loads programs counts as full."""
         table = self.table
         requests = np.maximum(table["running"] + table["waiting"], table["open"])
         pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
@@ -115,7 +115,7 @@ def usable(
 
 
 def nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
-    """Returns the error for a role without candidates. It names its workers and their state."""
+    """Returns the error for a role without candidates, which lists its workers' states."""
     rows = side.rows
 
     def said(row: int) -> str:

@@ -3,11 +3,11 @@ worker reports or work is placed.
 
 There are three kinds of columns: the worker's last status, its description (place, role, speed),
 and the work that this router has sent and no status can include yet (`own_`, maintained by
-`accounts.py`), so that a burst between two heartbeats spreads. Rows keep their order of arrival, so
-that ties are broken alike in a replay. Times are arguments. Nothing here makes decisions.
+`accounts.py`). The `own_` columns spread a burst of requests between two heartbeats. Rows keep
+their order of arrival, so a replay breaks ties in the same way. Times are arguments.
 
-Sums are over a worker's dp ranks unless the column's name says otherwise: `best_` is the rank
-with the most free pages, which takes the next sequence, and `most_` the fullest rank."""
+Sums are over a worker's dp ranks unless the column's name says otherwise: `best_` is the rank with
+the most free pages, which takes the next sequence, and `most_` the fullest rank."""
 
 import hashlib
 import math
@@ -26,7 +26,7 @@ from jdisagg.router.prefix_index import Roster
 PARTS = ("rack", "host", "domain", "process")
 UNKNOWN = -1  # the worker's hardware or model is not described
 
-# From the status, in this order; then from the description; then the `own_` columns.
+# Columns from the status, then from the description, then the `own_` columns.
 SAID = (
     *(
         "heard_at",
@@ -76,8 +76,8 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Table:
-    """Columns of numbers by name, with one entry per worker. Flags are 0 or 1, `speed` is an
-    index into a list, and places are codes."""
+    """Columns of numbers by name, with one entry per worker. Flags are 0 or 1. `speed` is an index
+    into a list of speeds. Places are stored as codes."""
 
     def __init__(self, cells: Array) -> None:
         self.cells = cells
@@ -99,7 +99,7 @@ class Table:
         return self.cells[COLUMNS[column]].astype(np.int64)
 
     def take(self, which: "Indices | slice") -> "Table":
-        """Returns the numbers of some workers: a copy, or a view if they are contiguous."""
+        """Returns the columns of some workers: a view if they are contiguous, else a copy."""
         return Table(
             self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1)
         )
@@ -107,8 +107,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A worker's description from its card. `place` as in `WorkerCard`. `kind` is None if its
-    speed is unknown."""
+    """A worker's description from its card. `place` has the form of `WorkerCard.place`. `kind` is
+    None if the worker's speed is unknown."""
 
     place: str = ""
     kind: Kind | None = None
@@ -116,14 +116,14 @@ class Description:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The workers of one kind.
+    """The workers of one kind (prefill only, or decode and mixed).
 
     Attributes:
-        rows: Their rows, ascending.
-        room: Sequences that each may be given: a few more than slots, so that a freed slot finds
-            its next sequence ready (scheduler/reservations.py).
-        speed, chunk_tokens, page_size: Value common to all, or None if they differ.
-        table: Their current numbers, if the rows are contiguous.
+        rows: The workers' rows in the snapshot, ascending.
+        room: Sequences that each worker may hold: a few more than its slots, so that the next
+            sequence is ready when a slot is freed (scheduler/reservations.py).
+        speed, chunk_tokens, page_size: Value common to all workers, or None if they differ.
+        table: The workers' current numbers, or None if the rows are not contiguous.
         zeros: A read-only array of zeros, one per worker.
     """
 
@@ -144,8 +144,8 @@ class Side:
 
 
 class ClusterState:
-    """The snapshot. `update` adds a worker at its first status. `describe` sets its
-    description, before or after."""
+    """The snapshot of all workers. `update` adds a worker at its first status. `describe` sets its
+    description, before or after that."""
 
     def __init__(self) -> None:
         self.table = Table(np.zeros((len(COLUMNS), 16)))
@@ -161,9 +161,9 @@ class ClusterState:
         self._last_life = 0
         # Valid until a worker comes, goes or changes its description.
         self._sides: tuple[Side, Side] | None = None
-        self._heard_since = -math.inf  # all workers were heard after this time
+        self._heard_since = -math.inf  # every worker was heard after this time
         self.barred_until = 0.0  # no worker is barred for longer
-        self._link_costs: dict[Link, LinkCosts] = {}  # likewise
+        self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long
         self._peer_costs: dict[Link, LinkCosts] = {}
         self._return_costs: dict[Link, LinkCosts] = {}
 
@@ -180,19 +180,19 @@ class ClusterState:
         return self._rows.get(name)
 
     def row_of(self, name: str) -> int:
-        """Returns the row, or -1 if the worker is unknown."""
+        """Returns the worker's row, or -1 if the worker is unknown."""
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """Returns `row_of` for all workers of a numbering. Read-only."""
+        """Returns the `row_of` of each worker in a numbering, as a read-only array."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
         return self._roster_rows[1]
 
     def life(self, name: str) -> int:
-        """Returns a number of this registration of a worker, which changes when it returns
-        after it was forgotten. 0 if it is unknown."""
+        """Returns a number that identifies the worker's registration and changes when a forgotten
+        worker returns. 0 if the worker is unknown."""
         return self._lives.get(name, 0)
 
     def name(self, row: int) -> str:
@@ -209,7 +209,7 @@ class ClusterState:
         return self._both()[1]
 
     def link_costs(self, far: Link) -> LinkCosts:
-        """Link costs from prefill to decode workers, all of known speed."""
+        """Link costs from prefill to decode workers. Every worker's speed must be known."""
         link_costs = self._link_costs.get(far)
         if link_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -217,7 +217,7 @@ class ClusterState:
         return link_costs
 
     def peer_costs(self, far: Link) -> LinkCosts:
-        """Link costs between prefill workers, all of known speed."""
+        """Link costs between prefill workers. Every worker's speed must be known."""
         peer_costs = self._peer_costs.get(far)
         if peer_costs is None:
             prefill = self._ends(self._both()[0])
@@ -225,7 +225,7 @@ class ClusterState:
         return peer_costs
 
     def return_costs(self, far: Link) -> LinkCosts:
-        """Link costs from decode to prefill workers, all of known speed."""
+        """Link costs from decode to prefill workers. Every worker's speed must be known."""
         return_costs = self._return_costs.get(far)
         if return_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -233,7 +233,7 @@ class ClusterState:
         return return_costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last statuses."""
+        """Returns the last status of each worker."""
         return tuple(self._statuses[name] for name in self._names)
 
     def description(self, name: str) -> Description:
@@ -246,8 +246,7 @@ class ClusterState:
             self._place(row, description)
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """Takes a worker's status. The `own_` columns are not changed: `accounts` maintains
-        them."""
+        """Stores a worker's status. Leaves the `own_` columns, which `accounts` maintains."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -278,7 +277,7 @@ class ClusterState:
         self._heard_since = min(self._heard_since, now)
 
     def forget(self, name: str) -> None:
-        """Removes a worker. Later rows move up, so only names are stable. Idempotent."""
+        """Removes a worker. Later rows move up, so keep names and not rows. Idempotent."""
         row = self._rows.pop(name, None)
         self._statuses.pop(name, None)
         self._forms.pop(name, None)
@@ -296,14 +295,14 @@ class ClusterState:
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Returns a worker's row without what follows from its description."""
+        """Returns the columns of a worker's row that do not follow from its description."""
         row = self._rows[name]
         return {
             column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
         }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """Adds a row from `numbers`. Raises KeyError for an unknown column."""
+        """Adds a worker with the columns `numbers`. Raises KeyError for an unknown column."""
         self._descriptions[name] = description
         row = self._rows.get(name)
         if row is None:
@@ -315,12 +314,12 @@ class ClusterState:
         self._change_form()
 
     def bar(self, row: int, until: float) -> None:
-        """Avoids a worker until that time, while there are others."""
+        """Marks the worker to be avoided until that time, as long as there are others."""
         self.table["barred_until"][row] = until
         self.barred_until = max(self.barred_until, until)
 
     def hear(self, row: int, at: float) -> None:
-        """Counts the worker as heard at that time."""
+        """Sets the time at which the worker was last heard."""
         self.table["heard_at"][row] = at
         self._heard_since = min(self._heard_since, at)
 
@@ -425,13 +424,13 @@ def _form(status: WorkerStatus) -> object:
 
 
 def _only(column: Array) -> float | None:
-    """Returns the common value, or None."""
+    """Returns the common value, or None if values differ."""
     return float(column[0]) if len(column) and (column == column[0]).all() else None
 
 
 def _codes(place: str) -> list[int]:
-    """Returns a code for each prefix of the place, equal for equal prefixes, and 0 for missing
-    parts."""
+    """Returns one code per part of the place. Two workers have equal codes if they share the place
+    up to that part. A missing part has code 0."""
     parts = place.split("/")[: len(PARTS)] if place else []
     beginnings = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     codes = [

@@ -1,11 +1,12 @@
-"""Predicted seconds of every candidate for one attempt, as columns. Pure.
+"""Predicts the seconds of each stage of one attempt, for all candidates at once. Pure.
 
-For prefill workers: the backlog and the prompt itself. For decode workers: the wait for room, and a
-step with the sequence in it. For pairs: the part of the KV transfer after the prefill.
+For prefill workers these are the backlog and the prompt itself. For decode workers they are the
+wait for room, and a step with the sequence in it. For pairs it is the part of the KV transfer after
+the prefill.
 
 A decode worker has room with a free slot, pages on its best rank, pages for the expected growth of
-this router's sequences, an empty queue, and a step within the bound. If one is missing, sequences
-must leave first, at the rate of Little's law: running / (mean length x step)."""
+this router's sequences, an empty queue, and a step within the bound. If one of these is missing,
+sequences must end first. They end at the rate of Little's law: running / (mean length x step)."""
 
 import math
 from dataclasses import replace
@@ -39,10 +40,10 @@ class Holder:
     """A worker from which prefill workers may fetch cached KV.
 
     Attributes:
-        row: Its row in the snapshot.
-        tokens: Tokens of the prompt that it has cached.
-        issued_seconds: Seconds until the steps that its mesh has issued are done.
-        decodes: Whether it is a decode worker.
+        row: The worker's row in the snapshot.
+        tokens: Tokens of the prompt that the worker has cached.
+        issued_seconds: Seconds until the steps already issued to the worker's mesh are done.
+        decodes: Whether the worker is a decode worker.
     """
 
     row: int
@@ -56,13 +57,14 @@ class PrefillCosts:
     """Costs of prefill workers `rows`, in seconds.
 
     Attributes:
-        queue: Of the backlog.
-        prefill: Of the prompt itself.
-        spared: Saved by cached or fetched tokens.
-        chunks: Chunks of the prompt.
-        known: Places of workers with cached tokens, and their counts.
+        queue: Time of the backlog.
+        prefill: Time of the prompt itself.
+        spared: Time saved by cached or fetched tokens.
+        chunks: Number of chunks of the prompt.
+        known: Indices of workers with cached tokens, and their numbers of cached tokens.
         holders: Workers from which KV may be fetched.
-        fetches: For each worker the holder to fetch from (-1: none), or None if none fetches.
+        fetches: For each worker the index of the holder to fetch from (-1: no fetch), or None if no
+            worker fetches.
     """
 
     rows: Indices
@@ -75,7 +77,7 @@ class PrefillCosts:
     fetches: Indices | None = None
 
     def few(self, places: Indices) -> "PrefillCosts":
-        """Returns the costs at these places, without `known`."""
+        """Returns the costs of the workers at these indices, without `known`."""
         return PrefillCosts(
             self.rows.take(places),
             self.queue.take(places),
@@ -90,8 +92,9 @@ class PrefillCosts:
 
 @plain
 class DecodeCosts:
-    """Costs of decode workers `rows`: seconds until there is room (`queue`), seconds of a step with
-    the sequence in it, and whether sequences run there. `room`: All of them have room now."""
+    """Costs of decode workers `rows`: seconds until a worker has room (`queue`), seconds of a step
+    with the sequence in it, and whether sequences run at the worker. `room`: Whether all workers
+    have room now."""
 
     rows: Indices
     queue: Array
@@ -101,11 +104,11 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """Seconds from the KV's arrival to the first token decoded from it."""
+        """Seconds from the KV's arrival to the first token decoded from it, for each worker."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
-        """The same for one worker."""
+        """Returns `join` for one worker."""
         return (STEPS_TO_JOIN if self.busy[which] else STEPS_ALONE) * float(self.step[which])
 
 
@@ -114,11 +117,11 @@ class LocalCosts:
     """Costs of decode workers that compute the prompt themselves.
 
     Attributes:
-        costs: Prefill costs, with chunks and decode steps in turn.
-        lost: Seconds of the chunks alone, which running streams lose.
+        costs: Prefill costs if chunks and decode steps alternate.
+        lost: Seconds of the chunks alone, by which running streams are delayed.
         lacking: Tokens to compute.
         longest: Longest time that a running stream waits for a token.
-        paced: Seconds until running streams have recovered from the last prompt computed there.
+        paced: Seconds until running streams have recovered from the worker's last prompt.
     """
 
     costs: PrefillCosts
@@ -131,7 +134,7 @@ class LocalCosts:
 def prefills_of(
     state: ClusterState, side: Side, rows: Indices, table: Table, query: PlacementQuery
 ) -> PrefillCosts:
-    """Of workers `rows`, some or all of `side`."""
+    """Returns the costs of the prefill workers `rows`, which are some or all workers of `side`."""
     tokens = table["queued_tokens"] + table["own_tokens"]
     pairs = table["queued_pairs"] + table["own_pairs"]
     if side.speed is not None and side.chunk_tokens is not None and len(rows):
@@ -169,7 +172,7 @@ def decodes_of(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> DecodeCosts:
-    """Of workers `rows`, some or all of `side`."""
+    """Returns the costs of the decode workers `rows`, which are some or all workers of `side`."""
     work = query.work
     ranks = table["ranks"] if side.several_ranks else 1
     ours, waiting = table["own_sequences"], table["waiting"]
@@ -238,8 +241,8 @@ def transfers_of(
     places: Indices | None = None,
 ) -> Array:
     """Returns seconds to transfer the KV that the decode side lacks, [prefill workers, decode
-    workers], over the best link of each pair. `places`: Positions of the prefill workers among all
-    of them, if known."""
+    workers], over the best link of each pair. `places`: Indices of the prefill workers within their
+    side, if known."""
     missing: Array | float = float(query.work.tokens)
     at, cached = known_at(state, decodes, query)
     if len(at):
@@ -259,8 +262,8 @@ def too_far(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Flags:
-    """Returns pairs [prefill workers, decode workers] that share no rack although the prompt is too
-    short for a far prefill."""
+    """Returns a mask [prefill workers, decode workers]: pairs that share no rack although the
+    prompt is too short for a prefill in another rack."""
     unknown = np.full(len(prefills.rows), float(query.work.tokens))
     at, known = known_at(state, prefills.rows, query)
     unknown[at] -= known
@@ -269,8 +272,8 @@ def too_far(
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
-    """Returns the part of a transfer after the prefill: finished chunks are transferred while the
-    next ones compute."""
+    """Returns the seconds of a transfer that remain after the prefill: while a chunk is computed,
+    the chunks before it are transferred."""
     if not np.count_nonzero(chunks != 1.0):
         return transfer
     last = transfer / chunks
@@ -278,8 +281,9 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
 
 
 def most_computed(table: Table, whole: bool = False) -> Array:
-    """Returns the most prompt tokens that decode workers compute themselves: unbounded on mixed
-    workers, one chunk with --append_tokens (0 for prompt log-probabilities, `whole`), else 0."""
+    """Returns the most prompt tokens that each decode worker computes itself. Mixed workers have no
+    limit. Workers with --append_tokens compute one chunk (0 if `whole`: prompt log-probabilities).
+    Other workers compute 0."""
     able = table.flag("can_prefill") & (not whole)
     appended = np.where(able, table["chunk_tokens"], 0.0)
     return np.where(table.flag("mixed"), np.inf, appended)
@@ -293,7 +297,7 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Returns the costs of prefill on the decode workers, where chunks and steps alternate."""
+    """Returns the costs of prefill on decode workers, where chunks and decode steps alternate."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
@@ -315,14 +319,13 @@ def paced_until(
     policy: PlacementPolicy,
     now: float,
 ) -> float | None:
-    """Returns from when on a mixed worker may get its next prompt, or None if nothing bounds it.
+    """Returns the earliest time of a mixed worker's next prompt, or None without a limit.
 
     No running stream of a mesh gets a token while the mesh computes a prompt. Steps alone keep the
-    bound (see `decodes_of`). Steps and prefills together keep it while prefills take at most the
-    share of time `1 - step / tpot_slo_seconds`. Each prompt therefore moves `paced_until` forward
-    by its own seconds divided by that share, and the next prompt waits at the router until then,
-    where it can still be ordered or refused. All dp ranks wait for the rank that computes.
-    """
+    TPOT bound (see `decodes_of`). Steps and prefills together keep it while prefills take at most
+    the share of time `1 - step / tpot_slo_seconds`. Each prompt therefore moves `paced_until`
+    forward by its own seconds divided by that share. Until then the next prompt waits at the
+    router, which can still reorder or refuse it. All dp ranks wait for the rank that computes."""
     row, bound = state.row(decision.decode), policy.tpot_slo_seconds
     if decision.prefill is not None or decision.terms is None or bound == math.inf or row is None:
         return None
@@ -339,13 +342,13 @@ def paced_until(
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
-    """Returns the cached positions of a worker, at most all but one."""
+    """Returns the number of the prompt's tokens that a worker has cached, at most all but one."""
     return min(query.cached.get(worker, 0), query.work.tokens - 1)
 
 
 def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
-    """Returns the places among ascending `rows` of workers with cached tokens, and the counts, at
-    most all positions but one."""
+    """Returns the indices, among ascending `rows`, of workers with cached tokens, and their numbers
+    of cached tokens (at most all of the prompt but one)."""
     cached = query.cached
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING
@@ -374,14 +377,13 @@ def _chunks(tokens: int, chunk_tokens: int) -> int:
 
 
 def _each(column: Array, ranks: Array | int) -> Array:
-    """Returns the column per dp rank."""
     return column if isinstance(ranks, int) else column / ranks
 
 
 def alike(
     state: ClusterState, side: Side, table: Table, chunks: bool = True
 ) -> list[tuple[Speed, int, Indices | slice]]:
-    """Groups the workers in `table` by speed and chunk size. Mostly all are in one group."""
+    """Groups the workers in `table` by speed and chunk size. Usually all are in one group."""
     if not len(table):
         return []
     if side.speed is not None and (not chunks or side.chunk_tokens is not None):

@@ -1,5 +1,4 @@
-"""Input and output of placement: plain data, the same in the live router, in a decision log and in
-the simulator."""
+"""Input and output of placement, as plain data for the live router, decision logs and simulator."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,15 +11,15 @@ from jdisagg.request import Request
 from jdisagg.router.accounts import Work
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# Positions of a prompt that each worker has cached now; workers without any are absent.
+# Returns how many of a prompt's tokens each worker has cached now; workers with 0 are absent.
 Known = Callable[[], Mapping[str, int]]
 
 
 class Affinity(Protocol):
-    """Reports which workers have how much of a prompt cached."""
+    """Index that reports how much of a prompt each worker has cached."""
 
     def known(self, request: Request) -> Known:
-        """Hashes the prompt once. The result reads the index again at each call."""
+        """Hashes the prompt once. Returns a function that reads the index anew at each call."""
         ...
 
 
@@ -29,17 +28,17 @@ class PlacementQuery:
     """One attempt to place.
 
     Attributes:
-        cached: Positions of the prompt that each worker has cached.
+        cached: Number of the prompt's tokens that each worker has cached.
         avoid: Workers that failed this attempt.
-        under_way: The request was admitted before (retried, preempted, resumed). It is then neither
-            refused nor deferred.
-        resuming: It has tokens already, so draining workers may serve it.
+        under_way: Whether the request was admitted before (retried, preempted, resumed). It is then
+            neither refused nor deferred.
+        resuming: Whether the request has tokens already, so that draining workers may serve it.
         age_seconds: Time since the request arrived.
-        ahead_seconds: Expected further wait in this router.
+        ahead_seconds: Expected further wait at this router.
         limit_seconds: Time after arrival by which the first token must come.
         typical_tokens: Mean length of answers, which determines how soon a sequence makes room.
-        whole: Log-probabilities of the prompt are requested. Their programs compile at first use,
-            and streams of the same mesh would wait for that.
+        whole: Whether log-probabilities of the prompt are requested. Their programs compile at
+            first use, and running streams of the same mesh would wait for the compilation.
     """
 
     work: Work
@@ -59,18 +58,18 @@ class PlacementPolicy:
     """Settings of placement.
 
     Attributes:
-        tpot_slo_seconds: Longest predicted decode step with which a sequence is placed (inf: none).
-        hold_seconds: Queued work beyond which a worker gets no more. The rest waits at the router,
-            where its order can still change.
-        local_gain: Share of first token and hand-off by which prefill on the decode worker must be
-            cheaper to be chosen.
+        tpot_slo_seconds: Longest predicted decode step of a placement (inf: no limit).
+        hold_seconds: Seconds of queued work beyond which a worker gets no more. Further requests
+            wait at the router, which can still reorder them.
+        local_gain: Share by which prefill on the decode worker must shorten first token and
+            hand-off to be chosen.
         far: Link between workers that share no rack.
-        decode_first: Decode pages are reserved before the prefill starts, so that waiting for them
-            delays the first token and not the second.
+        decode_first: Whether decode pages are reserved before the prefill starts. Waiting for them
+            then delays the first token and not the second.
         suspect_seconds: Silence after which a worker gets no new requests.
-        gone_seconds: Silence after which a worker gets nothing.
-        peer_fetch: Prefill workers fetch cached KV from other prefill workers.
-        fetch_from_decode: They fetch it from decode workers, too.
+        gone_seconds: Silence after which a worker gets no requests at all.
+        peer_fetch: Whether prefill workers fetch cached KV from other prefill workers.
+        fetch_from_decode: Whether they also fetch it from decode workers.
         far_prefill_tokens: Prompts with fewer uncached tokens are prefilled in the decode worker's
             rack if possible.
     """
@@ -106,10 +105,10 @@ class Decision:
     Attributes:
         prefill: Prefill worker, or None if the decode worker computes the prompt.
         context_tokens: Context limit of the decode worker.
-        kind: Reason from a small fixed set, for metrics.
-        terms: Predicted seconds, or None if the choice was by load.
+        kind: Reason of the choice from a small fixed set, for metrics.
+        terms: Predicted seconds of each stage, or None if the choice was by load.
         cached_tokens: Tokens that the prefilling worker has cached.
-        peer: Worker from which it may fetch more, or "".
+        peer: Worker from which the prefilling worker may fetch more, or "".
         peer_tokens: Tokens that `peer` has cached.
     """
 
@@ -129,14 +128,14 @@ class Decision:
 
 @plain
 class Deferred:
-    """No worker can start it now. It waits at the router."""
+    """No worker can start the request now, so it waits at the router."""
 
     reason: str
 
 
 @plain
 class Refusal:
-    """Its first token would miss the limit. `kind` is a cause from a small fixed set."""
+    """Refused: the first token would miss the limit. `kind`: Cause from a small fixed set."""
 
     reason: str
     retry_after_seconds: float

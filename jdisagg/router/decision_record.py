@@ -4,12 +4,11 @@ answer.
     record = record_of(state, query, now, policy, answer)  # dicts, lists, numbers, texts
     assert replay(record) == answer_of(record)
 
-A record is self-contained: `replay` restores its snapshot and decides again with the current code.
-It contains only the workers on which the decision depends (`placement.witnesses`), and lengths and
+`replay` restores the record's snapshot and decides again with the current code. A record contains
+only the workers on which the decision depends (`placement.witnesses`). It contains lengths and
 worker names, but neither tokens nor callers.
 
-Raises ConfigError for malformed records.
-"""
+Raises ConfigError for malformed records."""
 
 import dataclasses
 import math
@@ -55,7 +54,7 @@ def record_of(
     policy: PlacementPolicy,
     answer: PlacementOutcome,
 ) -> Record:
-    """Makes a record. Call it before the snapshot changes."""
+    """Builds the record of a decision. Call it before the snapshot changes."""
     mattered = witnesses(state, query, now, policy)
     names = [name for name in state if name in mattered]
     kinds: list[Kind] = []
@@ -95,7 +94,7 @@ def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
 
 
 def replay(record: Mapping[str, Any]) -> PlacementOutcome:
-    """Decides again on a record. Also raises what `decide` raises."""
+    """Decides again on a record's snapshot and returns the answer. Raises like `decide`."""
     with _Reading():
         if record["version"] != VERSION:
             raise ConfigError(
@@ -158,7 +157,7 @@ def _with_infinities(fields: Mapping[str, Any]) -> Record:
 
 
 class _Reading:
-    """Turns any error while a record is read into a ConfigError."""
+    """Context manager that converts any error while a record is read to a ConfigError."""
 
     def __enter__(self) -> None: ...
 

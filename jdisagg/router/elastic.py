@@ -1,14 +1,13 @@
 """The elastic controller: decides which worker should change its role, and advises how many workers
 of each role an autoscaler should run. Pure.
 
-The need of each pool is expressed in workers. A pool is short if the objective is missed because of
-it, or if it is full. TTFT misses that queueing alone explains are attributed to prefill if prompts
-wait at prefill workers, or at the router while those are busy. They are attributed to decode if
-requests wait for room to decode: requests wait for pages before they wait for prefill, so waiting
-prompts are always prefill's. A missed TPOT is attributed to decode, as long as a smaller batch
-could help. An empty pool is short in any case, and the other one gives a worker, whatever it lacks
-itself. A fluid model of the share of requests served well, min(1, n / need) over both pools, is
-compared with and without a switch:
+A pool is the workers of one role, and its need is a number of workers. A pool is short of workers
+if it causes the objective to be missed, or if it is full. TTFT misses that queueing alone explains
+are attributed to prefill if prompts wait at prefill workers, or at the router while those are busy.
+They are attributed to decode if requests wait for room to decode. A missed TPOT is attributed to
+decode, as long as a smaller batch could help. An empty pool is always short, and the other pool
+then gives a worker even if it is short itself. A fluid model estimates the share of requests that
+meet the objective, min(1, n / need) over both pools, with and without a switch:
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences
@@ -16,13 +15,12 @@ compared with and without a switch:
 The gain must exceed `least_gain` of the horizon's requests. Draining, re-sharding the weights and
 warm-up are thus charged, and a switch that would make the other pool short is not made.
 
-Hysteresis: a pool must be short for `patience_seconds`, and spare for `calm_seconds` before
-fewer workers are advised. After a switch nothing happens for `cooldown_seconds`, and earlier
-observations are discarded. The model may be wrong: a pool that was short with n workers is not
-brought back to n under a similar load for `remember_seconds`, so a mistake is undone once and
-not repeated. Without traffic there is no switch. The last worker of a role that takes requests
-never leaves it.
-"""
+Hysteresis: a switch requires that a pool is short for `patience_seconds`. Fewer workers are advised
+only after the pool had spare workers for `calm_seconds`. After a switch there is no other for
+`cooldown_seconds`, and earlier observations are discarded. The model may be wrong: a pool that was
+short with n workers is not reduced to n under a similar load for `remember_seconds`, so a mistake
+is not repeated. Without traffic there is no switch. The last worker of a role that takes requests
+keeps its role."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -40,14 +38,14 @@ MOST_OVER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """Settings of the controller.
+    """Settings of the elastic controller.
 
     Attributes:
-        target_use: Mean use that a pool should have.
-        full_use: Use at the quantile above which a pool is short.
-        least_requests: Outcomes in the window below which they are ignored.
-        move_harm: Share of a running request's value that a migration costs.
-        switch_seconds: Assumed duration of a switch until one was observed.
+        target_use: Mean use that a pool should have, in [0, 1].
+        full_use: Peak use (`PoolView.peak_use`) above which a pool is short.
+        least_requests: Least number of outcomes in the window; with fewer, outcomes are ignored.
+        move_harm: Requests that count as lost per migrated running request.
+        switch_seconds: Assumed duration of a switch until one has been observed.
     """
 
     slo: SloTarget = field(default_factory=SloTarget)
@@ -105,8 +103,8 @@ class ElasticConfig:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Worker `name` should take `role` in `layout`. `gain`: Additional requests served well
-    within the horizon."""
+    """A proposed role change: worker `name` should take `role` in `layout`. `gain`: Additional
+    requests within the horizon that meet the objective."""
 
     name: str
     role: WorkerRole
@@ -116,8 +114,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Workers that each role should have. The needs are the model's values, in fractions of
-    workers."""
+    """Workers that each role should have. Needs are the model's, in fractional workers."""
 
     prefill: int
     decode: int
@@ -128,7 +125,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class WasShort:
-    """A pool of `size` workers was short at time `at` under `load` (in workers)."""
+    """Records that a pool of `size` workers was short at time `at` under `load` (in workers)."""
 
     size: int
     load: float
@@ -137,8 +134,9 @@ class WasShort:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """State between decisions. `short_since`, `spare_since` and `was_short` are per role,
-    prefill first, and None if never."""
+    """State that the controller keeps between decisions. `short_since`, `spare_since` and
+    `was_short` have one entry per role, prefill first. An entry is None if the pool is not (or was
+    never) short or spare."""
 
     short_since: tuple[float | None, float | None] = (None, None)
     spare_since: tuple[float | None, float | None] = (None, None)
@@ -150,7 +148,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision. `switch` is None if no worker should change its role now, for `reason`."""
+    """Result of a decision. `switch`: None for no change now; `reason` states why."""
 
     switch: Switch | None
     advice: Advice
@@ -172,7 +170,7 @@ class _Pool:
 
 
 def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool = True) -> Verdict:
-    """Decides on one view of the window. With `may_switch` False it only advises."""
+    """Decides on the observations of the window. With `may_switch` False it only gives advice."""
     pools = (_prefill(config, view), _decode(config, view))
     memory = replace(
         memory,
@@ -198,8 +196,8 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
 
 
 def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole) -> WorkerStatus:
-    """Returns the worker that is to take `role`. Raises InvalidRequestError or UnavailableError
-    if it must not: the last worker of its role stays."""
+    """Returns the worker that is to take `role`. Raises InvalidRequestError or UnavailableError if
+    the change is not allowed, as for the last worker of a role."""
     worker = next((one for one in workers if one.name == name), None)
     if worker is None:
         raise InvalidRequestError(
@@ -230,7 +228,7 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
 def usual_layout(
     workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
 ) -> Layout:
-    """Returns the layout of most workers of `role` that fits `worker`'s devices, else its own."""
+    """Returns the most common layout of `role` that fits the worker's devices, else its own."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -238,7 +236,7 @@ def usual_layout(
 
 
 class Controller:
-    """Window, memory and decision in one object, for the live router and the simulator."""
+    """Combines observation window, memory and decision for the live router and the simulator."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
@@ -253,9 +251,9 @@ class Controller:
     def look(
         self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
     ) -> Verdict:
-        """Samples the workers and the number of held requests, and decides. After it returns a
-        switch, no other follows until `switched` is called. With `may_switch` False it advises
-        what a switch would fix."""
+        """Samples the workers and the number `held` of requests waiting at the router, and decides.
+        After it returned a switch, no other follows until `switched` is called. With `may_switch`
+        False it only advises."""
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -263,8 +261,8 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """Records that a switch ended after `seconds`, or failed (None). A new observation
-        window starts."""
+        """Records that a switch ended after `seconds`, or that it failed (None). Starts a new
+        window."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
         self._memory = Memory(
@@ -327,8 +325,7 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
-    """Returns whether TTFT is missed and would be met more often without queueing, so that more
-    workers would help."""
+    """Returns whether TTFT misses its objective and would meet it more often without queueing."""
     return (
         view.ttft_attainment < config.slo.quantile
         and view.ttft_without_queue > view.ttft_attainment
@@ -336,7 +333,7 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """Returns the need in workers. A short pool needs more than it has, and at least one."""
+    """Returns the need in workers. A short pool needs more than its size."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )
@@ -345,7 +342,8 @@ def _need(size: int, load: float, short: bool, over: float) -> float:
 def _remembered(
     config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
 ) -> tuple[WasShort | None, WasShort | None]:
-    """Remembers size and load of a pool that was short for the patience."""
+    """Returns the memory with the size and load of each pool that has been short for
+    `patience_seconds`."""
 
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
         if since is not None and now - since >= config.patience_seconds:
@@ -427,8 +425,8 @@ def _choose(
 def _gain(
     config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus
 ) -> float:
-    """Returns the additional requests served well within the horizon by the fluid model, minus
-    the cost of the change."""
+    """Returns the additional requests within the horizon that meet the objective, by the fluid
+    model, minus the cost of the change."""
     now = _served(to.size, to.need, donor.size, donor.need)
     meanwhile = _served(to.size, to.need, donor.size - 1, donor.need)
     after = _served(to.size + 1, to.need, donor.size - 1, donor.need)
@@ -441,7 +439,7 @@ def _gain(
 
 
 def _served(a: int, a_need: float, b: int, b_need: float) -> float:
-    """Returns the share of requests that two pools in series serve well."""
+    """Returns the share of requests for which both pools have capacity."""
     return min(1.0, a / a_need if a_need > 0 else 1.0, b / b_need if b_need > 0 else 1.0)
 
 
@@ -452,8 +450,8 @@ def _advise(
     pools: tuple[_Pool, _Pool],
     switch: Switch | None,
 ) -> Advice:
-    """Advises more workers for a short role that no switch helps, or one less for a role that
-    was spare for long."""
+    """Advises more workers for a short role that no switch helps, or one worker less for a role
+    that had spare workers for long."""
     wanted: list[int] = []
     reasons: list[str] = []
     for pool, short_since, spare_since in zip(
@@ -461,7 +459,7 @@ def _advise(
     ):
         count = pool.size
         if switch is not None or memory.switching is not None:
-            pass  # the pools are about to change
+            pass  # no advice: the pools are about to change
         elif short_since is not None and view.now - short_since >= config.patience_seconds:
             count = max(pool.size + 1, math.ceil(pool.need - 1e-9))
             reasons.append(f"{pool.role.value} is short: {pool.short}")
@@ -478,7 +476,6 @@ def _advise(
 
 
 def _spare(config: ElasticConfig, pool: _Pool) -> int:
-    """Returns how many workers would be enough."""
     return max(
         config.least(pool.role),
         (

@@ -1,13 +1,12 @@
-"""Input of the elastic controller: outcomes of requests and use of the pools over a sliding window.
+"""Input of the elastic controller: outcomes of requests and use of the pools in a sliding window.
 
-Requests are evaluated at quantiles, not by their mean: the question is which share met the
-objective, and whether the others would have met it without their queue. The use of a pool is
-sampled: for a prefill worker the share of time with work, for a decode worker the fuller of its
-pages and slots. Sequences whose KV has not arrived do not count as load of the decode pool, because
-they fill it while prefill is short.
+Requests are evaluated at quantiles, not by their mean: the controller needs the share that met the
+objective, and the share that would have met it without queueing. The use of a pool is sampled: for
+a prefill worker the share of time with work, for a decode worker the fuller of its pages and slots.
+Sequences whose KV has not arrived do not count as load of the decode pool, because a shortage of
+prefill workers increases their number.
 
-Pure bookkeeping: times are arguments and the result (`View`) is plain data. Nothing here makes
-decisions."""
+Pure bookkeeping: times are arguments and the result (`View`) is plain data."""
 
 import math
 from collections import deque
@@ -44,8 +43,8 @@ class EndedRequest:
     """A request that ended at time `at`.
 
     Attributes:
-        ttft_seconds: Infinite if it was refused or had no token.
-        tpot_seconds: None without a second token.
+        ttft_seconds: Time to the first token, infinite if the request was refused or had no token.
+        tpot_seconds: Time per further token, or None without a second token.
         queue_seconds: Part of the TTFT spent waiting at the router, for pages and for a prefill
             batch.
     """
@@ -58,12 +57,12 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """One role over the window.
+    """Measurements of one role's workers in the window.
 
     Attributes:
         taking: Workers that take new requests now.
         use: Mean use in [0, 1].
-        peak_use: Quantile of the use over the samples.
+        peak_use: Use that is exceeded in few samples (a quantile), in [0, 1].
         waiting: Mean number of requests queued or held for the pool.
         batch: Mean number of running sequences per dp rank.
     """
@@ -77,11 +76,11 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the controller decides from.
+    """Input of a decision of the controller.
 
     Attainments are shares of the requests that meet the objective, or 1 without requests.
-    `ttft_without_queue` is the share without any queueing. The quantiles are in seconds, 0
-    without requests."""
+    `ttft_without_queue` is the share that would meet the TTFT objective without queueing. The
+    quantiles are in seconds, 0 without requests."""
 
     now: float
     requests: int
@@ -117,13 +116,14 @@ class SloWindow:
         self._since: float | None = None
 
     def outcome(self, outcome: EndedRequest) -> None:
-        """Adds an outcome. They must arrive in order of `at`."""
+        """Adds the outcome of a request. Outcomes must be added in order of `at`."""
         self._outcomes.append(outcome)
 
     def sample(self, now: float, statuses: Iterable[WorkerStatus], held: int = 0) -> None:
-        """Adds a sample of the workers, at about equal intervals. Mixed workers never switch
-        and are not counted. `held`: Requests that wait at the router, because of prefill while
-        all prefill workers are busy, else for room to decode."""
+        """Adds a sample of the workers. Call it at about equal intervals. Mixed workers do not
+        count, because they never switch. `held`: Requests that wait at the router. They count as
+        waiting for prefill while all prefill workers are busy, and otherwise as waiting for room to
+        decode."""
         self._latest = tuple(statuses)
         self._since = now if self._since is None else self._since
         busy = all(map(use_of, _taking(self._latest, WorkerRole.PREFILL)))
@@ -140,7 +140,7 @@ class SloWindow:
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
-        """Discards all observations after a change of the pools."""
+        """Discards all observations. Called after a change of the pools."""
         self._outcomes.clear()
         for samples in self._samples.values():
             samples.clear()
@@ -204,8 +204,7 @@ def use_of(worker: WorkerStatus) -> float:
 
 
 def _at_work(worker: WorkerStatus) -> int:
-    """Returns its sequences without those of hand-offs in progress, which wait for a prefill
-    worker."""
+    """Returns the number of sequences whose KV has arrived."""
     return max(0, worker.running - worker.handoffs)
 
 

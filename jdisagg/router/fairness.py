@@ -1,18 +1,18 @@
-"""Fair order of the requests that wait at the router: weighted virtual time between tenants,
-urgency within a tenant. A pure queue.
+"""Fair order of the requests that wait at the router: by weighted virtual time between tenants, and
+by urgency within a tenant. A pure queue.
 
 Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request as
 in VTC (Sheng et al., OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by cost / weight
-with each request served, and the tenant with the least is served next. An idle tenant resumes at
-the present virtual time, so idleness saves nothing up. The present grows by cost / sum of the
-weights of all waiting tenants (as in Parekh and Gallager, 1993) and not by the tenant served alone:
-else new tenants that arrive one after another would all start at one time, before everyone served
-since. A waiting tenant is therefore served after at most the others' head requests and their share,
-whatever the others send.
+with each request served, and the tenant with the least is served next. A tenant that was idle
+resumes at the queue's current virtual time, so idleness earns no credit. The queue's virtual time
+grows by cost / sum of the weights of all waiting tenants (as in Parekh and Gallager, 1993). It does
+not follow the served tenant alone: otherwise new tenants that arrive one after another would all
+start before the tenants served since. Before a waiting tenant is served, other tenants therefore
+get at most their head request and their share.
 
-Within a tenant: by the time at which the first token is due, minus `PRIORITY_SECONDS` for each
-step of priority, at most `MOST_PRIORITY` steps. An old request of low priority therefore
-eventually precedes new ones of high priority."""
+Within a tenant: by the time at which the first token is due, minus `PRIORITY_SECONDS` for each step
+of priority, at most `MOST_PRIORITY` steps. An old request of low priority therefore eventually
+precedes new ones of high priority."""
 
 import heapq
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ MOST_PRIORITY = 10
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """An entry of the queue. `due`: Time at which its first token is due. `cost`: In tokens."""
+    """An entry of the queue. `due`: Time when its first token is due. `cost`: Its tokens."""
 
     key: int
     tenant: str
@@ -34,14 +34,15 @@ class Ticket:
 
     @property
     def urgency(self) -> tuple[float, int]:
-        """Sort key within a tenant. Smaller is sooner."""
+        """Sort key within a tenant. Entries with smaller values are served sooner."""
         steps = max(-MOST_PRIORITY, min(MOST_PRIORITY, self.priority))
         return self.due - PRIORITY_SECONDS * steps, self.key
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """`passed`: Its virtual time. `cost` and `count`: Of its waiting requests."""
+    """A tenant with requests. `passed`: Its virtual time. `cost` and `count`: Totals of its waiting
+    requests."""
 
     passed: float
     cost: float = 0.0
@@ -50,7 +51,7 @@ class _Tenant:
 
 
 class FairQueue:
-    """`weights`: By tenant, 1 for others."""
+    """Fair queue. `weights`: Weight of each tenant; a tenant that is not listed has weight 1."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
@@ -77,7 +78,7 @@ class FairQueue:
         self._tickets[ticket.key] = ticket
 
     def head(self) -> Ticket | None:
-        """Returns the next entry, which stays until it is removed or served."""
+        """Returns the next entry without removing it, or None if the queue is empty."""
         while self._order:
             name = self._order[0][-1]
             tenant = self._tenants.get(name)
@@ -95,7 +96,7 @@ class FairQueue:
         return None
 
     def serve(self) -> Ticket:
-        """Removes the head and charges its tenant."""
+        """Removes the head and charges its cost to its tenant."""
         ticket = self.head()
         assert ticket is not None, "nobody waits"
         tenant = self._tenants[ticket.tenant]
@@ -109,14 +110,13 @@ class FairQueue:
         return ticket
 
     def remove(self, key: int) -> None:
-        """Removes an entry without a charge. Idempotent."""
+        """Removes an entry without charging its tenant. Idempotent."""
         ticket = self._tickets.get(key)
         if ticket is not None:
             self._drop(ticket, self._tenants[ticket.tenant])
 
     def ahead(self, tenant: str, cost: float, due: float, priority: int = 0) -> float:
-        """Returns the cost that would be served before a request that arrived now, if no other
-        arrived."""
+        """Returns the cost served before a request arriving now, if no other arrived later."""
         mine = self._tenants.get(tenant)
         passed = mine.passed if mine else max(self._passed, self._ends.get(tenant, 0.0))
         urgency = Ticket(1 << 62, tenant, due, cost, priority).urgency
@@ -134,7 +134,7 @@ class FairQueue:
         for name, other in self._tenants.items():
             if name != tenant and other.count and other.passed <= begins:
                 mean = other.cost / other.count
-                # Whole requests only.
+                # Requests are served whole.
                 others += mean * min(
                     other.count, 1 + (begins - other.passed) * self._weight(name) // mean
                 )
@@ -153,8 +153,8 @@ class FairQueue:
         tenant.count -= 1
 
     def _idle(self, name: str, tenant: _Tenant) -> None:
-        """Removes a tenant without waiting requests. Its virtual time is kept while it is ahead
-        of the others."""
+        """Removes a tenant without waiting requests. Keeps the tenant's virtual time while it is
+        ahead of the queue's."""
         del self._tenants[name]
         self._ends = (
             {other: end for other, end in self._ends.items() if end > self._passed}

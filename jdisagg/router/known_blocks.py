@@ -1,11 +1,11 @@
-"""Blocks of KV that the live workers have cached, as they report them (`messages/kept_blocks.py`).
+"""Index of the KV blocks that live workers report as cached (`messages/kept_blocks.py`).
 
-The index is a hint: the worker uses what it has when the request arrives. Missing, duplicate or
-reordered reports change nothing. The reply contains the last applied event, and the worker
-continues from there or sends a full snapshot. A worker that is gone or replaced leaves no entries.
-`most_blocks` bounds the entries, summed over workers.
+The index is a hint: a worker uses the blocks that it has when the request arrives. Missing,
+duplicate or reordered reports do not corrupt the index. The reply contains the number of the last
+applied event, after which the worker continues or sends a full snapshot. A worker that is gone or
+replaced leaves no entries. `most_blocks` bounds the entries, summed over workers.
 
-Workers with the same scheme and block size share an index. Pure, on one event loop."""
+Workers with the same scheme and block size share an index. Pure. Used on one event loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,12 +21,13 @@ MOST_BLOCKS = 1 << 21
 
 
 class KnownBlocks:
-    """Implements `router.decision.Affinity`.
+    """Index of cached blocks. Implements `router.decision.Affinity`.
 
     Args:
-        secret: Key of block names. It must equal the workers' key, or no block is ever found.
+        secret: Key of block names. It must equal the workers' key, or no block is found.
         most_blocks: Cap on entries summed over workers.
-        names: Makes the block names of a secret, a model and a block granularity in tokens.
+        names: Creates the function that names blocks, from a secret, a model and a block size in
+            tokens.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class KnownBlocks:
         self._numbering = Numbering()
 
     def __len__(self) -> int:
-        """Distinct blocks of all workers."""
+        """Number of distinct blocks of all workers."""
         return sum([len(index) for index in self._indices.values()])
 
     def blocks(self, worker: str) -> int:
-        """Blocks of one worker."""
+        """Returns the number of blocks of one worker."""
         scheme = self._schemes.get(worker)
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """Adds a worker. `scheme` is None if it has no prefix cache."""
+        """Adds a worker. `scheme`: Its block naming, or None without a prefix cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)
@@ -70,8 +71,8 @@ class KnownBlocks:
                 del self._indices[scheme]
 
     def told(self, news: KeptNews) -> KeptMark:
-        """Applies a worker's report if it follows the last one. Returns the last applied event.
-        Raises InvalidRequestError for a malformed report."""
+        """Applies a worker's report if it follows the last one. Returns the number of the last
+        applied event. Raises InvalidRequestError for a malformed report."""
         names = _hashes(news)
         worker, scheme = news.worker, self._schemes.get(news.worker)
         if scheme is None:

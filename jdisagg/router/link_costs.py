@@ -1,8 +1,8 @@
-"""Cost of moving KV between each pair of workers: the best link that their places share, and the
-number of its lanes.
+"""Cost of transferring KV between each pair of workers, over the best link that their places share
+and the number of its lanes.
 
-It depends only on descriptions, so it is computed once per prefill worker and kept until a
-worker comes, goes or changes its description. Matrices are [prefill workers, decode workers]."""
+The costs depend only on the workers' descriptions. They are computed once and kept until a worker
+comes, goes or changes its description. Matrices are [prefill workers, decode workers]."""
 
 import functools
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkSide:
-    """One side of all pairs. `places`: Codes [parts, workers], 0 if unknown. `speeds`: For each
-    worker an index into the list of speeds."""
+    """The workers on one side of the pairs. `places`: Codes [parts, workers], 0 for unknown parts.
+    `speeds`: Each worker's index into the list of speeds."""
 
     places: Array
     speeds: Indices
 
 
 class LinkCosts:
-    """Costs from workers `prefill` to workers `decode`. `far` is the link between workers that
-    share no rack."""
+    """Costs from workers `prefill` to workers `decode`. `far`: Link between workers in different
+    racks."""
 
     def __init__(
         self, prefill: LinkSide, decode: LinkSide, speeds: Sequence[Speed], far: Link
     ) -> None:
         self._prefill, self._decode = prefill, decode
         self._links = [_links(speed, far) for speed in speeds]
-        # A sequence is sharded over the tensor-parallel devices of one rank. Each moves its part.
+        # A sequence is sharded over the tensor-parallel devices of a rank. Each sends its part.
         tp = np.array([float(speed.kind.layout.tp) for speed in speeds])
         self._from_lanes, self._to_lanes = tp[prefill.speeds], tp[decode.speeds]
         self._wire_bytes = np.array([speed.wire_bytes_per_token for speed in speeds])[
@@ -43,13 +43,13 @@ class LinkCosts:
         ]
         shape = (len(prefill.speeds), len(decode.speeds))
         self._known, self._unknown = np.zeros(shape[0], bool), shape[0]
-        # latency, lanes, seconds a byte
+        # latency, lanes, seconds per byte
         self._terms = np.empty((3, *shape))
-        self._alike: tuple[float, float, float] | None = None  # of all pairs
+        self._alike: tuple[float, float, float] | None = None  # terms common to all pairs, or None
 
     def seconds(self, prefills: Indices, decodes: Indices | slice, missing: Array | float) -> Array:
-        """Returns the seconds to move `missing` tokens (of each decode worker, or of all)
-        between workers at these places, [prefills, decodes]."""
+        """Returns the seconds to transfer `missing` tokens between workers at these indices,
+        [prefills, decodes]. `missing` is one number or one per decode worker."""
         if self._alike is not None and isinstance(missing, float) and isinstance(decodes, slice):
             latency, lanes, per_byte = self._alike
             each = latency + float(self._wire_bytes[0]) * missing / lanes * per_byte
@@ -84,8 +84,8 @@ class LinkCosts:
 
 @functools.lru_cache(maxsize=1024)
 def _links(speed: Speed, far: Link) -> tuple[Array, Array]:
-    """Returns latencies and seconds per byte by how many parts of their places two workers
-    share: none, rack, host, domain, process."""
+    """Returns latencies and seconds per byte, indexed by how many parts of their places two workers
+    share: none, rack, host, domain or process."""
     hardware = speed.kind.hardware
     links = (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
     return np.array([link.latency_seconds for link in links]), np.array(

@@ -1,12 +1,11 @@
-"""Effect of fetching cached KV from another worker (`worker/peer_fetch.py`) on the predicted
-seconds of each candidate.
+"""Predicted seconds of each candidate if it fetches cached KV (`worker/peer_fetch.py`).
 
-One holder is the prefill worker with the most cached tokens, the least busy of several. Another
-is the decode worker with the most (`PlacementPolicy.fetch_from_decode`), of several the one
-with the shortest steps in progress. Each candidate pays the least of two ways: compute what it
-lacks itself, or fetch from a holder and compute what that holder lacks. The fetch follows what
-either mesh has issued and overlaps with the candidate's own queue. Pure arithmetic. The holder
-decides what it gives when it is asked."""
+There are at most two holders: the prefill worker with the most cached tokens (of several, the least
+busy), and the decode worker with the most (of several, the one with the least issued work;
+`PlacementPolicy.fetch_from_decode`). A candidate is charged the cheaper of two ways: compute all
+tokens that it lacks, or fetch from a holder and compute the rest. A fetch starts after the steps
+already issued on both meshes and overlaps with the candidate's queue. Pure arithmetic. The holder
+decides what it sends when the fetch arrives."""
 
 from dataclasses import replace
 
@@ -19,13 +18,13 @@ from jdisagg.router.cost_terms import DecodeCosts, Holder, PrefillCosts, alike, 
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 
-# of a mesh at work: what is extracted or inserted comes behind them (worker/step_loop.py)
+# Chunks or steps issued ahead on a busy mesh. KV is read or written after them.
 CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 
 @plain
 class Trusted:
-    """Which prefill and decode workers KV may be fetched from, or None if all."""
+    """Flags of the prefill and decode workers from which KV may be fetched. None: all."""
 
     prefills: Flags | None = None
     decodes: Flags | None = None
@@ -41,7 +40,7 @@ def with_fetches(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
-    """Returns the costs of prefill workers, some or all of `side`, where each may fetch."""
+    """Returns the costs of prefill workers if each uses the cheaper of computing and fetching."""
     queue = np.maximum(0.0, costs.queue)
     waiting = np.minimum(queue, _issued(state, side, table))
     holders = _prefill_holders(costs, waiting, trusted)
@@ -72,7 +71,8 @@ def with_fetches(
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
-    """Returns one holder or none. `waiting`: By worker, seconds until its issued steps are done."""
+    """Returns the prefill worker to fetch from, as a list of at most one. `waiting`: For each
+    worker, seconds until its issued steps are done."""
     at, known = _asked(costs.known, trusted.prefills)
     if not len(at) or len(costs.rows) < 2:
         return ()
@@ -85,7 +85,7 @@ def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> t
 def _decode_holders(
     state: ClusterState, costs: DecodeCosts, trusted: Trusted, query: PlacementQuery
 ) -> tuple[Holder, ...]:
-    """Returns one holder or none."""
+    """Returns the decode worker to fetch from, as a list of at most one."""
     at, known = _asked(known_at(state, costs.rows, query), trusted.decodes)
     if not len(at):
         return ()
@@ -105,7 +105,7 @@ def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices
 
 
 def _issued(state: ClusterState, side: Side, table: Table) -> Array:
-    """Returns the seconds of issued chunks of each busy prefill worker."""
+    """Returns the seconds of the chunks already issued on each busy prefill worker."""
     seconds = np.empty(len(table))
     for speed, chunk, which in alike(state, side, table):
         seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk
@@ -115,7 +115,7 @@ def _issued(state: ClusterState, side: Side, table: Table) -> Array:
 def _computing(
     state: ClusterState, side: Side, table: Table, query: PlacementQuery, holder: Holder
 ) -> Array:
-    """Returns the seconds of each prefill worker for what the holder lacks."""
+    """Returns the seconds that each prefill worker needs for the tokens that the holder lacks."""
     seconds = np.empty(len(table))
     new, known = np.array([query.work.tokens - holder.tokens]), np.array([holder.tokens])
     for speed, chunk, which in alike(state, side, table):

@@ -1,12 +1,13 @@
-"""Chooses the workers of an attempt: the pair with the least predicted time to the request's end,
-or the reason why none can start now. Pure.
+"""Chooses the workers of an attempt: the pair with the least predicted time to the request's end.
+If none can start the request now, the result states the reason. Pure.
 
 `decide` evaluates every worker once, in columns. Pairs are evaluated for the few prefill workers
 with the earliest first token against all decode workers. The objective is time to first token +
-hand-off gap + the remaining tokens at the predicted step. A first token beyond the limit and a
-step beyond the bound outweigh any seconds. `candidates` selects the workers and their penalties. A
-worker that still loads programs is charged the seconds that this will take. Without a price for
-every candidate the least loaded workers are chosen, preferring those that have the prompt cached.
+hand-off gap + the remaining tokens at the predicted step. Penalties for a first token beyond the
+limit and a step beyond the bound exceed any predicted time. `candidates` selects the workers and
+their penalties. A worker that still loads programs is charged the remaining loading time. If any
+candidate's speed is unknown, the least loaded workers are chosen, with a preference for those that
+have the prompt cached.
 
 Raises UnavailableError when no worker of a needed role takes requests."""
 
@@ -65,8 +66,8 @@ class Weighed:
     Attributes:
         pairs: Time to the end [prefill workers, decode workers], minus `spared`.
         spared: Prefill seconds that each prefill worker's cache saves for other requests.
-        local: Costs of prefilling on the decode workers, or None if none of them can.
-        alone: Time to the end on each decode worker alone (inf: not possible).
+        local: Costs of prefilling on the decode workers, or None if no decode worker can.
+        alone: Time to the end if the decode worker also prefills (inf: not possible).
     """
 
     prefills: PrefillCosts
@@ -101,8 +102,8 @@ def decide(
 def another_prefill(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
-    """Returns the worker to continue a prompt whose prefill worker failed. A worker in `avoid` is
-    chosen only if there is no other."""
+    """Returns another worker to continue a prompt whose prefill worker failed. A worker in `avoid`
+    is chosen only if there is no other."""
     some = usable(
         state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, policy
     )
@@ -126,8 +127,8 @@ def another_decode(
 def witnesses(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy, most: int = 16
 ) -> frozenset[str]:
-    """Returns workers among which alone the decision is the same as among all: the best `most` of
-    each role."""
+    """Returns at most the best `most` workers of each role. A decision among these alone equals the
+    decision among all workers."""
     prefills, decodes = candidates(state, query, now, policy)
     if len(prefills) + len(decodes) <= 2 * most:
         rows = [*prefills.rows, *decodes.rows]
@@ -204,7 +205,7 @@ def weigh(
 
 
 def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:
-    """Returns seconds to the first token of pairs [prefill workers, decode workers], or
+    """Returns seconds to the first token of pairs [prefill workers, decode workers]. The shape is
     [prefill workers, 1] if decode workers make no difference."""
     if decodes.room or not policy.decode_first:
         return (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
@@ -220,12 +221,12 @@ def _weigh_alone(
     policy: PlacementPolicy,
     rest: Array,
 ) -> tuple[LocalCosts, Array]:
-    """Evaluates prefill on the decode worker itself.
+    """Returns the time to the end on each decode worker that prefills itself, and the local costs.
 
     Running streams stall while the prompt is computed, and their loss is charged to this request.
     Where prefill workers exist, a decode worker computes at most one chunk. It computes none if a
-    stream would wait for a token longer than the bound, or has not yet recovered from the last one.
-    """
+    stream would wait for a token longer than the bound, or if its streams have not recovered from
+    the last computed chunk."""
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
@@ -282,7 +283,7 @@ def _said(
     policy: PlacementPolicy,
 ) -> Decision:
     """Adds to the pair's reason why its decode worker does not compute the prompt: the rule that
-    forbids it, or that the worker has no prefill programs although it would be cheaper."""
+    forbids it, or missing prefill programs although local prefill would be cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -410,8 +411,9 @@ def _decision(
 def _admitted(
     decision: Decision, weighed: Weighed, query: PlacementQuery, policy: PlacementPolicy
 ) -> PlacementOutcome:
-    """Checks whether the decision is in time and can start now. A worker chosen for its cached
-    prefix may have a queue while others have none, which does not defer the request."""
+    """Returns the decision if it is in time and can start now, else a refusal or a deferral. A
+    worker that was chosen for its cached prefix may have a queue while others have none; this does
+    not defer the request."""
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
     if ttft > query.limit_seconds:
@@ -484,8 +486,8 @@ def _source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[int, int]:
-    """Without predictions: returns the row of the worker to fetch from and its cached tokens, or
-    (-1, 0). A decode worker is chosen only if it has more cached than any prefill worker."""
+    """Returns the worker to fetch from if there are no predictions: its row and its cached tokens,
+    or (-1, 0). A decode worker is chosen only if it has more cached than any prefill worker."""
     found = -1, 0
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():
@@ -499,7 +501,8 @@ def _source(
 
 
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
-    """Returns the score that is minimised without predictions: load minus the cached share."""
+    """Returns the score of each worker, which is minimised if there are no predictions: load minus
+    the cached share of the prompt."""
     score = some.against + some.load
     at, tokens = known_at(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens

@@ -1,9 +1,9 @@
 """Predicts the length of answers for reservations, placement and fairness.
 
-`LearnedLengths` returns a quantile of recent lengths per tenant and class of prompt (its length, by
-powers of two). A class with too few samples falls back to the tenant, then to all tenants.
-`MaxTokens` uses the client's limit. A prediction never exceeds that limit. Answers cut at their
-limit count with that length. O(log n) per call, no clock."""
+`LearnedLengths` returns a quantile of recent lengths per tenant and class of prompt lengths (powers
+of two). A class with too few samples falls back to the tenant, then to all tenants. `MaxTokens`
+returns max_tokens, which no prediction exceeds. Answers that max_tokens cut off count with that
+length. Each call costs O(log n). No clock is used."""
 
 import bisect
 from collections import deque
@@ -21,22 +21,22 @@ COLD_TOKENS = 512
 
 
 class LengthPredictor(Protocol):
-    """Predicts and observes lengths of answers, in tokens."""
+    """Predicts and records lengths of answers, in tokens."""
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int: ...
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records an answer that ended by itself or at its limit."""
+        """Records the length of an answer that ended by itself or at max_tokens."""
         ...
 
     @property
     def typical_tokens(self) -> float:
-        """Mean length of recent answers of all tenants."""
+        """Mean length of recent answers of all tenants, in tokens."""
         ...
 
 
 class MaxTokens:
-    """Predicts the requested limit. `typical_tokens` is still learned."""
+    """Predicts max_tokens of the request. `typical_tokens` is still learned."""
 
     def __init__(self) -> None:
         self._all = _Lengths()
@@ -57,7 +57,7 @@ class LearnedLengths:
 
     Args:
         quantile: Share of answers that should not exceed the prediction.
-        classes: Most classes kept. The least recently observed is evicted.
+        classes: Cap on stored classes. The least recently observed class is evicted.
     """
 
     def __init__(self, quantile: float = 0.75, classes: int = 4096) -> None:
@@ -88,7 +88,7 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths, by arrival and by size."""
+    """The last `WINDOW` lengths, in order of arrival and sorted by size."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -100,7 +100,7 @@ class _Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean length, or a typical length before the first sample."""
+        """Mean length, or a typical length before the first answer."""
         return self._sum / len(self._latest) if self._latest else 256.0
 
     def add(self, length: int) -> None:

@@ -1,9 +1,10 @@
-"""The router's index of the prefix caches: how many pages of a chain each worker has cached.
+"""The router's index of the workers' prefix caches: how many pages of a chain (the pages of a
+prompt, in order) each worker has cached.
 
-Each page has one integer with a bit per worker, so that a thousand workers are matched with one
-operation per page. The result is one array with a count per worker (`ByWorker`), because most
-workers have a system prompt cached. The index may lag behind the caches. A wrong match costs time
-and never changes a token."""
+The entry of a page is an integer with a bit per worker, so that a thousand workers are matched with
+one operation per page. The result is an array with a count per worker (`ByWorker`), because usually
+most workers have the system prompt cached. The index may lag behind the caches. A wrong match costs
+time but never changes a token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,14 +19,14 @@ Counts = npt.NDArray[np.int64]
 
 @plain
 class Roster:
-    """Immutable mapping of numbers to workers ("" if free), so that it can be compared by `is`."""
+    """Immutable mapping of numbers to workers ("" if a number is free). Compare it by `is`."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, int]
 
 
 class Numbering:
-    """Assigns each worker the first free number. Several indices may share one numbering."""
+    """Assigns each worker the lowest free number. Several indices may share one numbering."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -57,7 +58,7 @@ class Numbering:
 
 
 class ByWorker(Mapping[str, int]):
-    """A count per worker as an array [numbers]. As a mapping it omits workers with 0."""
+    """A count per worker, as an array indexed by the workers' numbers. The mapping omits zeros."""
 
     def __init__(self, roster: Roster, counts: Counts) -> None:
         self.roster = roster
@@ -98,7 +99,7 @@ class PrefixIndex:
 
     Args:
         most_pages: Cap on entries summed over workers. Further insertions are dropped.
-        numbering: Numbering shared with other indices. A worker is in one of them.
+        numbering: Numbering shared with other indices. A worker is in only one of them.
     """
 
     def __init__(self, most_pages: int | None = None, numbering: Numbering | None = None) -> None:
@@ -112,20 +113,20 @@ class PrefixIndex:
         self._last: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Distinct pages of all workers."""
+        """Number of distinct pages of all workers."""
         return len(self._holders)
 
     def pages(self, worker: str) -> int:
-        """Pages of one worker."""
+        """Returns the number of pages of one worker."""
         return len(self._pages.get(worker, ()))
 
     def last(self, worker: str) -> int:
-        """Number of the worker's last applied event."""
+        """Returns the number of the worker's last applied event."""
         return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """Applies a worker's next events. Returns False at a gap, after which nothing is applied
-        and a snapshot is needed."""
+        """Applies a worker's next events. Returns False if events are missing: nothing is then
+        applied until a snapshot."""
         self._know(worker)
         for event in events:
             if event.number <= self._last[worker]:
@@ -147,7 +148,7 @@ class PrefixIndex:
         self._last[worker] = number
 
     def forget(self, worker: str) -> None:
-        """Removes a worker that is gone or restarted. A restarted one counts from 1 again."""
+        """Removes a worker that is gone or restarted. A restarted one counts events from 1."""
         if worker not in self._bits:
             return
         for page_hash in tuple(self._pages[worker]):
@@ -156,7 +157,7 @@ class PrefixIndex:
         self._numbering.free(worker)
 
     def matches(self, hashes: Sequence[int]) -> ByWorker:
-        """Returns how many pages of the chain, from the first on, each worker has cached."""
+        """Returns how many of the chain's first pages each worker has cached."""
         roster = self._numbering.roster
         counts = np.zeros(len(roster.names), np.int64)
         knowing = self._holders.get(hashes[0], 0) if hashes else 0
@@ -198,6 +199,6 @@ class PrefixIndex:
 
 
 def _numbers(bits: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns the positions of set bits among the lowest `most`."""
+    """Returns the positions of the set bits among the lowest `most` bits."""
     packed = np.frombuffer(bits.to_bytes(-(-most // 8), "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, bitorder="little"))

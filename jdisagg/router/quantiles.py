@@ -13,5 +13,5 @@ def quantile(values: Sequence[float], at: float) -> float:
 
 
 def of_sorted(ascending: Sequence[Value], at: float) -> Value:
-    """Returns the same for a non-empty ascending sequence."""
+    """Returns `quantile` of a non-empty ascending sequence."""
     return ascending[max(0, math.ceil(at * len(ascending)) - 1)]
