@@ -1,2 +1,1 @@
-"""Serving over the network: the gRPC and HTTP APIs for clients, and gRPC between our own processes.
-Never imports JAX."""
+"""The gRPC and HTTP APIs for clients, and gRPC between our own processes. Never imports JAX."""

@@ -1,8 +1,8 @@
-"""Bearer tokens: whether a call has a known token, its tenant, and its limits.
+"""Bearer tokens: checks the token of a call, and returns the token's tenant and limits.
 
 A line of a token file is `TOKEN`, optionally followed in any order by `tenant=NAME`, `streams=N`,
-`requests_per_second=X` and `tokens_per_second=X`. Every token is compared in full, so that the time
-taken reveals nothing."""
+`requests_per_second=X` and `tokens_per_second=X`. Every token is compared in full, so that response
+times reveal nothing."""
 
 import functools
 import hashlib
@@ -22,10 +22,10 @@ _FIELDS = ("tenant", "streams", "requests_per_second", "tokens_per_second")
 
 
 def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
-    """Returns the caller, or None if the call must be refused.
+    """Returns the caller of a call, or None if the call must be refused.
 
     Args:
-        tokens: Accepted tokens.
+        tokens: Accepted tokens with their callers.
         shown: Value of the `authorization` header, "Bearer ...". Empty if there is none.
     """
     known = _known(tokens() if callable(tokens) else tokens)
@@ -47,7 +47,6 @@ def _known(tokens: tuple[str, ...]) -> list[tuple[bytes, Caller]]:
 
 
 def _entry(line: str) -> tuple[str, Caller]:
-    """Returns the token and its caller."""
     token, said = line, dict[str, str]()
     while found := _FIELD.fullmatch(token):
         name, token = found["name"], found["before"]

@@ -1,7 +1,7 @@
-"""What the gRPC and the HTTP guard share about running calls: the steps of a drain, the time limit
-of a stream, and the errors that both return.
+"""The code that the gRPC guard and the HTTP guard share: the steps of a drain, the time limit of a
+stream, and the errors that both return.
 
-Knows neither gRPC nor HTTP."""
+Depends neither on gRPC nor on HTTP."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,9 @@ RETRY_SECONDS = 5.0
 
 
 class DrainingGuard:
-    """Base of both guards: tracks running calls and implements the steps of a drain (`refuse`, then
-    `end`).
+    """Base of both guards: tracks running calls and implements a drain (`refuse`, then `end`).
 
-    A subclass adds the task of each running call to `_running`, or to `_unhurried` if a drain must
+    A subclass adds the task of each running call to `_running`, or to `_unhurried` if a drain does
     not wait for it."""
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class DrainingGuard:
         self._cutting = False
 
     def refuse(self) -> None:
-        """Refuses new calls as unavailable from now on."""
+        """Refuses all further calls as unavailable."""
         self._refusing = True
 
     async def idle(self, timeout_seconds: float) -> bool:
@@ -38,16 +37,15 @@ class DrainingGuard:
         return not self._running
 
     def cut(self) -> int:
-        """Cancels all running calls, which then fail as unavailable. Returns the number of those
-        that a drain waits for."""
+        """Cancels all running calls, which then fail as unavailable. Returns the number of
+        cancelled calls for which a drain waits."""
         self._cutting = True
         for task in (*self._running, *self._unhurried):
             task.cancel()
         return len(self._running)
 
     async def end(self, seconds: float, forced: asyncio.Event) -> int:
-        """Lets running calls finish for `seconds` or until `forced` is set, then cuts the rest and
-        returns their number."""
+        """Lets calls finish for `seconds` or until `forced` is set. Cancels and counts the rest."""
         idle = asyncio.ensure_future(self.idle(seconds))
         hurried = asyncio.ensure_future(forced.wait())
         await asyncio.wait((idle, hurried), return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +56,8 @@ class DrainingGuard:
 
 @contextlib.asynccontextmanager
 async def read_in_time(request: Request) -> AsyncIterator[None]:
-    """Bounds the time in which a client must read its stream: the deadline plus a margin.
+    """Context manager that bounds the time in which a client reads its stream: the request's
+    deadline plus a margin.
 
     Raises:
         DeadlineExceededError: The client did not read its events in time.
@@ -91,5 +90,6 @@ def cut_short() -> ShutDownError:
 
 
 def internal_error(error: Exception, log: str = "the server's log") -> JdisaggError:
-    """Returns what a client sees of an unexpected exception; `log` names where the rest is."""
+    """Logs an unexpected exception and returns the error that the client sees. `log` names the log
+    that has the rest."""
     return JdisaggError(f"internal error ({type(error).__name__}); see {log} for details")

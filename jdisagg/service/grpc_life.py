@@ -2,10 +2,10 @@
 
 Channels are made by `connection.open_channel`.
 
-grpc.aio counts its channels and servers and ends its polling thread with the last of them. If the
-garbage collector finds that last one, the collecting thread joins the polling thread. This has hung
-forever on a thread that was compiling a program. One reference that is never released keeps the
-count above zero."""
+grpc.aio counts its channels and servers and ends its polling thread when the last one is destroyed.
+If the garbage collector destroys it, the collecting thread waits for the polling thread to end.
+This wait has hung forever on a thread that was compiling a program. One reference that is never
+released keeps the count above zero."""
 
 from collections.abc import Sequence
 
@@ -20,12 +20,12 @@ _held = False
 
 
 def keep_grpc_alive() -> None:
-    """Call it before the first channel or server is made, on the thread that makes it.
-    Idempotent."""
+    """Keeps grpc.aio's polling thread running. Call it before the first channel or server is
+    created, on the thread that creates it. Idempotent."""
     global _held
     if not _held:
         _held = True
-        # Public, but missing in the stubs.
+        # This function is public, but gRPC's type stubs lack it.
         grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -47,7 +47,7 @@ def bind(
     """Binds the server and returns its port, which the system chose if `port` is 0.
 
     Raises:
-        ConfigError: The address cannot be bound; `remedy` tells the user what to change.
+        ConfigError: The address cannot be bound. The message ends with `remedy`.
     """
     address = host_port(host, port)
     try:

@@ -1,10 +1,9 @@
-"""The guard of a gRPC server: what applies to every call of our services.
+"""The guard of a gRPC server: the interceptor of every call of our services.
 
 It refuses calls without a valid token and calls meant for another boot of this process. It decodes
 requests itself, so that malformed bytes become INVALID_ARGUMENT instead of gRPC's UNKNOWN. It turns
 our errors into statuses, and any other exception into INTERNAL and a log entry. It tracks running
-calls, refuses new ones during a drain, and can cancel the running ones. Health and reflection
-bypass it.
+calls and can cancel them. During a drain it refuses new calls. Health and reflection bypass it.
 
 Service methods are coroutines that take one request. Streaming methods write to the context."""
 
@@ -42,16 +41,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One of our services, as a server registers it.
+    """One of our services, to be registered with a server.
 
     Attributes:
         name: Full name of the service.
-        add: Adds its servicer to a server.
-        tokens: Bearer tokens, or a function that returns the latest ones. Without any, all may
-            call.
-        lasting: Methods that a drain neither refuses nor waits for.
-        internal: Whether it is used between our processes, which must have the same protocol
-            version.
+        add: Function that adds the servicer to a server.
+        tokens: Bearer tokens, or a function that returns the latest. None: all calls are accepted.
+        lasting: Names of methods that a drain neither refuses nor waits for.
+        internal: Whether only our processes call the service. Both sides must then have the same
+            protocol version.
     """
 
     name: str
@@ -66,7 +64,7 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
 
     Args:
         services: Services to guard.
-        boot_id: Boot id of this process, if it has one.
+        boot_id: Boot id of this process, or 0 if it has none.
         refused: Called with the method and the error of every call that fails before it reaches its
             service.
     """
@@ -100,7 +98,7 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
         caller = identify(self._tokens[service], metadata.get(TOKEN_KEY, ""))
         refusal, trace = self._refusal(service, caller, metadata), incoming(metadata)
         assert not handler.request_streaming, f"{method}: the guard reads one request of each call"
-        # Generated code sets both, but gRPC's types do not say so.
+        # Generated code sets both functions, but gRPC's types allow None.
         behaviour = cast(
             Behaviour[object],
             handler.unary_stream if handler.response_streaming else handler.unary_unary,

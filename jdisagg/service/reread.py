@@ -1,6 +1,6 @@
-"""Values read from files, and reread when a file changes. Certificates and tokens can thus be
-renewed without a restart. If the files become unreadable or invalid, the old value stays and a
-warning is logged."""
+"""Values that are read from files and read again when a file changes, so that certificates and
+tokens can be renewed without a restart. If a file becomes unreadable or invalid, the old value
+stays in use and a warning is logged."""
 
 import logging
 import pathlib
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Reread(Generic[Value]):
-    """Holds the value that `read` returns. The constructor raises what `read` raises."""
+    """Holds the value that `read` returns. The constructor raises the errors of `read`."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[], Value]) -> None:
         self._paths = [pathlib.Path(path).expanduser() for path in paths if path]
@@ -47,5 +47,5 @@ class Reread(Generic[Value]):
             log.warning("%s changed but cannot be used; the old value stays: %s", names, error)
 
     def _changes(self) -> list[int]:
-        """Returns modification times, and 0 for a missing file."""
+        """Returns the modification time of each file, or 0 for a missing file."""
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in self._paths]

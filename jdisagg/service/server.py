@@ -1,9 +1,8 @@
-"""The gRPC server of every process: services, health, reflection, limits, TLS and graceful
-shutdown.
+"""The gRPC server of every process: services, health, reflection, limits, TLS and draining.
 
 During a drain, health reports NOT_SERVING and new calls are refused. Running calls may finish
-within `drain_seconds`; the rest then fail as UNAVAILABLE. The server listens on loopback by
-default. It knows no engine: whoever built what is behind the services closes it."""
+within `drain_seconds`. Calls that still run then fail as UNAVAILABLE. The server listens on
+loopback by default. It does not close the objects that its services use."""
 
 import asyncio
 import contextlib
@@ -55,8 +54,8 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
     # A connection that sends no valid handshake is closed.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # gRPC cancels calls beyond its own queue without a reason or a counter (by default calls
-    # beyond 1,000, and calls that waited 30 s). Its queue is larger than any burst here, so that
-    # our own admission refuses instead: typed, counted, and with a retry time.
+    # beyond 1,000, and calls that waited 30 s). This queue is larger than any burst, so that our
+    # own admission refuses calls with a typed error, a counter and a retry time.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
     ("grpc.server_max_unrequested_time_in_server", 600),
@@ -64,14 +63,14 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
 
 
 class GrpcServer:
-    """Serves `services`, health and reflection. Build it on the event loop that runs what is behind
-    the services, then call `start` and later `drain`.
+    """Serves `services`, health and reflection. Create it on the event loop that runs the services,
+    then call `start` and later `drain`.
 
     Args:
         services: Services to register.
         config: Address, limits, TLS and drain time.
-        boot_id: Boot id of this process. Calls meant for another boot are refused.
-        refused: See `Guard`.
+        boot_id: Boot id of this process. Calls that name another boot are refused.
+        refused: Called for each refused call (see `Guard`).
         timeouts: Limits of the shutdown steps.
     """
 
@@ -105,8 +104,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Binds and serves. Returns the port, which the system chooses if the configured one is
-        0."""
+        """Binds and serves. Returns the port; the system chooses it if 0 is configured."""
         config = self._config
         bound = bind(self._server, config.host, config.port, self._credentials, OTHER_PORT)
         await self._server.start()
@@ -114,8 +112,8 @@ class GrpcServer:
         return bound
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets the health of our services, until a drain reports NOT_SERVING for good. The health
-        of the whole server ("") stays SERVING, because the process is alive."""
+        """Sets the health of our services. During a drain it stays NOT_SERVING. The health of the
+        whole server ("") is always SERVING, because the process is alive."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if ready
@@ -125,7 +123,7 @@ class GrpcServer:
             await self._health.set(service.name, status)
 
     async def drain(self) -> None:
-        """Shuts down gracefully as the module header describes. Idempotent."""
+        """Drains as the module header describes, then stops the server. Idempotent."""
         if self._drained:
             return
         self._drained = True
@@ -139,28 +137,28 @@ class GrpcServer:
         await self._server.stop(grace=self._cleanup_seconds)
 
     def force(self) -> None:
-        """Stops the waiting of a current or future drain."""
+        """Ends the waiting time of a current or future drain."""
         self._forced.set()
 
 
 class _Health(health_aio.HealthServicer):
     async def List(self, request: object, context: grpc.aio.ServicerContext) -> None:
-        """Refuses the method. gRPC's implementation lacks it and logs a traceback for every
-        call."""
+        """Refuses this method. gRPC's health service does not implement it and logs a traceback for
+        every call."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "use Check or Watch with one service")
 
 
 class GenerationServer(GrpcServer):
-    """The public server: the generation service, other services beside it, and the HTTP API if it
-    is configured. Bearer tokens are reread when their file changes.
+    """The public server: the generation service, other services, and the HTTP API if it is
+    configured. Bearer tokens are reread when their file changes.
 
     Args:
-        frontend: Handles the requests.
+        frontend: Frontend that handles the requests.
         config: Address, limits, TLS and drain time.
         others: Further gRPC services.
         log: Request log shared by gRPC and HTTP.
-        scrape: Returns the metrics text for GET /metrics of the HTTP API, or None.
-        page: Data sources of the web page beside the frontend's status.
+        scrape: Function that returns the text for GET /metrics, or None without metrics.
+        page: Further data sources of the web page.
     """
 
     def __init__(
@@ -195,7 +193,7 @@ class GenerationServer(GrpcServer):
 
     @property
     def listens(self) -> ServiceConfig:
-        """The configuration with the ports that the system chose. Valid after `start`."""
+        """The configuration with the ports that the system chose. Call it after `start`."""
         http_port = self.http.port if self.http else None
         return replace(self._config, port=self._port, http_port=http_port)
 
@@ -218,7 +216,7 @@ class GenerationServer(GrpcServer):
 
 def read_tokens(path: str) -> tuple[str, ...]:
     """Returns the tokens of a file with one per line, or none if there is no path. Raises
-    ConfigError for a file without a token, which would admit everybody."""
+    ConfigError for a file without a token, because the server would then accept every call."""
     return tuple(token_of(line) for line in read_clients(path))
 
 
@@ -242,11 +240,11 @@ def read_clients(path: str) -> tuple[str, ...]:
 
 
 def cluster_credentials(config: ServiceConfig) -> Credentials:
-    """Returns what a process with this configuration presents to other processes of its cluster,
-    and trusts.
+    """Returns the credentials with which a process of this configuration connects to other
+    processes of its cluster.
 
-    They share a CA (`tls_client_ca`, or else the certificate itself, which all of them then use)
-    and the first token of `cluster_token_file`. A certificate names the hosts it is valid for."""
+    The processes share the first token of `cluster_token_file` and a CA: `tls_client_ca`, or else
+    one certificate that all of them use. A certificate names the hosts it is valid for."""
     tokens = read_tokens(config.cluster_token_file)
     if not config.tls_certificate:
         return Credentials(token=tokens[0] if tokens else "")
@@ -261,16 +259,16 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
 
 
 def block_secret(config: ServiceConfig) -> bytes:
-    """Returns the key of the KV block names. It is equal in all processes with the same cluster
-    token (the first of `cluster_token_file`)."""
+    """Returns the key with which KV blocks are named. All processes with the same first token in
+    `cluster_token_file` have the same key."""
     tokens = read_tokens(config.cluster_token_file)
     token = (tokens[0] if tokens else "").encode()
     return hashlib.blake2b(token, digest_size=32, person=b"jdisagg blocks").digest()
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """Returns TLS credentials for listening, or None without TLS. The files are reread when they
-    change, which affects new connections. Raises ConfigError for invalid files."""
+    """Returns the server's TLS credentials, or None without TLS. The files are read again when they
+    change, for new connections. Raises ConfigError for invalid files."""
     if not config.tls_certificate:
         return None
     latest = Reread(
@@ -282,7 +280,7 @@ def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
         if latest() is given:
-            return None  # gRPC keeps the current ones
+            return None  # gRPC keeps the current certificates
         given = latest()
         return given
 

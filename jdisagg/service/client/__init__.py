@@ -1,1 +1,1 @@
-"""What the clients share: requests, streams and answers, without JAX or the router."""
+"""Code that the clients share: requests, streams and answers. Uses neither JAX nor the router."""

@@ -27,8 +27,8 @@ class Completion:
 
     Attributes:
         choices: One entry per child. `text` is the text of the first.
-        usage, timings: As reported by the last event, or None.
-        request_id: The server's name for the request, used in its logs and timelines.
+        usage, timings: Values of the last event, or None.
+        request_id: Id under which the server logs and traces the request.
         prompt_logprobs: Log-probabilities of all prompt tokens but the first, if requested.
     """
 
@@ -44,7 +44,7 @@ class Completion:
 
 
 class Collector:
-    """Joins events. Raises JdisaggError if a token is missing or comes twice."""
+    """Joins the events of a stream. Raises JdisaggError if a token is missing or duplicated."""
 
     def __init__(self) -> None:
         self._choices: dict[int, Choice] = {}

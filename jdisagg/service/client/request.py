@@ -29,7 +29,7 @@ class GenerateOptions(SamplingOptions, total=False):
     absent or None means the default.
 
     Attributes:
-        token_ids, messages: The prompt, instead of a text.
+        token_ids, messages: The prompt as token ids or as a chat, instead of a text.
         continue_final_message: Whether the model continues the last message.
         chat_template_kwargs: Extra variables of the chat template.
         tools, tool_choice, parallel_tool_calls: Functions that the model may call.
@@ -58,8 +58,7 @@ _OF_CHATS = ("continue_final_message", "chat_template_kwargs", "tools")
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
-    """Builds the request. Raises InvalidRequestError with the field, the type of its value and a
-    remedy."""
+    """Builds the request. InvalidRequestError names the field, its type and a remedy."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
     given = _prompt(prompt, options.get("token_ids"), options.get("messages"))
     if isinstance(given, ChatPrompt):
@@ -93,7 +92,7 @@ def _with_options(chat: ChatPrompt, options: GenerateOptions) -> ChatPrompt:
 
 
 def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
-    """Builds a tokenize request. Raises InvalidRequestError as `asked` does."""
+    """Builds a tokenize request. Raises InvalidRequestError like `asked`."""
     made = _prompt(prompt, None, messages)
     assert not isinstance(made, TokenPrompt)
     return wire_generation.tokenize_to_proto(made)
@@ -117,7 +116,7 @@ def _prompt(
 
 
 def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any, ...]:
-    """Accepts any iterable, such as a NumPy array, but not text or a mapping."""
+    """Returns the items of any iterable, such as a NumPy array. Raises for text and mappings."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
         raise InvalidRequestError(
             f"{name} must be a sequence of values, got {type(given).__name__}; {remedy}"
@@ -126,7 +125,7 @@ def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any,
 
 
 def _chat_message(index: int, given: ChatMessage | Given) -> ChatMessage:
-    """Raises InvalidRequestError with the field and the type of its value."""
+    """Converts a message. InvalidRequestError names the field and its type."""
     where = f"messages[{index}]"
     if not isinstance(given, ChatMessage):
         needed = {"role"} if isinstance(given, Mapping) and given.get("tool_calls") else _NEEDED
@@ -156,7 +155,7 @@ def _chat_tools(given: Tools) -> tuple[ChatTool, ...]:
 
 
 def _tool_choice(given: str | Given) -> tuple[ToolChoice, str]:
-    """Returns the choice and the name of the required tool, or ""."""
+    """Returns the tool choice and the name of the required tool ("": no particular one)."""
     if isinstance(given, Mapping):
         function = _object("tool_choice.function", given, "function")
         return ToolChoice.REQUIRED, _text("tool_choice.function.name", function.get("name"))
@@ -212,7 +211,7 @@ def _tool(where: str, given: object) -> ChatTool:
 
 
 def _object(where: str, given: object, field: str = "") -> Given:
-    """Returns `given`, or its field `field` if one is named."""
+    """Returns `given` as a JSON object, or the object in its field `field` if one is named."""
     value = given
     if field:
         value = given.get(field) if isinstance(given, Mapping) else given

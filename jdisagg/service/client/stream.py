@@ -1,10 +1,10 @@
-"""State of one client request across several calls: received tokens, when to retry, and what the
-retry sends.
+"""State of one client request across several calls: the received tokens, the time of a retry, and
+the message that a retry sends.
 
 If the connection breaks mid-stream, or the server shuts down, the client repeats the request (same
 id, seed and prompt) together with the received tokens. The stream then continues at the next token.
-Retries stop `resume_seconds` after the last received message. A token that comes twice, or a gap,
-is an error. This module knows messages and gRPC errors and makes no calls itself."""
+Retries stop `resume_seconds` after the last received message. A duplicated or missing token is an
+error. This module handles messages and gRPC errors and makes no calls itself."""
 
 import math
 import secrets
@@ -28,16 +28,16 @@ from jdisagg.service.grpc.wire_generation import ClientRequest
 from jdisagg.service.internal.connection import status_of
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# The server ends a request at its deadline and gives the reason. The call's own deadline, a little
-# later, is only a safety net.
+# The server ends a request at its deadline and reports the reason. The call's gRPC deadline, a
+# little later, only matters if the server does not.
 TIMES = DEFAULT_TIMEOUTS.client
 # gRPC's details of a call that this side cancelled, or whose channel this side closed.
 GIVEN_UP_HERE = ("Locally cancelled by application!", "Channel closed!")
 
 
 class ResumableStream:
-    """Draws an id and a seed if `asked` has none, because a retry must repeat those of the first
-    call."""
+    """State of a request's stream. If `asked` has no id or no seed, random ones are used, because a
+    retry must repeat those of the first call."""
 
     def __init__(self, asked: ClientRequest, resume_seconds: float) -> None:
         options = asked.options
@@ -62,8 +62,7 @@ class ResumableStream:
 
     @property
     def complete(self) -> bool:
-        """Whether all children have ended. The outcome of the call then carries no further
-        information."""
+        """Whether all children have ended. The final status of the call can then be ignored."""
         return len(self._ends) == self._children()
 
     @property
@@ -81,8 +80,8 @@ class ResumableStream:
         return wire_generation.client_request_to_proto(asked)
 
     def call_seconds(self) -> float | None:
-        """Returns the gRPC deadline of the next call. If the request's deadline is invalid there is
-        none, so that the server rejects it by name."""
+        """Returns the gRPC deadline of the next call in seconds. Returns None if the request's
+        deadline is invalid, so that the server rejects it with the field's name."""
         asked = self._asked.deadline_seconds
         sensible = isinstance(asked, int | float) and 0 < asked < 1e9
         remaining = self._remaining_seconds()
@@ -93,7 +92,7 @@ class ResumableStream:
         )
 
     def connect_seconds(self, most: float) -> float:
-        """Returns how long the next call may wait for a connection."""
+        """Returns the seconds that the next call may wait for a connection."""
         if not self._number:
             return most
         remaining = self._remaining_seconds()
@@ -116,7 +115,7 @@ class ResumableStream:
         return event
 
     def pause_after(self, error: grpc.RpcError | UnavailableError) -> float:
-        """Returns the seconds before a retry. Raises the typed error if there must be none."""
+        """Returns the seconds to wait before a retry. Raises the typed error if there is none."""
         typed = typed_error(error) if isinstance(error, grpc.RpcError) else error
         if not self._may_resume(error, typed):
             raise typed from None
@@ -129,7 +128,7 @@ class ResumableStream:
         if self._left_seconds() <= 0:
             return False
         if not isinstance(error, grpc.RpcError):
-            return self.resuming  # the server that streamed is unreachable
+            return self.resuming  # a lost stream is retried, even if its server is unreachable
         if lost(error):
             return self.resuming or not never_sent(error)
         if isinstance(typed, ShutDownError):
@@ -173,9 +172,9 @@ def typed_error(error: grpc.RpcError) -> JdisaggError:
 
 
 def lost(error: grpc.RpcError) -> bool:
-    """Whether the connection failed, rather than a jdisagg server answering with an error. A server
-    that stops drops a call that has just arrived, which gRPC reports as CANCELLED. gRPC also
-    reports calls that this side cancelled as CANCELLED, but with its own words."""
+    """Returns whether the connection failed, rather than a jdisagg server answering with an error.
+    gRPC reports CANCELLED if a stopping server drops a call that has just arrived. It also reports
+    calls that this side cancelled as CANCELLED, but with other details."""
     status = status_of(error)
     gone = status.code == "UNAVAILABLE" or (
         status.code == "CANCELLED" and status.details not in GIVEN_UP_HERE

@@ -1,1 +1,1 @@
-"""The public gRPC API: generation.proto, its stubs, and conversions to and from our data."""
+"""The public gRPC API: generation.proto, its stubs, and conversions to and from our data types."""

@@ -1,8 +1,8 @@
-"""The generation service: each call of generation.proto over a `Frontend`.
+"""The generation service: implements the calls of generation.proto with a `Frontend`.
 
-Handles gRPC contexts and the wire format, and makes no decisions. Errors are left to the guard.
-Every wait for a slow client happens here, so that only the bounded buffer of the request path holds
-what the client has not read."""
+Handles gRPC contexts and the wire format, and makes no decisions. The guard handles errors. Every
+wait for a slow client happens in this module, so that unread events accumulate only in the bounded
+buffer of the request path."""
 
 import math
 from contextlib import aclosing
@@ -36,7 +36,7 @@ def generation_service(
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Implements the service.
+    """Implements the generation service.
 
     All methods are coroutines, including `Generate`, which writes to the context. A cancelled
     coroutine closes the path's iterator at once, while an async generator suspended at a `yield`
@@ -69,7 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         record.built(built)
         context.set_trailing_metadata(((REQUEST_ID_KEY, built.request_id),))
-        request_id = built.request_id  # for the first message
+        request_id = built.request_id  # sent with the first message
         async with (
             read_in_time(built),
             aclosing(self._frontend.stream(built, chat_of(asked.prompt))) as events,
@@ -127,8 +127,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
-    """Returns the sooner of the request's own deadline and the gRPC call's, which is infinite if
-    the client set none."""
+    """Returns the earlier of the request's own deadline and the gRPC call's deadline, in seconds.
+    The latter is infinite if the client set none."""
     if call_seconds is None or not math.isfinite(call_seconds):
         return asked_seconds
     if call_seconds <= 0:

@@ -1,8 +1,8 @@
 """Conversions shared by all services: errors to and from gRPC statuses, and the common parts of the
 protobuf messages.
 
-`wire_generation` has the messages of generation.proto. Knows no gRPC: an error becomes a
-`WireStatus` of plain strings, which the servicer sends.
+`wire_generation` converts the messages of generation.proto. This module does not use gRPC: an error
+becomes a `WireStatus` of plain strings, which the servicer sends.
 
 Invariants: `x_from_proto(x_to_proto(x)) == x` for every x. Invalid input from outside raises an
 InvalidRequestError with the field's name, never another exception."""
@@ -68,8 +68,7 @@ def error_to_status(error: JdisaggError) -> WireStatus:
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
-    """Returns the typed error that the other side raised, or for gRPC's own errors the type of
-    their code."""
+    """Returns the typed error that the other side raised. gRPC's own errors map by code."""
     metadata = dict(status.metadata)
     retry_after_seconds: float | None = None
     with contextlib.suppress(KeyError, ValueError):
@@ -90,8 +89,8 @@ def error_from_status(status: WireStatus) -> JdisaggError:
 def build(
     kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> AnyMessage:
-    """Makes a message from a caller's values. Raises InvalidRequestError for a wrong type, a number
-    beyond 64 bits, or invalid UTF-8."""
+    """Context manager around building a message from a caller's values. Raises InvalidRequestError
+    for a wrong type, a number beyond 64 bits, or invalid UTF-8."""
     try:
         message = kind(*args, **kwargs)
         message.ByteSize()
@@ -141,7 +140,7 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 
 
 def role_from_proto(message: str, role: int) -> WorkerRole:
-    """Converts a role. `message` is the name of the message with the role, for the error."""
+    """Converts a role. Errors name the message `message`, which contains it."""
     if role not in _ROLE_FROM_PROTO:
         raise InvalidRequestError(
             f"{message}.role must be a known role, got {role}; run the same version on both sides"
@@ -150,9 +149,9 @@ def role_from_proto(message: str, role: int) -> WorkerRole:
 
 
 def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
-    """Makes a `kind` from the message's fields of the same names: numbers, texts, and tuples of
-    them. An optional field that is not set becomes None. Fields in `known` are not read from the
-    message."""
+    """Builds a `kind` from the fields of a message with the same names: numbers, texts, and tuples
+    of these. An optional field that is not set becomes None. `known` has the fields that are not
+    read from the message."""
     values = dict(known)
     for field in message.DESCRIPTOR.fields:
         if field.name in known:

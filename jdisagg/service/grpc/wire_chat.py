@@ -28,7 +28,7 @@ _CHOICE_FROM_PROTO: dict[int, ToolChoice] = {
 
 
 def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
-    """Raises InvalidRequestError if protobuf cannot hold a value."""
+    """Converts a chat. Raises InvalidRequestError if protobuf cannot hold a value."""
     return build(
         pb.ChatMessages,
         messages=[_message_to_proto(message) for message in prompt.messages],
@@ -43,7 +43,7 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
 
 
 def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
-    """Raises InvalidRequestError with the field's name."""
+    """Converts a message to a chat. The InvalidRequestError for invalid input names the field."""
     at_most("messages", len(message.messages), MAX_MESSAGES)
     at_most("tools", len(message.tools), MAX_TOOLS)
     if message.tool_choice not in _CHOICE_FROM_PROTO:

@@ -1,8 +1,8 @@
 """Conversions between our data and generation.proto: client requests, stream events, and the model.
 
-Follows the rules of `wire`. A client's request stays a prompt and options, some unset; the server's
-`Frontend` makes a `Request` of them. A repeated field is counted before it is read, because each
-entry costs the event loop, which all streams share, far more than it costs the sender."""
+Follows the rules of `wire`. A client's request contains a prompt and options, some unset, from
+which the server's `Frontend` builds a `Request`. A repeated field is counted before it is read,
+because reading an entry costs the shared event loop far more than it costs the sender."""
 
 import dataclasses
 from array import array
@@ -60,7 +60,7 @@ MAX_IDS = 2 << 20  # more than any model's context
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client sends to `Generate`. `resumption` is None on the first call, and `life` is a
+    """Content of a client's `Generate` call. `resumption` is None on the first call. `life` is a
     random number that stays the same on retries."""
 
     prompt: Prompt
@@ -102,8 +102,8 @@ _REPEATED = {
 
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
-    """Raises InvalidRequestError if protobuf cannot hold a value. The server validates everything
-    else."""
+    """Converts a request to its message. Raises InvalidRequestError if protobuf cannot hold a
+    value. The server validates everything else."""
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
@@ -159,8 +159,8 @@ def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
 
 
 def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
-    """Children that the client left out have no accepted tokens. Raises InvalidRequestError with
-    the field's name."""
+    """Converts a resumption. Children that the client omitted have no accepted tokens. The
+    InvalidRequestError for invalid input names the field."""
     number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
     if number == 0 and not message.accepted:
         return None
@@ -361,7 +361,7 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
 
 
 def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """Converts the status without its workers, which the caller adds."""
+    """Converts the routing status, except for the statuses of workers, which the caller adds."""
     return pb.GetStatusResponse(
         waiting=status.waiting,
         decisions=[
@@ -429,7 +429,6 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
 
 
 def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
-    """Returns only the options that were set."""
     at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
     for name, most in _REPEATED.items():
         at_most(name, len(getattr(message, name)), most)

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's endpoints, metrics, health and the web page, over a `Frontend`."""
+"""The HTTP API on top of a `Frontend`: OpenAI's endpoints, metrics, health and the web page."""

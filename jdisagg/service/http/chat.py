@@ -1,6 +1,6 @@
 """Reads a conversation in the form of OpenAI's chat API: messages, tools and tool calls.
 
-Only its shape is checked here. The `Frontend` validates it as a conversation."""
+This module checks only the types of the fields. The `Frontend` validates the conversation."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -22,7 +22,7 @@ _TEXT_KINDS = get_args(_TextKind)
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    """Reads the field `messages` and the fields that belong to it."""
+    """Reads the field `messages` and the related fields of a chat."""
     messages = fields.parts("messages", MAX_MESSAGES)
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
@@ -63,7 +63,7 @@ def chat_message(message: Fields) -> ChatMessage:
 
 
 def text_of(fields: Fields, name: str) -> str:
-    """Reads a field that is a text or a list of text parts."""
+    """Reads a field that is a text or a list of text parts, which are joined by newlines."""
     for kind in (TEXT, _TEXT_PARTS):
         try:
             return fields.read(name, kind) or ""
@@ -108,9 +108,9 @@ class OfferedTools(NamedTuple):
     """The tools that the model may call.
 
     Attributes:
-        tools: Their descriptions.
-        choice: Whether the model may or must call them.
-        name: The only tool that it must call, or "" for any.
+        tools: Descriptions of the tools.
+        choice: Whether the model may or must call tools.
+        name: The one tool that the model must call, or "" for any.
     """
 
     tools: tuple[ChatTool, ...]
@@ -140,7 +140,7 @@ def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
 
 
 def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
-    """Returns only the named tools, so that the model sees no others."""
+    """Returns the tools that `allowed_tools` names. The model does not see the others."""
     mode = part.given("mode", TEXT)
     if mode not in _MODES:
         raise InvalidRequestError(

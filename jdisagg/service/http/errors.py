@@ -1,8 +1,8 @@
-"""Our errors as HTTP statuses and as the JSON bodies that OpenAI clients read.
+"""Converts our errors to HTTP statuses and to the JSON bodies that OpenAI clients expect.
 
-A body is `{"error": {"message", "type", "param", "code"}}`. The message is ours, with field, value,
-rule and remedy. `param` is the field at the start of the message if the request had it. `code` is
-our type's name or the code that clients look for. Knows no server."""
+A body is `{"error": {"message", "type", "param", "code"}}`. The message is that of our error.
+`param` is the field at the start of the message, if the request had that field. `code` is the name
+of our error's type, or the code that clients expect. Independent of the server."""
 
 import math
 import re
@@ -29,7 +29,7 @@ _FIELD = re.compile(r"\w+")
 
 
 class HttpRefusal(InvalidRequestError):
-    """An error with an HTTP status of its own: 404, 405, 408, 413, 415 or 431."""
+    """An error with an HTTP status that our errors lack: 404, 405, 408, 413, 415 or 431."""
 
     def __init__(self, message: str, http_status: int, code: str) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ def http_status(error: JdisaggError) -> int:
 
 
 def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
-    """Returns the JSON of an error. `fields` are the request's fields, for `param`."""
+    """Returns an error as JSON. `fields` are the request's fields, for `param`."""
     status = http_status(error)
     raw = error.message.encode("utf-8", "replace")
     shown = raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
@@ -65,7 +65,7 @@ def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
 
 
 def error_headers(error: JdisaggError) -> list[Header]:
-    """Returns headers for the error: when to try again, and how to authenticate."""
+    """Returns the headers of an error's reply: when to try again, and how to authenticate."""
     seconds = error.retry_after_seconds
     headers: list[Header] = []
     if seconds is not None and math.isfinite(seconds):

@@ -1,9 +1,9 @@
-"""One HTTP request and its reply: the body with limits of size and time, the whole reply or a
-stream of events, and whether the client is still connected.
+"""One HTTP request and its reply. Reads the body within limits of size and time, sends a whole
+reply or a stream of events, and detects that the client disconnected.
 
 Works over ASGI's `receive` and `send`. An event of a stream is written directly to the connection
-while it accepts more. Every wait for a slow client happens here, because `send` returns when the
-connection accepts more. Knows no route and no model."""
+while the connection accepts more. Every wait for a slow client happens in this module, because
+`send` returns when the connection accepts more. Independent of routes and models."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -27,7 +27,7 @@ COMMENT = b": waiting\n\n"
 
 
 class Exchange:
-    """One request.
+    """One request and its reply.
 
     Attributes:
         headers: Request headers, with names in lower case and the last value of each.
@@ -71,7 +71,7 @@ class Exchange:
             ) from None
 
     async def gone(self) -> None:
-        """Returns when the client has disconnected or the reply has ended. Call it after `body`."""
+        """Waits until the client has disconnected or the reply has ended. Call it after `body`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.disconnected = not self.ended
@@ -95,21 +95,21 @@ class Exchange:
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
     async def comment(self) -> None:
-        """Sends a comment that shows that the stream is alive. Some clients (`vllm bench serve`)
-        strip line breaks from what they read and join a comment with the next event. An empty
-        comment sent with the next event separates them."""
+        """Sends a comment, which shows that the stream is alive. Clients such as `vllm bench serve`
+        strip line breaks and then join a comment with the next event. An empty comment, sent with
+        the next event, separates the two."""
         await self.frame(COMMENT)
         self._lead = b":\n\n"
 
     async def frame(self, data: bytes) -> None:
-        """Sends one or several server-sent events in wire form."""
+        """Sends one or several server-sent events that are already encoded."""
         if self._lead:
             data, self._lead = self._lead + data, b""
         if not self._write(data):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
-        """Ends the stream after `data`, its last events."""
+        """Sends the last events `data` and ends the stream."""
         self.ended = True
         await self._send({"type": "http.response.body", "body": data})
 
@@ -143,7 +143,7 @@ class Exchange:
 
 
 def _never(data: bytes) -> bool:
-    """Used if the server provides no direct write."""
+    """Replaces the direct write if the server provides none. Always returns False."""
     return False
 
 

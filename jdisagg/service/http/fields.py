@@ -19,7 +19,7 @@ from jdisagg.request import at_most
 T = TypeVar("T")
 
 SHOWN_CHARACTERS = 80
-# Larger objects would delay other requests while they are decoded.
+# Decoding larger objects would delay other requests.
 MAX_FIELDS = 1024
 MAX_PARTS = 16_384
 
@@ -29,14 +29,14 @@ _any = msgspec.json.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class FieldKind(Generic[T]):
-    """A type of a field: its decoder, and its name in errors."""
+    """A type of a field: its decoder, and its name in error messages."""
 
     rule: str
     decode: Callable[[msgspec.Raw], T]
 
 
 def _whole(raw: msgspec.Raw) -> int:
-    """Decodes an integer. 16.0 is one, as in JavaScript."""
+    """Decodes an integer. 16.0 counts as an integer, as in JavaScript."""
     try:
         return _integer(raw)
     except msgspec.ValidationError:
@@ -66,8 +66,8 @@ ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
 
 
 class Fields:
-    """The fields of one object. `path` precedes the names in errors, such as "messages[2]." for a
-    part of a request."""
+    """The fields of one JSON object. `path` is the prefix of field names in errors, such as
+    "messages[2]." for a part of a request."""
 
     def __init__(self, raw: Mapping[str, msgspec.Raw], path: str = "") -> None:
         self._raw = raw
@@ -76,7 +76,7 @@ class Fields:
 
     @classmethod
     def of(cls, body: bytes) -> "Fields":
-        """Reads a body. Raises InvalidRequestError if it is not a JSON object."""
+        """Reads a request body. Raises InvalidRequestError if it is not a JSON object."""
         try:
             body.decode("utf-8")
             read = _object.decode(body)
@@ -99,11 +99,11 @@ class Fields:
 
     @property
     def path(self) -> str:
-        """Prefix of the names in errors."""
+        """Prefix of field names in errors."""
         return self._path
 
     def raw(self, name: str) -> msgspec.Raw:
-        """Returns the JSON text of a present field."""
+        """Returns the JSON text of a field, which must be present."""
         return self._raw[name]
 
     def has(self, name: str) -> bool:
@@ -115,7 +115,8 @@ class Fields:
         return bytes(raw) != b"null"
 
     def read(self, name: str, kind: FieldKind[T]) -> T | None:
-        """Returns the value, or None if it is absent or null. Raises InvalidRequestError."""
+        """Returns the field's value, or None if the field is absent or null. Raises
+        InvalidRequestError for a wrong type."""
         if not self.has(name):
             return None
         raw = self._raw[name]
@@ -128,19 +129,19 @@ class Fields:
             ) from None
 
     def given(self, name: str, kind: FieldKind[T]) -> T:
-        """Returns the value of a required field."""
+        """Returns the value of a required field. Raises InvalidRequestError without one."""
         value = self.read(name, kind)
         if value is None:
             raise InvalidRequestError(f"{self._path}{name} is missing: send {kind.rule}")
         return value
 
     def part(self, name: str) -> "Fields":
-        """Returns the fields of a nested object, without any if it is absent."""
+        """Returns the fields of a nested object. An absent object has no fields."""
         return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
 
     def parts(self, name: str, most: int = MAX_PARTS) -> "list[Fields] | None":
-        """Returns the fields of each object in a list, or None if it is absent. Raises
-        InvalidRequestError for more than `most`, before they are decoded."""
+        """Returns the fields of each object in a list, or None if the list is absent. Raises
+        InvalidRequestError for more than `most` objects, before it decodes them."""
         listed = self.read(name, _LIST)
         if listed is None:
             return None
@@ -154,10 +155,10 @@ class Fields:
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
     def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
-        """Raises InvalidRequestError if an unsupported field is set to more than a no-op value.
+        """Raises InvalidRequestError if an unsupported field has a value that is not a no-op.
 
         Args:
-            refused: By field name, the no-op values and what to do instead.
+            refused: For each field name, the no-op values and a remedy for other values.
         """
         for name in self._raw.keys() & refused.keys():
             neutral, remedy = refused[name]
@@ -167,7 +168,7 @@ class Fields:
                 )
 
     def ignore(self, *names: str) -> None:
-        """Marks fields as known but without effect."""
+        """Marks fields as known but without effect, so that `unread` omits them."""
         self._read.update(names)
 
     def unread(self) -> list[str]:
@@ -175,6 +176,6 @@ class Fields:
 
 
 def shown(raw: msgspec.Raw) -> str:
-    """Returns the beginning of a JSON text, for errors."""
+    """Returns the beginning of a JSON text, to be shown in an error."""
     text = bytes(raw)[: 4 * SHOWN_CHARACTERS].decode("utf-8", "ignore")
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -1,10 +1,9 @@
 """Generation endpoints of the HTTP API: /v1/completions, /v1/chat/completions and /v1/responses
 over a `Frontend`.
 
-A request with several prompts runs as that many requests of the frontend, side by side. The status
-of a reply is decided when its first event arrives: an earlier error becomes a status, a later one
-the last event of the stream. During a long wait, comments keep the connection open. Errors are left
-to the guard."""
+Each prompt of a request runs as a request of the frontend, all at the same time. The HTTP status is
+sent when the first event arrives: an earlier error becomes the status, and a later error becomes
+the last event of the stream. During a long wait, comments keep the connection open."""
 
 import asyncio
 import contextlib
@@ -47,7 +46,7 @@ _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
 
 
 class HttpGeneration:
-    """One method per endpoint. `limit_bytes` is the size limit of a request body."""
+    """The generation endpoints, one method each. `limit_bytes`: Size limit of a request body."""
 
     def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
         self._frontend = frontend
@@ -102,8 +101,8 @@ class HttpGeneration:
         records: ExitStack,
         take_apart: bool,
     ) -> "list[_Run]":
-        """Builds the runs of all prompts, which validates them before the first one starts.
-        `take_apart` means that answers are parsed into content, reasoning and calls."""
+        """Builds the runs of all prompts, so that every prompt is validated before the first run
+        starts. `take_apart`: Whether answers are parsed into content, reasoning and calls."""
         runs: list[_Run] = []
         numbers = 0
         for number, prompt in enumerate(asked.prompts):
@@ -136,7 +135,7 @@ class HttpGeneration:
 
 
 class _Run:
-    """One prompt: its events and the state of its choices."""
+    """The run of one prompt: its events and the state of its choices."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class _Run:
         echo: str,
     ) -> None:
         count = request.sampling.n
-        self._usage: Usage | None = None  # reported with the last event
+        self._usage: Usage | None = None  # from the last event
         self._made_tokens = 0
         self.choices = [
             ReplyChoice(number * count + child, request.prompt_token_ids, echo, asked.of_prompt)
@@ -163,12 +162,12 @@ class _Run:
 
     @property
     def usage(self) -> Usage:
-        """Usage so far."""
+        """Token usage so far."""
         return self._usage or Usage(len(self._request.prompt_token_ids), self._made_tokens)
 
     async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
-        """Passes each event to `take` with its choice and whether it is the choice's first
-        event."""
+        """Calls `take` for each event with its choice and whether the event is the choice's
+        first."""
         begun = self._begun
         async with read_in_time(self._request), aclosing(self._events) as events:
             async for event in events:
@@ -197,8 +196,8 @@ def _without_answer(event: StreamEvent) -> StreamEvent:
 
 
 async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
-    """Runs `make`, in a thread if it formats many prompt log-probabilities, so that it delays no
-    other stream."""
+    """Runs `make` for the choices. It runs in a thread if it formats many prompt log-probabilities,
+    so that it delays no other stream."""
     numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
     return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
 
@@ -254,7 +253,6 @@ async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
 
 
 async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
-    """Runs all coroutines. The first failure cancels the others."""
     if len(runs) == 1:
         return await runs[0]
     try:
@@ -267,7 +265,7 @@ async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
 
 @contextlib.contextmanager
 def _watched(exchange: Exchange) -> Iterator[None]:
-    """Cancels the current task when the client disconnects."""
+    """Context manager that cancels the current task when the client disconnects."""
     task = asyncio.current_task()
     assert task is not None
     watching = asyncio.ensure_future(exchange.gone())
@@ -301,8 +299,8 @@ def check_model(name: str, frontend: Frontend) -> None:
 
 
 def _request_id(exchange: Exchange) -> str:
-    """Returns the client's own request id with a random suffix, because clients repeat it on
-    retries. Without one, the whole id is random."""
+    """Returns the client's own request id with a random suffix, because clients repeat their id on
+    retries. If the client sent no id, the whole id is random."""
     drawn = secrets.token_hex(16)
     given = exchange.headers.get(REQUEST_ID.decode(), "")
     return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn

@@ -1,8 +1,8 @@
-"""Reads the form of an answer that an OpenAI client requests, as a `Grammar`.
+"""Reads the answer format that an OpenAI client requests and returns it as a `Grammar`.
 
 Supports OpenAI's `response_format` (`text.format` in /v1/responses), vLLM's `structured_outputs`
-and the older `guided_*` with the same meaning, and structural tags in all of them. A schema keeps
-its text, because the order of its properties is that of the answer."""
+and the older `guided_*` with the same meaning, and structural tags in all of them. A schema is kept
+as text, because the order of its properties determines their order in the answer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
 def _schema(raw: msgspec.Raw) -> str:
-    """Decodes an object, or a text with an object, as some clients send it."""
+    """Decodes an object. Some clients send the object as JSON text."""
     given = bytes(raw)
     if given.startswith(b'"'):
         return _text(raw)
@@ -32,7 +32,7 @@ def _schema(raw: msgspec.Raw) -> str:
 
 
 def _structural(raw: msgspec.Raw) -> Mapping[str, object]:
-    """Decodes an object, or a text with an object, as vLLM's clients send it."""
+    """Decodes an object. vLLM's clients send the object as JSON text."""
     given = bytes(raw)
     return _plain_object(_text(raw) if given.startswith(b'"') else given)
 
@@ -43,7 +43,7 @@ _SCHEMA = FieldKind("a JSON schema", _schema)
 _TAG: FieldKind[Mapping[str, object]] = FieldKind("a structural tag", _structural)
 _STRUCTURAL = ("structures", "triggers", "format")
 _CHOICES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
-# By name in `structured_outputs`, and by name after `guided_`.
+# Kinds by their name in `structured_outputs`, and by their name after `guided_`.
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.LARK}
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "whitespace_pattern": ((), "the model chooses the whitespace within JSON"),
@@ -52,8 +52,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def grammar_from(fields: Fields) -> Grammar | None:
-    """Reads the grammar of a completion or chat request. Raises InvalidRequestError with the
-    field's name, also if two fields set one."""
+    """Reads the grammar of a completion or chat request. InvalidRequestError names the field, and
+    is also raised if two fields set a grammar."""
     with named_as_sent(fields):
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
@@ -78,7 +78,7 @@ def grammar_of_response(fields: Fields) -> Grammar | None:
 
 @contextmanager
 def named_as_sent(fields: Fields) -> Iterator[None]:
-    """Makes errors about the grammar name the field that it came from."""
+    """Context manager in which errors about the grammar name the field that the client sent."""
     try:
         yield
     except InvalidRequestError as error:
@@ -89,8 +89,7 @@ def named_as_sent(fields: Fields) -> Iterator[None]:
 
 
 def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
-    """Reads one format. `nested` means that the schema is in an object of its own, beside its
-    name."""
+    """Reads one format. `nested`: Whether name and schema are in an object of their own."""
     if not format.names:
         return None
     kind = format.given("type", TEXT)

@@ -1,8 +1,8 @@
-"""The guard of the HTTP API: what applies to every request, whatever its path.
+"""The guard of the HTTP API, which every request passes through.
 
-It refuses requests without a valid token and, during a drain, all requests. It turns our errors
-into typed statuses, and any other exception into 500 and a log entry. It cancels the work of a
-client that disconnected, tracks running requests, and can cancel them. It is the counterpart of
+It refuses requests without a valid token and, during a drain, all requests. It converts our errors
+to HTTP statuses, and any other exception to 500 and a log entry. It cancels the request of a client
+that disconnected. It tracks running requests and can cancel them. It is the counterpart of
 `service/guard.py` for gRPC."""
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 class HttpGuard(DrainingGuard):
     """The guard of one server. `refused` is called with the path and the error of every request
-    that fails before it reaches its handler."""
+    that fails before its handler is called."""
 
     def __init__(self, tokens: Tokens, refused: Callable[[str, JdisaggError], None]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class HttpGuard(DrainingGuard):
         self._refused = refused
 
     async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
-        """Handles one request."""
+        """Passes one request to its handler."""
         task = asyncio.current_task()
         assert task is not None
         served = False
@@ -65,7 +65,7 @@ class HttpGuard(DrainingGuard):
             self._running.discard(task)
 
     def _check(self, endpoint: "Endpoint", exchange: Exchange) -> Caller:
-        """Returns the caller, or raises the error that refuses the request."""
+        """Returns the caller of a request. Raises the error with which the request is refused."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
         if endpoint.method not in (asked, ANY_METHOD):
@@ -85,7 +85,7 @@ class HttpGuard(DrainingGuard):
         return caller
 
     async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:
-        """Sends the error as the reply, or as the last event of a stream that had begun."""
+        """Sends the error as the reply, or as the last event of a stream that has begun."""
         body = error_body(error, exchange.fields)
         try:
             async with asyncio.timeout(LAST_SECONDS):
@@ -99,13 +99,13 @@ class HttpGuard(DrainingGuard):
 
 
 class Endpoint:
-    """An ASGI application that calls `handle` for requests of one method, behind the guard.
+    """An ASGI application that passes requests of one HTTP method through the guard to `handle`.
 
     Args:
         guard: The server's guard.
         method: HTTP method, or ANY_METHOD.
         handle: The handler.
-        open: Whether no token is required, and a drain neither refuses nor waits for it.
+        open: Whether requests need no token, and a drain neither refuses them nor waits for them.
         logs: Whether the handler counts its errors itself.
     """
 

@@ -2,9 +2,9 @@
 last decisions, timelines of traced requests, and the guide's simulations.
 
 The page consists of files of the package (`web/`): plain HTML, CSS and JavaScript that only contact
-this server, which the content security policy enforces. The files are open to all, while the JSON
-requires the same token as GetStatus. A timeline is found by its trace id, which the client chose.
-Tokens of a tenant cannot list the latest timelines."""
+this server, which the content security policy enforces. The files need no token, while the JSON
+requires the same token as GetStatus. A timeline is requested by its trace id, which the client
+chose. A token that belongs to a tenant cannot list the latest timelines."""
 
 import functools
 import importlib.resources
@@ -50,19 +50,18 @@ _encode = msgspec.json.encode
 
 
 class GuidePort(Protocol):
-    """Answers the simulation questions of the interactive guide. `crowded` means that requests are
-    waiting."""
+    """Answers the guide's simulation questions. `crowded`: Whether other questions wait."""
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PageSources:
-    """Data that the page shows beside the frontend's.
+    """Data sources of the page in addition to the frontend.
 
     Attributes:
         recent: Timelines of recent requests, or None.
-        guide: Simulates for the guide, or None if it is off.
+        guide: Simulator for the guide, or None if the guide is off.
     """
 
     recent: RecentRequests | None = None
@@ -70,7 +69,7 @@ class PageSources:
 
 
 class Page:
-    """The page's endpoints. `ready` is what /health reports, and part of each status."""
+    """The page's endpoints. `ready` is the value that /health and each status report."""
 
     def __init__(self, frontend: Frontend, sources: PageSources) -> None:
         self.ready = False
@@ -79,7 +78,7 @@ class Page:
         self._chats: dict[str, bool] = {}
 
     def endpoints(self, guard: HttpGuard) -> dict[str, Endpoint]:
-        """Returns the endpoints by path."""
+        """Returns the page's endpoints by path."""
         return {
             "/": Endpoint(guard, "GET", self._index, open=True),
             "/web/{name}": Endpoint(guard, "GET", self._file, open=True),
@@ -112,8 +111,8 @@ class Page:
         )
 
     async def _timelines(self, exchange: Exchange) -> None:
-        """Lists the latest traced requests. The list covers all tenants, so tokens of a tenant get
-        none."""
+        """Lists the latest traced requests. It is empty for a tenant's token, because it covers all
+        tenants."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         await _reply(exchange, {"requests": known[:SHOWN_REQUESTS]})
@@ -142,7 +141,6 @@ class Page:
         }
 
     async def _can_chat(self, model: str) -> bool:
-        """Whether the model's tokenizer has a chat template."""
         if model not in self._chats:
             try:
                 await self._frontend.tokenize(ChatPrompt((ChatMessage("user", "Hello"),)))

@@ -1,9 +1,9 @@
-"""Replies to generation requests: OpenAI's objects, whole or in chunks, with log-probabilities of
-prompts in vLLM's field `prompt_logprobs` and in OpenAI's `logprobs` of an echoed prompt.
+"""Replies to generation requests: OpenAI's objects, whole or in chunks. Log-probabilities of
+prompts are in vLLM's field `prompt_logprobs`, or in OpenAI's `logprobs` of an echoed prompt.
 
-Chunks are preformatted: all bytes except text, tokens and the end are made once per request. One
-frame carries one event of the stream. Log-probabilities of prompts are written token by token as
-JSON text, because Python objects for a long prompt would fill memory. Knows no connection."""
+Chunks are preformatted: the bytes other than text, tokens and the end are built once per request.
+One frame carries one event of the stream. Log-probabilities of prompts are written token by token
+as JSON text, because Python objects for a long prompt would fill memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +24,7 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 
 
 class Pieces:
-    """Caches the text of single tokens. With `as_ids` it returns their ids instead, in vLLM's
-    form."""
+    """Caches the text of single tokens. With `as_ids` it returns their ids in vLLM's form."""
 
     def __init__(self, text_of: Callable[[int], str], known: dict[int, str], as_ids: bool) -> None:
         self._text_of = text_of
@@ -43,8 +42,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields common to all objects of one reply. `told` are fields of the request that a response
-    repeats."""
+    """Fields of all objects of one reply. `told`: Fields of the request that a response repeats."""
 
     id: str
     created: int
@@ -55,7 +53,8 @@ class Heading:
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """Entries of `logprobs` that precede those of an answer. `top` is JSON text."""
+    """Entries of `logprobs` for an echoed prompt, before those of the answer. `top` is JSON
+    text."""
 
     tokens: list[str]
     offsets: list[int]
@@ -71,8 +70,8 @@ class ReplyChoice:
         index: Index of the choice in the reply.
         prompt: Token ids of the prompt.
         echo: Text of the prompt, if it precedes the answer.
-        of_prompt: Which log-probabilities of the prompt are reported.
-        prompt_logprobs: Log-probabilities of the prompt, once known.
+        of_prompt: Log-probabilities of the prompt to report.
+        prompt_logprobs: Log-probabilities of the prompt, or None until they arrive.
         offset: Position of the next token in the text, in characters.
     """
 
@@ -107,7 +106,7 @@ class ReplyChoice:
         return "".join(self.texts)
 
     def echoed(self, piece: Callable[[int], str]) -> EchoedPrompt | None:
-        """Returns the prompt's tokens if they are echoed, and moves `offset` behind them."""
+        """Returns the entries of an echoed prompt and advances `offset` by its length."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
@@ -115,7 +114,7 @@ class ReplyChoice:
         return _echoed_prompt(self.prompt, self.echo, found, top, piece)
 
     def told(self, piece: Callable[[int], str]) -> Json:
-        """Returns the field `prompt_logprobs` if it was requested."""
+        """Returns the field `prompt_logprobs` if the client requested it."""
         found, top = self.prompt_logprobs, self.of_prompt.told
         if found is None or top is None:
             return {}
@@ -123,11 +122,11 @@ class ReplyChoice:
 
 
 class Reply:
-    """Builds the objects of one request. Subclasses implement chats and completions."""
+    """Builds the objects of one reply. Subclasses implement chats and completions."""
 
     whole_object = ""
     chunk_object = ""
-    prompt_in_choice = False  # whether the prompt's token ids are in the choice, or in the reply
+    prompt_in_choice = False  # whether the choice, and not the reply, has the prompt's ids
     takes_apart = False  # whether reasoning and tool calls are separate from content
 
     def __init__(
@@ -148,7 +147,7 @@ class Reply:
         self._start = b"data: " + _encode(self._heading)[:-1]
         self._choices = self._start + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if streaming.usage else b"}]}\n\n"
-        # Most events have text only. These are the bytes that then follow it.
+        # The bytes that follow the text of an event that has nothing but text.
         self._plain = not token_ids and not self._continuous
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end
 
@@ -160,8 +159,8 @@ class Reply:
         Args:
             choice: The event's choice.
             event: The event.
-            first: Whether it is the first event of this choice.
-            usage: Returns the usage so far.
+            first: Whether the event is the first of its choice.
+            usage: Function that returns the usage so far.
         """
         reason, some = event.finish_reason, event.logprobs
         if self._plain and not first and not some and reason is None:
@@ -194,22 +193,21 @@ class Reply:
         return (self._usage_chunk(usage) if self._says_usage else b"") + DONE
 
     def _usage_chunk(self, usage: Usage) -> bytes:
-        """Returns the chunk that has usage and no choices."""
         return self._start + b',"choices":[],"usage":' + _encode(usage_of(usage)) + b"}\n\n"
 
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
-        """Returns a reply that is not streamed."""
+        """Returns the body of a reply that is not streamed."""
         made = [self._choice(choice) for choice in choices]
         also = {} if self.prompt_in_choice else self._of_prompt(choices[0])
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
 
     def _of_prompt(self, choice: ReplyChoice) -> Json:
-        """Returns the fields about the prompt."""
+        """Returns the choice's fields about the prompt."""
         ids: Json = {"prompt_token_ids": choice.prompt} if self._token_ids else {}
         return ids | choice.told(self._pieces)
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        """Returns the new part of a chunk. `first` means the first event of its choice."""
+        """Returns the new part of a chunk. `first`: Whether `event` is its choice's first."""
         raise NotImplementedError
 
     def _said(self, choice: ReplyChoice) -> Json:
@@ -222,7 +220,6 @@ class Reply:
         choice: ReplyChoice,
         echoed: EchoedPrompt | None,
     ) -> Json:
-        """Returns the field `logprobs`, with the entries of `echoed` before the others."""
         raise NotImplementedError
 
     def _choice(self, choice: ReplyChoice) -> Json:
@@ -335,7 +332,7 @@ class CompletionReply(Reply):
 
 
 def _reasoning(text: str) -> Json:
-    """Uses the name that clients know and vLLM's current name."""
+    """Returns the reasoning under the name that clients expect and vLLM's current name."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -351,7 +348,7 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 
 def cached_of(usage: Usage) -> Json:
-    """Returns OpenAI's field of cached tokens, and beside it our field by tier, if known."""
+    """Returns OpenAI's field of cached tokens, and our field of cached tokens per tier if known."""
     tiers = usage.cached_by_tier
     ours = {} if tiers is None else {"cached_tokens_by_tier": tiers.by_tier()}
     return {"cached_tokens": usage.cached_tokens, **ours}
@@ -373,8 +370,8 @@ def usage_of(usage: Usage) -> Json:
 def _prompt_logprobs_field(
     prompt: Sequence[int], found: PromptLogprobs, top: int, piece: Callable[[int], str]
 ) -> msgspec.Raw:
-    """Formats vLLM's field: null for the first token, then an object by token id per token, the
-    token itself first."""
+    """Returns vLLM's field as JSON text: null for the first token, then for each token an object by
+    token id that begins with the token itself."""
 
     def entry(token_id: int, logprob: float, rank: int) -> bytes:
         shown = _encode({"logprob": logprob, "rank": rank, "decoded_token": piece(token_id)})
@@ -395,8 +392,8 @@ def _prompt_logprobs_field(
 def _echoed_prompt(
     prompt: Sequence[int], text: str, found: PromptLogprobs, top: int, piece: Callable[[int], str]
 ) -> EchoedPrompt:
-    """Returns the tokens of a prompt with text `text`. The offset of a token without text of its
-    own (a special token, or part of a character) is that of the next token."""
+    """Returns the tokens of a prompt with text `text`. A token without text of its own (a special
+    token, or part of a character) has the offset of the next token."""
     tokens = [piece(token_id) for token_id in prompt]
     likely = [
         msgspec.Raw(_encode(_top_by_text(own, one.logprob, one.top[:top], piece)))
@@ -413,6 +410,6 @@ def _echoed_prompt(
 def _top_by_text(
     own: str, logprob: float, top: Sequence[tuple[int, float]], piece: Callable[[int], str]
 ) -> dict[str, float]:
-    """Returns the likely tokens by text, as OpenAI does: always with the token itself. If two
-    tokens have the same text, the more likely one counts."""
+    """Returns the most likely tokens by text, always including the token itself, as OpenAI does. If
+    two tokens have the same text, the more likely one is returned."""
     return {own: logprob, **{piece(other): value for other, value in top[::-1]}}

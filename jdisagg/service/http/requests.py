@@ -1,8 +1,8 @@
-"""Requests of OpenAI clients as prompts and options of the `Frontend`.
+"""Converts requests of OpenAI clients to prompts and options of the `Frontend`.
 
 Supported fields are read. Unsupported fields raise an error that names them, unless their value is
-a no-op. Fields without a meaning here are ignored. The `Frontend` validates values. Field names are
-OpenAI's, and vLLM's for features that OpenAI's API lacks."""
+a no-op. Fields without a meaning for jdisagg are ignored. The `Frontend` validates values. Field
+names are OpenAI's, and vLLM's for features that OpenAI's API lacks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ MAX_IGNORED_SHOWN = 16
 _NUMBERS = ("temperature", "top_p", "min_p")
 _NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed", "min_tokens", "n", "prompt_logprobs")
-# Unsupported fields: their no-op values, and what to do instead.
+# Unsupported fields with their no-op values and a remedy.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "suffix": (("",), "put all of the preceding text into the prompt"),
     "use_beam_search": ((False,), "use n for several sampled answers"),
@@ -67,7 +67,7 @@ _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How a stream is sent.
+    """Options of a streamed reply.
 
     Attributes:
         usage: Whether a last chunk reports usage.
@@ -83,8 +83,8 @@ class OfPrompt:
     """How many of the most likely tokens are reported for each prompt token, or None for no report.
 
     Attributes:
-        told: In the field `prompt_logprobs`.
-        echoed: Before the answer's `logprobs`.
+        told: Number reported in the field `prompt_logprobs`.
+        echoed: Number reported before the answer's `logprobs`.
     """
 
     told: int | None = None
@@ -93,15 +93,15 @@ class OfPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request.
+    """A parsed request.
 
     Attributes:
-        streaming: None if the reply comes whole.
-        token_ids: Whether the reply has token ids.
+        streaming: Options of the stream, or None if the reply is sent whole.
+        token_ids: Whether the reply contains token ids.
         tokens_as_ids: Whether log-probabilities name tokens by id.
         echo: Whether the prompt precedes the text.
-        of_prompt: Which log-probabilities of the prompt are reported.
-        answerless: Whether the reply omits the one token that is generated.
+        of_prompt: Log-probabilities of the prompt to report.
+        answerless: Whether the reply omits the answer, for which one token is generated.
         told: Fields of the request that the reply repeats.
     """
 
@@ -123,7 +123,7 @@ class Asked:
 
 
 def completion_from(fields: Fields) -> Asked:
-    """Reads a body of /v1/completions. Raises InvalidRequestError with the field's name."""
+    """Reads a body of /v1/completions. InvalidRequestError names the invalid field."""
     options = sampling_options(fields)
     options["max_tokens"] = most = fields.read("max_tokens", INTEGER)
     options["logprobs"] = fields.read("logprobs", INTEGER)
@@ -142,7 +142,7 @@ def completion_from(fields: Fields) -> Asked:
 
 
 def chat_from(fields: Fields) -> Asked:
-    """Reads a body of /v1/chat/completions. Raises InvalidRequestError with the field's name."""
+    """Reads a body of /v1/chat/completions. InvalidRequestError names the invalid field."""
     options = sampling_options(fields)
     most = fields.read("max_completion_tokens", INTEGER)
     older = fields.read("max_tokens", INTEGER)
@@ -216,7 +216,7 @@ def sampling_options(fields: Fields) -> SamplingOptions:
 def asked_from(
     fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
-    """Combines what was read with the remaining fields common to all kinds of requests."""
+    """Builds the request from the given parts and the fields of all kinds of requests."""
     wanted = fields.part("stream_options")
     streaming = Streaming(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))

@@ -17,7 +17,7 @@ _encode = msgspec.json.encode
 
 
 class ResponseReply(ChatReply):
-    """A response, either whole or as numbered events that build it."""
+    """Builds a response, either whole or as numbered events."""
 
     whole_object = chunk_object = "response"
     _number = -1
@@ -29,13 +29,12 @@ class ResponseReply(ChatReply):
         self._told = heading.told
         self._items: list[_Item] = []
         self._open = False  # whether the last item is open
-        self._held: list[Json] = []  # tokens that have produced no text yet
+        self._held: list[Json] = []  # entries of tokens without text so far
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
     ) -> bytes:
-        """Returns the frames of one event. The first event also opens the response, and the last
-        one closes it."""
+        """Returns the frames of one event. The first opens the response, and the last closes it."""
         frames: list[bytes] = []
         if first:
             begun = self._response([], "in_progress", None, None)
@@ -69,7 +68,7 @@ class ResponseReply(ChatReply):
         return b"".join(frames)
 
     def _message(self, text: str, tokens: list[Json]) -> list[bytes]:
-        """Adds text to the message."""
+        """Adds text to the message, and opens a message item if needed."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.MESSAGE:
             frames += self._begin(_Item(self._item_id("msg"), _Kind.MESSAGE))
@@ -80,7 +79,7 @@ class ResponseReply(ChatReply):
         return frames
 
     def _thought(self, text: str) -> list[bytes]:
-        """Adds text to the reasoning."""
+        """Adds text to the reasoning, and opens a reasoning item if needed."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.REASONING:
             frames += self._begin(_Item(self._item_id("rs"), _Kind.REASONING))
@@ -90,7 +89,7 @@ class ResponseReply(ChatReply):
         return frames
 
     def _call(self, call: ToolCallDelta) -> list[bytes]:
-        """Begins a call or adds to its arguments."""
+        """Opens a tool call, or adds to the arguments of the open one."""
         called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
         frames = self._begin(called) if called is not None else []
         if call.arguments:
@@ -107,7 +106,7 @@ class ResponseReply(ChatReply):
         return [*frames, self._added("response.output_item.added", item.shown("in_progress"))]
 
     def _close(self, cut: bool) -> list[bytes]:
-        """Closes the open item, as complete or as cut off."""
+        """Closes the open item. `cut`: Whether the item is incomplete."""
         if not self._open:
             return []
         self._open, item = False, self._items[-1]
@@ -177,11 +176,10 @@ class ResponseReply(ChatReply):
 
     @property
     def _open_kind(self) -> "_Kind | None":
-        """Kind of the open item."""
+        """Kind of the open item, or "" if none is open."""
         return self._items[-1].kind if self._open else None
 
     def _item_id(self, kind: str) -> str:
-        """Returns the id of the next item."""
         number = f"_{len(self._items)}" if self._items else ""
         return f"{kind}_{str(self._heading['id']).removeprefix('resp_')}{number}"
 
@@ -209,8 +207,8 @@ class _Kind(enum.Enum):
 
 @dataclass(slots=True)
 class _Item:
-    """One item of a response. `texts` are pieces of reasoning, content or arguments. `call` is set
-    for calls only."""
+    """One item of a response. `texts`: Pieces of its reasoning, content or arguments. `call`: The
+    tool call, or None for other items."""
 
     id: str
     kind: _Kind

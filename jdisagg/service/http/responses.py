@@ -1,7 +1,7 @@
-"""Requests of /v1/responses, which are stateless here.
+"""Reads requests of /v1/responses. The server keeps no state between them.
 
-Nothing is stored, so fields that refer to an earlier response are rejected, and the client sends
-the whole conversation. `response_replies` builds the reply."""
+Responses are not stored, so fields that refer to an earlier response are rejected, and the client
+must send the whole conversation. `response_replies` builds the reply."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "prompt": ((), _STATELESS),
     "prompt_logprobs": ((), "use /v1/chat/completions"),
     "background": ((False,), "wait for the reply"),
-    # Nothing is ever truncated, so both values behave alike: an input that is too long is rejected.
+    # Both values have the same effect: an input that is too long is rejected, never truncated.
     "truncation": (("disabled", "auto"), "shorten the input"),
     "context_management": (([],), "shorten the input"),
     "n": ((1,), "send several requests"),
@@ -43,7 +43,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def response_from(fields: Fields) -> Asked:
-    """Reads a body of /v1/responses. Raises InvalidRequestError with the field's name."""
+    """Reads a body of /v1/responses. InvalidRequestError names the invalid field."""
     fields.refuse(_REFUSED)
     fields.ignore("max_tool_calls")
     instructions = fields.read("instructions", TEXT)
@@ -80,8 +80,8 @@ def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
 
 
 def _add(messages: list[ChatMessage], item: Fields) -> None:
-    """Appends an input item. Tool calls join the preceding assistant message, which joins the
-    preceding reasoning."""
+    """Appends an input item to the messages. Tool calls are added to the preceding assistant
+    message, and an assistant message to the preceding reasoning."""
     kind = item.read("type", TEXT) or "message"
     if kind == "message":
         message = chat_message(item)
@@ -116,7 +116,7 @@ def _only_thought(message: ChatMessage) -> bool:
 
 
 def _thoughts(item: Fields) -> str:
-    """Returns the text of a reasoning item, or its summary."""
+    """Returns the text of a reasoning item, or its summary if it has no text."""
     for name in ("content", "summary"):
         if parts := item.parts(name):
             return "\n".join(part.given("text", TEXT) for part in parts)

@@ -1,5 +1,5 @@
-"""The paths of the HTTP API, and the handlers with short answers: models, tokens, health, metrics
-and version. The web page is in `page.py`."""
+"""The paths of the HTTP API, and the handlers of the small endpoints: models, tokens, health,
+metrics and version. The web page is in `page.py`."""
 
 import re
 import time
@@ -29,14 +29,14 @@ _encode = msgspec.json.encode
 
 
 class HttpRoutes:
-    """All routes over one frontend.
+    """All routes of the HTTP API.
 
     Args:
-        frontend: Handles the requests.
-        guard: Guards all endpoints.
+        frontend: Frontend that handles the requests.
+        guard: Guard of all endpoints.
         log: Request log.
         limit_bytes: Size limit of a request body.
-        scrape: Returns the metrics text, or None if nothing is measured.
+        scrape: Function that returns the metrics text, or None without metrics.
         page: Data sources of the web page.
     """
 
@@ -59,7 +59,7 @@ class HttpRoutes:
 
     @property
     def ready(self) -> bool:
-        """What /health reports."""
+        """Value that /health reports."""
         return self._page.ready
 
     @ready.setter
@@ -129,7 +129,6 @@ class HttpRoutes:
         )
 
     async def _input_tokens(self, exchange: Exchange) -> None:
-        """Counts the input tokens of a response."""
         fields = await self._fields(exchange)
         (prompt,) = response_from(fields).prompts
         _note_ignored(exchange, fields)

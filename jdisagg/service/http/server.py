@@ -1,9 +1,9 @@
-"""The HTTP server of the OpenAI-compatible API, over the same `Frontend` as gRPC. It runs on
+"""The HTTP server of the OpenAI-compatible API, which uses the same `Frontend` as gRPC. It runs
 uvicorn in the caller's event loop.
 
 It adds limits of its own: the head of a request (request line and headers) must be complete within
 `HEAD_SECONDS` of the connection's start, or of its first byte, and within `HEAD_BYTES`. A
-connection without a request is closed. TLS files are reread when they change. A drain works as in
+connection without a request is closed. TLS files are reread when they change. Drains like
 `service/server.py`."""
 
 import asyncio
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """Build it on the event loop that runs what is behind it, then call `start` and later `drain`.
+    """HTTP server. Create it on the frontend's event loop, then call `start` and later `drain`.
 
     Args:
-        frontend: Handles the requests.
+        frontend: Frontend that handles the requests.
         config: `http_port`, limits, TLS and drain time.
-        tokens: Accepted bearer tokens. Without any, all may call.
+        tokens: Accepted bearer tokens. Without tokens all requests are accepted.
         log: Request log.
-        scrape: Returns the metrics text, or None.
-        page: Data sources of the web page beside the frontend's status.
+        scrape: Function that returns the metrics text, or None without metrics.
+        page: Further data sources of the web page.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HttpServer:
         self._drained = False
 
     async def start(self) -> None:
-        """Binds and serves. `port` is then the actual port. Raises ConfigError."""
+        """Binds the port and serves. Afterwards `port` is the actual port. Raises ConfigError."""
         self._socket = http_socket(self._config)
         self.port = self._socket.getsockname()[1]
         self._server.config.load()
@@ -87,7 +87,7 @@ class HttpServer:
         await self._server.startup(sockets=[self._socket])
 
     def set_ready(self, ready: bool) -> None:
-        """Sets what /health reports, until a drain."""
+        """Sets the value that /health reports, until a drain begins."""
         self._routes.ready = ready and not self._drained
 
     async def drain(self) -> None:
@@ -103,7 +103,7 @@ class HttpServer:
         await self._close()
 
     def force(self) -> None:
-        """Stops the waiting of a current or future drain."""
+        """Ends the waiting time of a current or future drain."""
         self._forced.set()
 
     async def _close(self) -> None:
@@ -121,7 +121,7 @@ class HttpServer:
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits on the head of a request, and on bytes outside head and body:
-    chunk extensions and trailers. `_due` is the timer of an incomplete head."""
+    chunk extensions and trailers. `_due`: Timer of an incomplete head."""
 
     _due: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -183,8 +183,9 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _write(self, data: bytes) -> bool:
-        """Writes a chunk of a started reply as uvicorn does. uvicorn's checks are done once, when
-        the reply begins. Returns False if the write would block or the connection is closing."""
+        """Writes a chunk of a reply that has begun, like uvicorn but without its checks, which were
+        made when the reply began. Returns False if the write would block or the connection is
+        closing."""
         if not data or self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -200,7 +201,7 @@ class _Protocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._due = None
-        if not self._head_bytes:  # no request was begun
+        if not self._head_bytes:  # no request has begun
             self.transport.close()
             return
         self._refuse(
@@ -214,7 +215,7 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: HttpRefusal, status: bytes) -> None:
-        """Answers something that is not a request, and closes the connection."""
+        """Answers input that is not a valid request with an error, and closes the connection."""
         self._head_complete()
         if self._refused or self.transport.is_closing():
             return
@@ -241,7 +242,6 @@ def http_socket(config: ServiceConfig) -> socket.socket:
 
 
 def _application(routes: HttpRoutes, config: ServiceConfig) -> ASGIApp:
-    """Returns the routes, with CORS if other origins are allowed."""
     application = routes.application()
     if not config.cors_origins:
         return application
@@ -262,7 +262,7 @@ def _settings(application: ASGIApp, config: ServiceConfig) -> uvicorn.Config:
         lifespan="off",
         interface="asgi3",
         log_config=None,
-        log_level="critical",  # our own log has the errors
+        log_level="critical",  # our log contains the errors
         access_log=False,
         proxy_headers=False,
         server_header=False,

@@ -1,1 +1,1 @@
-"""gRPC between our own processes: typed calls of ports, registry, KV control, span streams."""
+"""gRPC between our processes: calls of ports, worker registry, KV messages, span streams."""

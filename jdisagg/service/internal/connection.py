@@ -1,13 +1,12 @@
-"""A gRPC connection from one of our processes to another: credentials, detection of dead peers, and
-errors.
+"""A gRPC connection between two of our processes: credentials, detection of dead peers, errors.
 
 Unanswered pings reveal a silent peer (stopped, or its host is gone) within 3 s; a closed connection
 is noticed at once. Running calls then raise UnavailableError. The connection recovers by itself, so
-a process restarted at the same address is usable within a second or two. Calls fail fast: none
-waits for a peer that is known to be away. With a `boot_id`, calls are meant for that boot of the
-process only, and another boot at the same address refuses them.
+a process restarted at the same address is usable within a second or two. Calls fail fast: no call
+waits for a peer that is known to be unreachable. Calls with a `boot_id` are meant for that boot of
+the process only, and another boot at the same address refuses them.
 
-Knows no service. Every call has a deadline, except a stream that its caller bounds."""
+Every call has a deadline, except a stream whose caller limits its time."""
 
 import asyncio
 import contextlib
@@ -49,8 +48,8 @@ PING_OPTIONS: list[tuple[str, int]] = [
 ]
 RECONNECT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the time limit of an attempt to connect: a stopped process accepts connections and then
-    # stays silent.
+    # Also the time limit of an attempt to connect, because a stopped process accepts connections
+    # but does not answer.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # By default channels to one address share their connection and with it their back-off.
@@ -60,13 +59,13 @@ RECONNECT_OPTIONS: list[tuple[str, int]] = [
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a process presents and trusts when it connects. PEM texts; empty ones are unused.
+    """Credentials with which a process connects. Certificates and keys are PEM texts.
 
     Attributes:
         tls: Whether to use TLS. Without `authority` the system's root certificates apply.
-        authority: CA that signs the other side's certificates.
-        certificate, key: Own certificate for mutual TLS.
-        token: Sent as a bearer token.
+        authority: CA certificate that the other side's certificates are checked against.
+        certificate, key: This process's certificate and key for mutual TLS.
+        token: Bearer token of the calls.
         server_name: Name in the other side's certificate, if it differs from the address.
     """
 
@@ -104,8 +103,8 @@ class Credentials:
         token: str = "",
         server_name: str = "",
     ) -> "Credentials":
-        """Reads files. TLS is on if an authority or a certificate is given. Raises ConfigError with
-        the file's name."""
+        """Reads credentials from files. TLS is on if an authority or a certificate is given.
+        ConfigError names the invalid file."""
         return cls(
             tls=bool(authority or certificate),
             authority=read_pem("credentials: authority", authority),
@@ -143,7 +142,7 @@ def open_channel(
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError for an empty address, because gRPC would wait for an answer."""
+    """Raises ConfigError for an empty address. Without this check gRPC would wait for an answer."""
     if not isinstance(target, str) or not target.strip():
         raise ConfigError(
             f"target must be an address, got {target!r}; give host:port, such as localhost:8700"
@@ -151,8 +150,8 @@ def check_target(target: str) -> None:
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
-    """Reads a PEM file as `read_secret` does, and checks that it has a block of that kind. Without
-    one, gRPC would only report that nobody answers."""
+    """Reads a PEM file like `read_secret` and checks that it has a block of that kind. Without the
+    block gRPC would only report that the server is unreachable."""
     data = read_secret(path)
     if path:
         _check_pem(f"{subject} {path!r}", data, kind)
@@ -169,7 +168,7 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns the bytes of a file, or none if there is no path. Raises ConfigError."""
+    """Returns the bytes of a file, or b"" without a path. Raises ConfigError if unreadable."""
     try:
         return pathlib.Path(path).expanduser().read_bytes() if path else b""
     except OSError as error:
@@ -180,7 +179,7 @@ def read_secret(path: str) -> bytes:
 
 def status_of(error: grpc.RpcError) -> WireStatus:
     """Returns the code, details and text metadata that a failed call reported."""
-    # Every error that a call raises is a grpc.Call or AioRpcError, but the stubs do not say so.
+    # Every error that a call raises is a grpc.Call or AioRpcError, which the type stubs omit.
     call = cast(grpc.Call, error)
     metadata = tuple(
         (key, value) for key, value in call.trailing_metadata() or () if isinstance(value, str)
@@ -189,7 +188,7 @@ def status_of(error: grpc.RpcError) -> WireStatus:
 
 
 def protocol_metadata() -> tuple[str, str]:
-    """Returns the protocol version, which every call and stream between our processes sends."""
+    """Returns metadata with the protocol version, sent by every call between our processes."""
     return PROTOCOL_KEY, str(PROTOCOL)
 
 
@@ -203,13 +202,13 @@ async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
 
 
 class Connection:
-    """One connection. Use it on one event loop; several tasks may share it.
+    """A connection to one process. Use it on one event loop. Several tasks may share it.
 
     Args:
         address: The peer's address, host:port.
         credentials: Token and TLS settings.
         boot_id: If set, only that boot of the process accepts the calls.
-        timeouts: Time limits of calls over it.
+        timeouts: Time limits of the connection's calls.
     """
 
     def __init__(
@@ -237,8 +236,8 @@ class Connection:
     async def call(
         self, method: Unary, request: bytes, seconds: float | None, any_boot: bool = False
     ) -> bytes:
-        """Returns the reply as bytes. Raises our typed errors, and UnavailableError if the peer is
-        away or goes away."""
+        """Makes a call and returns the reply as bytes. Raises the errors of the called side, and
+        UnavailableError if the peer is or becomes unreachable."""
         self._check_open()
         try:
             return await method(
@@ -257,8 +256,8 @@ class Connection:
         seconds: float | None,
         any_boot: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """Yields the replies as bytes. Closing the iterator cancels the call. Raises as `call`
-        does."""
+        """Yields the replies as bytes. Closing the iterator cancels the call. Raises like
+        `call`."""
         self._check_open()
         call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
         assert isinstance(call, grpc.aio.UnaryStreamCall)
@@ -274,7 +273,7 @@ class Connection:
             call.cancel()
 
     def fire(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Makes a call without a result in the background and ignores its failure."""
+        """Makes a call in the background, ignoring its result and failure."""
         if self._closed:
             return
         task = asyncio.ensure_future(_quietly(call))
@@ -282,8 +281,7 @@ class Connection:
         task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
-        """Ends running calls with UnavailableError. Idempotent. The rest happens soon, on the
-        loop."""
+        """Ends running calls with UnavailableError and closes the channel soon. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -309,8 +307,8 @@ class Connection:
             )
 
     def _check_closed_under_us(self) -> None:
-        """Raises UnavailableError if `close` caused the cancellation. Closing a channel cancels its
-        calls, and only a cancellation by the caller may pass on as one."""
+        """Raises UnavailableError if `close` caused a call's cancellation. Closing a channel
+        cancels its calls, and only a cancellation by the caller may propagate as one."""
         task = asyncio.current_task()
         if self._closed and (task is None or not task.cancelling()):
             raise UnavailableError(

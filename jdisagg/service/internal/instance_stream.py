@@ -1,8 +1,9 @@
-"""The streams between an instance's leader and its followers over gRPC: the leader's server
-and a follower's connection. Each follower opens a `Follow` stream and joins.
+"""The gRPC streams between the leader process and the follower processes of a multi-process
+instance: the leader's server and a follower's connection. Each follower opens a `Follow` stream and
+joins the instance.
 
 The leader's port serves nothing else. A peer without the instance's secret is refused after one
-message, and a stream that does not join in time is closed. Knows no JAX."""
+message, and a stream that does not join in time is closed. Does not use JAX."""
 
 import asyncio
 import contextlib
@@ -94,8 +95,8 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> N
 
 
 class InstanceServer:
-    """Serves `Follow` to followers. Start it before followers get the address, and stop it last.
-    `credentials` are the TLS credentials of the worker's own server."""
+    """Serves the `Follow` streams of the followers. Start it before followers get the address, and
+    stop it last. `credentials` are the TLS credentials of the worker's own server."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class InstanceServer:
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Binds and serves. Returns the address, host:port."""
+        """Binds the port and serves. Returns the address, host:port."""
         bound = bind(
             self._server, host, port, self._credentials, "choose another address for the instance"
         )
@@ -130,7 +131,7 @@ class InstanceServer:
 
 
 class LeaderConnection:
-    """A follower's end of its stream. Implements `instance.follower.LeaderLink`.
+    """The follower's end of a `Follow` stream. Implements `instance.follower.LeaderLink`.
 
     Create it on the event loop that uses it. The stream opens with the first message.
 

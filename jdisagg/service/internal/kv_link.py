@@ -1,5 +1,4 @@
-"""The gRPC `KvLink` between processes: sends a transfer channel's messages to the other process's
-control address.
+"""The gRPC `KvLink`: sends a transfer channel's messages to another process's control address.
 
     link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
     channel = NegotiatedChannel(clock, link.end, link, ...)
@@ -7,10 +6,10 @@ control address.
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
 
 `send` may be called from any thread and never blocks. Messages wait in a bounded queue per
-destination and go out in order, all waiting ones in one call. If a destination does not answer, the
-link retries for a moment; then the waiting messages are lost and counted. The channels' own
-deadlines handle such losses. Incoming messages go to the receiver on the event loop. Messages for
-another boot are dropped. A message may arrive twice if an answer was lost."""
+destination and are sent in order, all waiting ones in one call. If a destination does not answer,
+the link retries for a moment, and then drops and counts the waiting messages. The deadlines of the
+channels handle such losses. Incoming messages are delivered on the event loop. Messages for another
+boot are dropped. A message may arrive twice if an answer was lost."""
 
 import asyncio
 import contextlib
@@ -39,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 class GrpcKvLink:
-    """Sends and receives control messages of the KV plane. Counts kv_messages_sent, _received,
-    _lost and _misdirected in `counters`.
+    """Sends and receives control messages of the KV plane. `counters` has kv_messages_sent,
+    kv_messages_received, kv_messages_lost and kv_messages_misdirected.
 
     Args:
-        end: This process's own end, as in its mesh card.
+        end: Control address and boot id of this process, as in its mesh card.
         credentials: Token and TLS settings.
-        queue_messages: Cap on waiting messages per destination. Further ones are lost.
+        queue_messages: Cap on waiting messages per destination. Further messages are dropped.
         timeouts: Time limits of sending.
     """
 
@@ -69,7 +68,7 @@ class GrpcKvLink:
         self._closed = False
 
     def deliver_to(self, receiver: KvReceiver) -> None:
-        """Sets the receiver of incoming messages. Earlier messages are dropped."""
+        """Sets the receiver of incoming messages. Messages that arrive before are dropped."""
         self._receiver = receiver
 
     def service(self, tokens: tuple[str, ...] = ()) -> Service:
@@ -97,8 +96,8 @@ class GrpcKvLink:
         await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
 
     def take(self, envelope: KvEnvelope) -> None:
-        """Delivers an envelope from another process. Raises InvalidRequestError if it is for
-        another boot."""
+        """Delivers an envelope from another process. Raises InvalidRequestError for another
+        boot."""
         theirs, ours = envelope.receiver_boot_id, self.end.boot_id
         if theirs != ours:
             self.counters.add("kv_messages_misdirected", len(envelope.messages))
@@ -121,7 +120,7 @@ class GrpcKvLink:
             )
 
     def forget(self, end: KvEnd, line: "_Line") -> None:
-        """Removes a line that has ended. Messages queued in the last moment get a new line."""
+        """Removes a line that has ended. Messages queued since get a new line."""
         if self._lines.get(end) is not line:
             return
         del self._lines[end]
@@ -133,7 +132,7 @@ class GrpcKvLink:
             self._stir(end)
 
     def give_up(self, end: KvEnd, messages: int) -> None:
-        """Drops all messages that wait for an end that does not answer."""
+        """Drops and counts all messages to a destination that does not answer."""
         with self._lock:
             messages += len(self._waiting.pop(end, ()))
         self._lost(messages)
@@ -151,14 +150,14 @@ class GrpcKvLink:
         self.counters.add("kv_messages_lost", messages)
 
     def _on_loop(self, function: Callable[[Argument], None], argument: Argument) -> None:
-        # The loop may be closed already, and then no message matters any more.
+        # The loop may be closed already. The message can then be dropped.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, argument)
 
 
 class _Line:
-    """The connection to one end, and the task that sends its messages. Ends itself when idle for a
-    while."""
+    """Connection to one destination, and the task that sends its messages. The task ends when
+    idle."""
 
     def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
         self.stirred = asyncio.Event()
@@ -190,7 +189,8 @@ class _Line:
             await self._connection.aclose()
 
     async def _send(self, messages: list[KvMessage]) -> bool:
-        """Retries for a moment, unless the process is another boot or refuses us."""
+        """Sends messages, with retries for a moment. There is no retry if another boot answers or
+        the process refuses the call."""
         envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
         until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
         while True:
@@ -208,7 +208,7 @@ class _Line:
 
 
 class _Incoming:
-    """Implements `KvPlanePort`."""
+    """Receives envelopes from other processes. Implements `KvPlanePort`."""
 
     def __init__(self, link: GrpcKvLink) -> None:
         self._link = link

@@ -2,14 +2,13 @@
 
 A worker registers with every configured router and sends its status a few times a second. It
 registers again if a router does not know it, so routers may restart without restarting workers. An
-unreachable router is retried until it is back and does not delay the others. This is logged once,
-and not by a draining worker, because the whole cluster may be shutting down. A router that refuses
-the worker (another model, or a taken name) is retried now and then, with one log entry. If every
-router refuses the worker, it has `failed`. Each heartbeat also sends changes of the worker's prefix
-cache since that router's last acknowledged version.
+unreachable router is retried until it is back and does not delay the others. An unreachable router
+is logged once. A draining worker does not log it, because the whole cluster may be shutting down. A
+router that refuses the worker (another model, or a taken name) is retried at longer intervals and
+logged once. If every router refuses the worker, `failed` is set. Each heartbeat also sends changes
+of the worker's prefix cache since that router's last acknowledged version.
 
-Knows the `Registrar` Protocol (dispatch/membership.py implements it), not what a router does with
-it."""
+Depends only on the `Registrar` Protocol, which dispatch/membership.py implements."""
 
 import asyncio
 import logging
@@ -39,8 +38,7 @@ NEWS_A_BEAT = 4
 
 
 class Registrar(Protocol):
-    """How a router handles workers that come and go. Implemented by `Membership` of
-    dispatch/membership.py."""
+    """Handles workers that register and leave (implemented by `Membership`)."""
 
     def register(self, card: WorkerCard) -> None: ...
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
@@ -49,14 +47,14 @@ class Registrar(Protocol):
 
 
 def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
-    """Serves a registrar. A draining router still accepts workers' calls, because running requests
-    need them."""
+    """Returns the registry service of a router. It accepts calls during a drain, because running
+    requests need their workers."""
     lasting = ("register", "heartbeat", "kept", "deregister")
     return rpc.service(RegistryPort, _Registry(registrar), tokens, lasting)
 
 
 class _Registry:
-    """Implements `RegistryPort`."""
+    """Passes calls to the registrar. Implements `RegistryPort`."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
@@ -82,12 +80,12 @@ class RegistryClient:
 
     Args:
         routers: Addresses of the routers.
-        card: What the worker registers.
-        status: Returns the worker's status. Raises if the worker is broken: it then sends no
-            heartbeat, and routers notice the silence.
+        card: The worker's card, which it registers.
+        status: Returns the worker's status. Raises if the worker is broken. The worker then sends
+            no heartbeat, and routers remove it.
         credentials: Token and TLS settings.
         timeouts: Heartbeat interval and time limits.
-        kept: Returns the changes of the prefix cache since a given version, or None.
+        kept: Returns changes of the prefix cache since a version. None without a prefix cache.
     """
 
     def __init__(
@@ -113,14 +111,14 @@ class RegistryClient:
 
     @property
     def registered(self) -> frozenset[str]:
-        """The addresses of the routers that know the worker."""
+        """Addresses of the routers with which the worker is registered."""
         return frozenset(link.connection.address for link in self._links if link.registered)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep_known(link)) for link in self._links]
 
     async def leave(self) -> None:
-        """Deregisters from all reachable routers and stops. Idempotent."""
+        """Deregisters the worker from all reachable routers and stops. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -200,9 +198,9 @@ class _RouterLink:
     """The connection to one router.
 
     Attributes:
-        registered: Whether the router knows the worker.
-        mark: Version of the prefix cache that the router has.
-        refused: Why the router refuses the worker, if it does.
+        registered: Whether the worker is registered with the router.
+        mark: Last version of the prefix cache that the router acknowledged.
+        refused: Reason for which the router refuses the worker, if it does.
         taken_since: When the router first reported the worker's name as taken.
     """
 
@@ -216,7 +214,7 @@ class _RouterLink:
         self.taken_since: float | None = None
 
     def heard(self, error: Exception, now: float) -> float:
-        """Records an error and returns the seconds before a retry makes sense."""
+        """Records an error and returns the seconds to wait before a retry."""
         if isinstance(error, NameTakenError):
             self.taken_since = self.taken_since or now
             self.refused = (

@@ -1,8 +1,7 @@
-"""The ports of a worker in another process: `PrefillPort`, `DecodePort` and `PeerPort` over one
-gRPC connection.
+"""Ports of a remote worker: `PrefillPort`, `DecodePort` and `PeerPort` over one gRPC connection.
 
-They raise what the worker's own ports raise, and UnavailableError if the worker is gone, silent or
-another boot. Every call has a deadline: its own if the call has one, else a configured limit."""
+They raise the errors of the worker's own ports, and UnavailableError if the worker is gone, silent
+or restarted. Every call has a deadline: that of its arguments, or else a configured limit."""
 
 from collections.abc import Awaitable, Callable
 
@@ -52,7 +51,7 @@ class RemoteWorker:
         self.peer = through(PeerPort, peer, _BoundByHello(self.connection))
 
     def close(self) -> None:
-        """Ends all calls with UnavailableError. Idempotent."""
+        """Ends all calls with UnavailableError and closes the connection. Idempotent."""
         self.connection.close()
 
     async def aclose(self) -> None:

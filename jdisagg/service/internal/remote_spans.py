@@ -1,10 +1,10 @@
 """The caller's side of the span stream: one stream to a worker for all sequences that this process
-started there.
+started on it.
 
-`generate` behaves as a decode port's: it yields one reservation's spans, raises the error that
-ended it, and cancels it when closed. The stream opens with the first call and reopens after it
-broke. When it breaks, all iterators raise UnavailableError and the worker cancels their
-reservations. No call waits beyond its own deadline."""
+`generate` behaves like that of a decode port: it yields the spans of one reservation, raises the
+error that ended the reservation, and cancels the reservation when closed. The stream opens at the
+first call, and again after a failure. When it fails, all iterators raise UnavailableError and the
+worker cancels their reservations. No call waits beyond its own deadline."""
 
 import asyncio
 import secrets
@@ -23,8 +23,8 @@ from jdisagg.service.grpc import wire
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import Connection
 
-# None is the end. A status becomes an exception only where it is raised, so that two iterators
-# never share a traceback.
+# None marks the end. A status is converted to an exception where it is raised, so that two
+# iterators never share a traceback.
 Item = Span | WireStatus | None
 
 
@@ -66,8 +66,8 @@ class _Session:
 
 
 class RemoteSpans:
-    """Middleware for all `reserve` and `generate` calls of one connection. Other calls go straight
-    to `port`."""
+    """Middleware for all `reserve` and `generate` calls of one connection. It passes other calls to
+    `port`."""
 
     def __init__(self, connection: Connection, port: DecodePort) -> None:
         self._connection = connection
@@ -82,7 +82,7 @@ class RemoteSpans:
         self._reading: set[asyncio.Task[None]] = set()
 
     async def reserve(self, _: object, call: ReserveCall) -> Reservation:
-        """Reserves for the open session. A broken session frees its reservations."""
+        """Reserves within the open session, whose end frees the reservation."""
         session = await self._open(call.deadline_seconds)
         return await self._sessions.reserve_in(session.session_id, call)
 
@@ -133,8 +133,7 @@ class RemoteSpans:
         return session
 
     async def _read(self, session: _Session) -> None:
-        """Reads the stream. It has no deadline, because the connection's pings detect a dead
-        peer."""
+        """Reads the spans of a session. It needs no deadline, because pings detect a dead peer."""
         error: JdisaggError = UnavailableError(f"{self._connection.address} ended the span stream")
         try:
             async for batch in self._sessions.spans(session.session_id):

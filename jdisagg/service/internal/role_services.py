@@ -1,8 +1,8 @@
 """Role changes over gRPC: services and clients of both ports.
 
-`worker_roles_service` runs on a worker, and a router reaches it by `worker_roles`.
-`cluster_roles_service` runs on a router, and scripts and autoscalers reach it by `cluster_roles`.
-Both services require the cluster's token."""
+`worker_roles_service` runs on a worker, and a router calls it through `worker_roles`.
+`cluster_roles_service` runs on a router, and scripts and autoscalers call it through
+`cluster_roles`. Both services require the cluster's token."""
 
 from contextlib import AbstractAsyncContextManager
 
@@ -14,8 +14,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Service:
-    """Serves a worker's role port. Its report is available while a drain refuses everything
-    else."""
+    """Serves a worker's role port. Its report is available during a drain, too."""
     return rpc.service(RolePort, port, tokens, lasting=("switch_report",))
 
 

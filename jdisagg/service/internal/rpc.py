@@ -1,12 +1,10 @@
-"""Ports over gRPC, derived from their Protocols (`messages/`): server methods and a typed client.
+"""Services and typed clients of ports over gRPC, derived from the ports' Protocols (`messages/`).
 
 A method of a port becomes a method of a gRPC service with the port's name. Its arguments travel as
 one packed tuple and its reply as one packed value, or as a stream of values if it returns an
-`AsyncIterator`. A method added to a Protocol and its implementation is thus available on both
-sides.
+`AsyncIterator`. A method added to Protocol and implementation is thus available on both sides.
 
-Bytes are decoded within the guard (`guard.py`), so that malformed ones cause a typed error for
-their sender only."""
+The guard (`guard.py`) catches decoding errors, so malformed bytes affect only their sender."""
 
 import inspect
 import typing
@@ -31,7 +29,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of a port, as its Protocol annotates it."""
+    """One method of a port, described by the annotations of its Protocol."""
 
     name: str
     streams: bool
@@ -47,8 +45,8 @@ class Method:
         return (*args, *(named.get(part.name, part.default) for part in missing))
 
     def deadline(self, arguments: tuple[Any, ...]) -> float | None:
-        """Returns the call's own deadline: an argument `deadline_seconds`, or that field of a
-        message."""
+        """Returns a call's deadline in seconds, from its argument `deadline_seconds` or from that
+        field of a message. None without a deadline."""
         for part, value in zip(self.parameters, arguments, strict=True):
             if part.name == "deadline_seconds":
                 return value
@@ -74,15 +72,14 @@ def service(
     lasting: Iterable[str] = (),
     beside: Mapping[str, grpc.RpcMethodHandler] | None = None,
 ) -> Service:
-    """Makes a service that serves a port.
+    """Returns a service that serves a port.
 
     Args:
         protocol: The port's Protocol.
         port: Implementation that handles the calls.
-        tokens: Bearer tokens, one of which every call must have. Without any, all may call.
+        tokens: Bearer tokens of which a call must have one. Without tokens all are accepted.
         lasting: Methods that a drain neither refuses nor waits for.
-        beside: Handlers of further methods of the service. They take precedence over the port's
-            own.
+        beside: Handlers of further methods. They take precedence over the port's own methods.
     """
     name = service_name(protocol)
     table = {**handlers(protocol, port), **(beside or {})}
@@ -97,7 +94,7 @@ def service(
 
 
 def handlers(protocol: type[P], port: P) -> dict[str, grpc.RpcMethodHandler]:
-    """Returns gRPC handlers of a port's methods by name."""
+    """Returns the gRPC handlers of a port's methods, by method name."""
     return {method.name: _handler(method, port) for method in methods(protocol)}
 
 
@@ -110,21 +107,21 @@ def client(
     any_boot: Iterable[str] = (),
     service: str = "",
 ) -> P:
-    """Makes a client of a port in another process.
+    """Returns a client of a port in another process.
 
     Args:
         protocol: The port's Protocol, which the result implements.
         connection: Connection to the serving process.
         call_seconds: Time limit of calls whose arguments have no deadline. None uses the
             connection's `timeouts`.
-        seconds: Time limits of single methods, which also bound calls with a deadline. None is
-            unlimited.
+        seconds: Time limits of single methods, which also bound calls with a deadline. None means
+            no limit.
         any_boot: Methods that any boot of the process may answer.
         service: Name of the service, if it differs from the port's name.
 
     Returns:
-        An object that raises what the served port raises, and UnavailableError if the process is
-            away, silent, or answers with something that is not a reply.
+        An object that raises the errors of the served port, and UnavailableError if the process is
+            unreachable, silent, or sends an invalid reply.
     """
     remote = _Remote()
     for method in methods(protocol):
@@ -149,8 +146,8 @@ async def connected(
     credentials: Credentials = NO_CREDENTIALS,
     seconds: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[P]:
-    """Connects to a port in the process at `address`, whichever boot answers there. The connection
-    ends with the context. Other arguments are as in `client`."""
+    """Connects to a port in the process at `address`, whichever boot of the process answers. The
+    connection ends with the context. Other arguments are as in `client`."""
     connection = Connection(address, credentials)
     try:
         yield client(protocol, connection, seconds=seconds)
@@ -159,13 +156,13 @@ async def connected(
 
 
 class _Remote:
-    """A port whose methods are set when it is made."""
+    """Base of the clients. `client` sets a method for each method of the port."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Time limit of a method's calls: `bound` if `bounded`, else the call's own deadline plus
-    `slack`, or `usual` if it has none."""
+    """Time limit of a method's calls: `bound` if `bounded`. Otherwise the call's own deadline plus
+    `slack`, or `usual` for a call without a deadline."""
 
     usual: float
     bounded: bool

@@ -1,13 +1,13 @@
-"""The worker's side of the span streams. Each calling process has one stream with the spans of all
-reservations it started.
+"""The worker's side of the span streams. Each calling process has one stream, which carries the
+spans of all reservations that it started.
 
 A session lives as long as its stream. When the stream ends, everything that the session reserved or
-started is cancelled, because the caller is gone or can no longer receive it. What a slow reader has
-not taken is buffered here. The buffer is bounded by the tokens of the session's reservations
+started is cancelled, because the caller is gone or can no longer receive it. The session buffers
+spans that a slow reader has not taken. The tokens of the session's reservations bound the buffer
 (worker/span_stream.py), and it blocks neither the worker's loop nor other sessions. All buffered
-spans go out in one message, so that the tokens of one step cost one message.
+spans are sent in one message, so that the tokens of one step cost one message.
 
-Implements `SpanSessionPort` over a `DecodePort`. Knows no gRPC."""
+Implements `SpanSessionPort` over a `DecodePort`. Does not use gRPC."""
 
 import asyncio
 import logging
@@ -29,12 +29,12 @@ from jdisagg.service.grpc import wire
 
 log = logging.getLogger(__name__)
 
-# Per message. With the maximum number of logprobs this is well below the message size limit.
+# Tokens per message. With the most logprobs a message is still well below the size limit.
 MAX_BATCH_TOKENS = 1024
 
 
 class _Session:
-    """What one stream still has to send, and the tasks that follow its reservations."""
+    """The unsent spans of one stream, and the tasks that read the session's reservations."""
 
     def __init__(self) -> None:
         self.news: deque[ReservationSpans] = deque()
@@ -44,14 +44,13 @@ class _Session:
         self.ended = False
 
     def hold(self, reservation: Reservation, now: float) -> None:
-        """Records a reservation until it is started or cancelled, or its lease ends and the worker
-        drops it."""
+        """Records a reservation until it is started or cancelled, or until its lease ends and the
+        worker drops it."""
         self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
     def over(self, reservation_id: int, following: "asyncio.Task[ReservationSpans]") -> None:
-        """Queues the end of a reservation, including one whose task was cancelled before it
-        began."""
+        """Queues the end of a reservation, even if its task was cancelled before it began."""
         del self.running[reservation_id]
         self.put(
             ReservationSpans(reservation_id=reservation_id, ended=True)
@@ -64,7 +63,7 @@ class _Session:
         self.stirred.set()
 
     def take(self) -> SpanBatch:
-        """Returns the buffered spans in order, with the entries of each reservation joined."""
+        """Empties the buffer. Returns the spans in order, joined for each reservation."""
         room = MAX_BATCH_TOKENS
         spans: dict[int, list[Span]] = {}
         ends: dict[int, ReservationSpans] = {}
@@ -80,7 +79,7 @@ class _Session:
 
 
 class SpanSessions:
-    """The sessions of one decode worker."""
+    """All sessions of one decode worker."""
 
     def __init__(self, port: DecodePort) -> None:
         self._port = port
@@ -88,8 +87,8 @@ class SpanSessions:
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def spans(self, session_id: int) -> AsyncGenerator[SpanBatch, None]:
-        """Opens a session and yields its batches, beginning with an empty one. Closing the iterator
-        cancels everything in the session."""
+        """Opens a session and yields its batches of spans. The first batch is empty. Closing the
+        iterator cancels everything in the session."""
         if session_id in self._sessions:
             raise InvalidRequestError(
                 f"span session {session_id:x} is already open; use another id"
@@ -105,7 +104,7 @@ class SpanSessions:
             self._end(session)
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
-        """Reserves for a session, which may end meanwhile."""
+        """Reserves within a session. The session may end during the call."""
         session = self._session(session_id)
         reservation = await self._port.reserve(call)
         session.hold(reservation, asyncio.get_running_loop().time())
@@ -114,7 +113,7 @@ class SpanSessions:
         return reservation
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """Follows a reservation. Its spans, and its error if any, go to the session's stream."""
+        """Starts a reservation. Its spans and its error are sent on the session's stream."""
         session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(
@@ -186,6 +185,5 @@ def _error_end(reservation_id: int, error: JdisaggError) -> ReservationSpans:
 
 
 def _weight(span: Span) -> int:
-    """Returns the size of a span in tokens."""
     prompt = span.prompt_logprobs
     return len(span.token_ids) + (len(prompt) if prompt is not None else 0)

@@ -1,8 +1,8 @@
 """The services of a worker process: its ports over gRPC, for routers and other workers.
 
-The guard checks tokens and boot ids and handles errors. This module rejects token ids that the
-model does not have. On a mesh they would crash it with everything that runs there, and a router
-that has not met a worker yet does not check them."""
+The guard checks bearer tokens and boot ids and handles errors. This module rejects token ids that
+the model does not have, because they would crash the mesh and every sequence on it. A router checks
+token ids only once a worker is registered."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -25,16 +25,15 @@ Reply = TypeVar("Reply")
 def prefill_service(
     port: PrefillPort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """Serves a prefill port. Token ids must be below `vocabulary`, the size of the model's
-    vocabulary."""
+    """Returns the service of a prefill port. Token ids must be below `vocabulary`."""
     return rpc.service(PrefillPort, through(PrefillPort, port, _KnownIds(vocabulary)), tokens)
 
 
 def decode_service(
     port: DecodePort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """Serves a decode port. Token ids must be below `vocabulary`. Spans are sent by session, with
-    all of one caller in one stream."""
+    """Returns the service of a decode port. Token ids must be below `vocabulary`. All spans of one
+    caller are sent in one stream (a session)."""
     checked = through(DecodePort, port, _KnownIds(vocabulary))
     sessions = SpanSessions(checked)
     return rpc.service(
@@ -51,7 +50,7 @@ def peer_service(port: PeerPort, tokens: tuple[str, ...] = ()) -> Service:
 
 
 class _KnownIds:
-    """Rejects calls with token ids that the model does not have."""
+    """Middleware that rejects calls with token ids that the model does not have."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -74,7 +73,7 @@ class _KnownIds:
 
 
 class _CancelledInSessions:
-    """Also ends a cancelled reservation in its session."""
+    """Middleware that ends a cancelled reservation in its session, too."""
 
     def __init__(self, sessions: SpanSessions) -> None:
         self._sessions = sessions
