@@ -1,1 +1,1 @@
-"""Chats beyond text: tools that a model may call, its tool calls, and its reasoning."""
+"""Parts of a chat that are not text: tools, tool calls and reasoning."""

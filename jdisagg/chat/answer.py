@@ -1,21 +1,20 @@
 """Incremental parsing of a chat answer into content, reasoning and tool calls.
 
-An `AnswerParser` is a state machine over text. What it has returned after some text depends on that
-text alone, however it was split, so that a resumed stream continues where it was. It never raises:
-malformed calls are content. `Collected` joins the parts that a parser finds. Knows no request and
-no model."""
+An `AnswerParser` is a state machine over text. Its total output depends only on the text so far,
+however the text was split, so a resumed stream continues correctly. It never raises: malformed
+calls are returned as content. `Collected` joins the parts that a parser finds."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jdisagg.request import ToolCallDelta
 
-LONGEST_SPACE = 256  # white space held back until it is known what follows
+LONGEST_SPACE = 256  # characters of white space to hold back until other text follows
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """New parts of an answer. Calls have no ids yet."""
+    """New parts of an answer. Tool calls have no ids yet."""
 
     content: str = ""
     reasoning: str = ""
@@ -23,7 +22,7 @@ class AnswerDelta:
 
 
 class AnswerParser(Protocol):
-    """Parses one answer in order. It is used up after `finish`."""
+    """Parses one answer, pushed in order. Do not use it after `finish`."""
 
     def push(self, text: str) -> AnswerDelta: ...
     def finish(self) -> AnswerDelta: ...
@@ -31,8 +30,9 @@ class AnswerParser(Protocol):
 
 @dataclass(slots=True)
 class Collected:
-    """Parts that a parser found since the last `take`. White space before a call is not part of the
-    content, so up to `LONGEST_SPACE` of it is held back until other content follows."""
+    """Parts that a parser found since the last `take`. White space before a tool call is not part
+    of the content, so up to `LONGEST_SPACE` characters are held back until other content
+    follows."""
 
     calls_begun: int = 0
     _content: list[str] = field(default_factory=list)
@@ -55,13 +55,13 @@ class Collected:
         self.calls_begun += 1
 
     def add_arguments(self, text: str) -> None:
-        """Adds to the arguments of the latest call."""
+        """Adds text to the arguments of the latest call."""
         if text:
             self._calls.append(ToolCallDelta(self.calls_begun - 1, arguments=text))
 
     def take(self, *, last: bool = False) -> AnswerDelta:
-        """Returns and clears all parts. `last` means that nothing follows, so that trailing white
-        space belongs to the content."""
+        """Returns and clears all parts. `last`: No text follows, so held white space becomes
+        content."""
         if last and not self.calls_begun:
             self._content.append(self._space)
         delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
@@ -71,7 +71,7 @@ class Collected:
 
 
 def beginning_held(text: str, *markers: str) -> int:
-    """Returns how many trailing characters of `text` may be the beginning of a marker."""
+    """Returns how many characters at the end of `text` may begin a marker."""
     longest = max(map(len, markers)) - 1
     tail = text[-longest:]
     if not any(marker[0] in tail for marker in markers):
@@ -83,7 +83,7 @@ def beginning_held(text: str, *markers: str) -> int:
 
 
 def joined_calls(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Joins the deltas of each call into one."""
+    """Joins the deltas of each tool call into one."""
     joined: list[ToolCallDelta] = []
     for call in calls:
         if joined and joined[-1].index == call.index:

@@ -1,8 +1,8 @@
-"""Answers that must be tool calls: the grammar that enforces it, and the parser.
+"""Answers that must be tool calls: the grammar that enforces the calls, and the parser.
 
-Whatever the model's own format is, such an answer is a JSON array of objects with a name and
-arguments, each following the schema of its tool. White space is limited to one blank in a place,
-because an unsure model may fill an answer with it."""
+Such an answer is a JSON array of objects with a name and arguments, whatever the model's own format
+is. The arguments follow the schema of the tool. Between JSON tokens at most one blank is allowed,
+because some models otherwise generate white space without end."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from jdisagg.request import Grammar, GrammarKind
 
 
 def forced_calls(prompt: ChatPrompt) -> Grammar | None:
-    """Returns the grammar of the answer, or None if no call is required. `prompt` must be
+    """Returns the grammar of the answer, or None if the prompt requires no call. `prompt` must be
     validated. Raises InvalidRequestError if a schema is nested too deeply."""
     if prompt.tool_choice is not ToolChoice.REQUIRED:
         return None
@@ -48,7 +48,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
 
 
 class ForcedParser:
-    """An `AnswerParser` of such an answer, which has no content, even if cut off."""
+    """An `AnswerParser` of forced tool calls. It never returns content."""
 
     def __init__(self) -> None:
         self._calls = MistralParser()
@@ -67,7 +67,7 @@ def _object(value: object) -> Json:
 
 
 def _moved(schema: object, where: str) -> object:
-    """Rewrites a schema's references to itself for its new place."""
+    """Returns a schema whose references to itself are adapted to its new place `where`."""
     if isinstance(schema, list):
         return [_moved(one, where) for one in schema]
     if not isinstance(schema, Mapping):

@@ -1,8 +1,8 @@
-"""The formats in which models write tool calls and reasoning, by name or guessed from a chat
-template, and the parser of an answer.
+"""The formats in which models write tool calls and reasoning, and their parsers. A format is
+selected by name or guessed from the chat template.
 
-Names are those of vLLM's flags where it has one. A guess looks for the markers that the template
-itself writes for a call or for reasoning of an earlier answer."""
+Names are those of vLLM's flags where vLLM has the format. A guess searches the template for the
+markers that it writes for calls and reasoning of earlier answers."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -65,11 +65,11 @@ _REASONING_SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes calls and reasoning.
+    """The formats in which a model writes tool calls and reasoning.
 
     Attributes:
-        tools: One of `TOOL_FORMS`, or None if the model has no calls.
-        reasoning: A key of `REASONING`, or None.
+        tools: One of `TOOL_FORMS`, or None if the model makes no tool calls.
+        reasoning: A key of `REASONING`, or None without reasoning.
         shows_tools: Whether the chat template shows tools to the model.
     """
 
@@ -104,15 +104,15 @@ class AnswerFormat:
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
-        """Whether answers to a chat with these tools have a parser."""
+        """Returns whether answers to a chat with these tools need a parser."""
         return self.marks is not None or bool(self.tools and tools)
 
     def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
-        """Returns the parser of one answer, or None if all of it is content.
+        """Returns the parser of one answer, or None if the whole answer is content.
 
         Args:
             tools: Schemas of the callable tools by name.
-            thinking: Whether reasoning begins in the prompt.
+            thinking: Whether the prompt ends within reasoning.
         """
         if self._harmony:
             return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
@@ -124,7 +124,7 @@ class AnswerFormat:
 
 
 class _ReasoningAndCalls:
-    """An `AnswerParser` that looks for calls in the content after the reasoning."""
+    """An `AnswerParser` that separates reasoning first, and then tool calls from the content."""
 
     def __init__(self, reasoning: ReasoningParser, calls: AnswerParser) -> None:
         self._reasoning = reasoning

@@ -31,10 +31,10 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*analysis\b")
 
 
 class HarmonyParser:
-    """An `AnswerParser` of content, reasoning and calls at once.
+    """An `AnswerParser` that separates content, reasoning and calls of this format.
 
     Args:
-        tools: Names of the callable tools. Without any, nothing is a call.
+        tools: Names of the callable tools. Without tools, no message is a call.
         thinking: Whether the prompt ends within reasoning.
     """
 
@@ -45,7 +45,7 @@ class HarmonyParser:
         self._reasoning: list[str] = []
         self._step: Callable[[], bool] = self._body if thinking else self._beginning
         self._say: Callable[[str], None] = self._think if thinking else self._found.say
-        self._header = ""  # read so far
+        self._header = ""  # the part of the header read so far
         self._parted = ""  # separator before the next text of this part
         self._thought = self._said = self._argued = False  # whether that kind was emitted
 
@@ -80,7 +80,7 @@ class HarmonyParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def _beginning(self) -> bool:
-        """Reads within the header that the prompt began. A recipient may come first."""
+        """Reads the rest of the header that the prompt began. A recipient may come first."""
         text = self._text.lstrip(" ")
         if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
             if len(text) < len(_TO):
@@ -91,7 +91,7 @@ class HarmonyParser:
         return True
 
     def _between(self) -> bool:
-        """Reads text outside all parts, which is content."""
+        """Reads the text outside all parts, which is content."""
         found, marker = self._until(_BETWEEN)
         self._found.say(found)
         self._said = self._said or bool(found.strip())
@@ -155,8 +155,8 @@ class HarmonyParser:
         self._reasoning.append(text)
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
-        """Consumes the text before the first of the markers, and that marker. Returns both, with ""
-        if there is no marker yet. A possible beginning of a marker stays unconsumed."""
+        """Consumes the text before the first of the markers, and that marker. Returns both; the
+        marker is "" if none has arrived. A possible beginning of a marker is not consumed."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         at, marker = min(
             found, default=(len(self._text) - beginning_held(self._text, *markers), "")

@@ -1,7 +1,7 @@
-"""Character-wise reading of JSON that a model writes: where a value ends, and objects that name a
-call and its arguments.
+"""Reads JSON that a model writes, one character at a time. Finds the end of a value, and reads
+objects that contain a call's name and arguments.
 
-It is lenient: it follows brackets and strings, and passes on everything between them unchanged."""
+The readers are lenient: they track brackets and strings, and pass on all other text."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ _decode = msgspec.json.Decoder().decode
 
 
 class JsonValue:
-    """Finds the end of a value that begins with the first character given. The end of a number or a
-    name is known only by the next character. `broken` means that brackets do not match."""
+    """Finds the end of a JSON value that begins with the first character given. The end of a number
+    or a name is found only at the next character. `broken`: Whether brackets do not match."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -25,7 +25,7 @@ class JsonValue:
         self._in_string = self._escaped = self._begun = False
 
     def take(self, character: str) -> bool:
-        """Returns whether the value ends with this character."""
+        """Reads a character. Returns whether the value ends with it."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -54,8 +54,8 @@ class JsonValue:
 
 
 class CallObject:
-    """Reads an object such as {"name": "f", "arguments": {"x": 1}}. Passes the name to `begin` and
-    the arguments to `add` as they arrive.
+    """Reads an object such as {"name": "f", "arguments": {"x": 1}}. Passes the name to `begin`, and
+    the arguments to `add` while they arrive.
 
     If the call has not `begun` when the object has `ended` or is `broken`, the object is not a
     call. Arguments may precede the name and may be a string of JSON.
@@ -63,9 +63,9 @@ class CallObject:
     Args:
         begin: Receives the name.
         add: Receives pieces of the arguments.
-        arguments_needed: Whether an object without arguments is not a call.
-        names: Accepted names; an object with another name, or with keys unknown to calls, is not a
-            call. Empty accepts any.
+        arguments_needed: Whether an object must have arguments to be a call.
+        names: Accepted names. An object with another name, or with keys that calls do not have, is
+            not a call. If empty, any name is accepted.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CallObject:
         self._name = self._key = ""
         self._arguments: list[str] | None = None  # not yet passed on; None before the key
         self._streams = False  # whether the current value is the arguments object
-        self._text: list[str] = []  # of the current value
+        self._text: list[str] = []  # text of the current value
         self._value: JsonValue | None = None
         self._step = self._open
 
@@ -129,7 +129,7 @@ class CallObject:
             self.broken = True
             return
         if self._key in _ARGUMENTS:
-            if self._arguments is not None:  # a second arguments key
+            if self._arguments is not None:  # ignores a second arguments key
                 self.broken = True
                 return
             self._arguments = []
@@ -174,7 +174,7 @@ class CallObject:
             self._give(value if isinstance(value, str) and value.strip() else "{}")
 
     def _give(self, arguments: str) -> None:
-        """Passes arguments on once the name is known."""
+        """Passes arguments to `add` once the name is known."""
         if self._arguments is None:
             return
         self._arguments.append(arguments)
@@ -194,7 +194,6 @@ class CallObject:
 
 
 def _decoded(text: str) -> object:
-    """Returns None for invalid JSON."""
     try:
         return _decode(text)
     except (msgspec.DecodeError, RecursionError):

@@ -1,5 +1,4 @@
-"""Parsers of tool calls with markers between name and arguments, which are JSON: the formats of
-DeepSeek V3 and Kimi K2."""
+"""Parsers of tool calls with a marker between name and JSON arguments: DeepSeek V3 and Kimi K2."""
 
 import re
 from collections.abc import Collection
@@ -61,8 +60,7 @@ class MarkedParser(SteppedParser):
         return False
 
     def _after(self) -> bool:
-        """Reads until the call's end marker, which may be missing. A code fence before it is
-        dropped."""
+        """Reads until the call's end marker, if any. Drops a code fence before it."""
         text = self._after_space(FENCE)
         if text is not None and len(text) < len(self.END) and self.END.startswith(text):
             return False
@@ -84,8 +82,8 @@ class MarkedParser(SteppedParser):
 
 
 class DeepSeekParser(MarkedParser):
-    """V3 and R1 write the type first, then the name, and the arguments in a code fence. V3.1 and
-    later write name SEPARATOR arguments."""
+    """Parser of DeepSeek's formats. V3 and R1 write the type, the name, and the arguments in a code
+    fence. V3.1 and later write name SEPARATOR arguments."""
 
     SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -97,7 +95,7 @@ class DeepSeekParser(MarkedParser):
 
 
 class KimiParser(MarkedParser):
-    """The head is the call's id, such as functions.NAME:0."""
+    """Parser of Kimi K2's format, in which the head is the call's id, such as functions.NAME:0."""
 
     SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, END = "<|tool_call_begin|>", "<|tool_call_end|>"

@@ -1,8 +1,8 @@
-"""Conversations as clients send them and as chat templates receive them.
+"""Conversations in the form in which clients send them, and their conversion for chat templates.
 
 Templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls as
-objects rather than JSON text. Invalid conversations are rejected here by field name. Whether the
-model's template accepts a valid one is up to the template."""
+objects rather than JSON text. This module rejects invalid conversations and names the field. The
+model's template may reject further ones."""
 
 import enum
 import re
@@ -22,8 +22,8 @@ Json = dict[str, object]
 
 
 class ToolChoice(enum.Enum):
-    """Whether the model may call tools. With NONE they are not shown to it. With REQUIRED it must
-    call one, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
+    """Whether the model may call tools. With NONE the model does not see the tools. With REQUIRED
+    it must call one, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
 
     AUTO = "auto"
     NONE = "none"
@@ -90,9 +90,9 @@ class ChatPrompt:
             continues.
         arguments: Extra template variables, such as enable_thinking.
         tools: Functions that the model may call.
-        tool_choice: Whether it may or must call them.
+        tool_choice: Whether the model may or must call tools.
         parallel_tool_calls: Whether an answer may have more than one call.
-        tool_name: The only tool that it must call, or "" for any.
+        tool_name: The one tool that the model must call, or "" for any.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -113,8 +113,7 @@ class ChatPrompt:
 
 
 def check_chat(prompt: ChatPrompt) -> None:
-    """Validates what needs neither model nor limits. Raises InvalidRequestError with the field's
-    name."""
+    """Makes the checks that need neither model nor limits. InvalidRequestError names the field."""
     if not prompt.messages:
         raise InvalidRequestError("chat messages are empty; send at least one")
     for index, message in enumerate(prompt.messages):
@@ -161,8 +160,8 @@ def _check_tools(prompt: ChatPrompt) -> None:
 
 
 def called_arguments(where: str, call: ToolCall) -> Json:
-    """Returns the arguments of a call as an object, and {} for empty text. Raises
-    InvalidRequestError."""
+    """Returns the arguments of a call as an object. Empty text means {}. Raises InvalidRequestError
+    if the text is not a JSON object."""
     try:
         return msgspec.json.decode(call.arguments, type=Json) if call.arguments.strip() else {}
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
@@ -173,7 +172,7 @@ def called_arguments(where: str, call: ToolCall) -> Json:
 
 
 def shown_messages(messages: Sequence[ChatMessage]) -> list[Json]:
-    """Returns messages in the form that templates expect, without absent fields."""
+    """Returns the messages in the form that templates expect. Absent fields are omitted."""
     return [_shown(message) for message in messages]
 
 
@@ -181,7 +180,7 @@ def _shown(message: ChatMessage) -> Json:
     shown: Json = {"role": message.role, "content": message.content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
-        if not message.content:  # the name in gpt-oss, whose template refuses it beside content
+        if not message.content:  # gpt-oss's name for reasoning; its template refuses both
             shown["thinking"] = message.reasoning
     if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id
@@ -200,7 +199,7 @@ def _shown(message: ChatMessage) -> Json:
 
 
 def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
-    """Returns each text that a client wrote, with its field's name."""
+    """Returns each text that the client wrote, with the name of its field."""
     texts: list[tuple[str, str]] = []
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"

@@ -1,4 +1,4 @@
-"""Separates a model's reasoning from its answer by the marks around it."""
+"""Separates a model's reasoning from its answer by the markers around the reasoning."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from jdisagg.chat.answer import AnswerDelta, beginning_held
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks at the beginning and the end of reasoning."""
+    """The markers at the beginning and the end of reasoning."""
 
     begin: str
     end: str
 
     def open_in(self, text: str) -> bool:
-        """Whether reasoning begins in this text and does not end in it."""
+        """Returns whether reasoning begins in this text and does not end in it."""
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
 class ReasoningParser:
     """An `AnswerParser` of reasoning followed by content. Reasoning may begin in the prompt
-    (`begun`), at the start of the answer, or not at all. Line breaks around it are dropped."""
+    (`begun`), at the start of the answer, or not at all. Drops line breaks around it."""
 
     def __init__(self, marks: Marks, *, begun: bool) -> None:
         self._marks = marks

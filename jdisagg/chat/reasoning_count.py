@@ -1,4 +1,4 @@
-"""Counts the tokens of an answer that are reasoning, including the marks around it."""
+"""Counts the tokens of an answer that are reasoning, including the markers around it."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -10,11 +10,11 @@ _REACH = 8  # characters to search ahead after a token without text of its own
 
 @runtime_checkable
 class Thinker(Protocol):
-    """A parser that recognizes reasoning."""
+    """A parser that reports whether the text is reasoning."""
 
     @property
     def reasons(self) -> bool:
-        """Whether the next text is reasoning, or ends it."""
+        """Whether the next text is reasoning, or the marker that ends it."""
         ...
 
     @property
@@ -24,8 +24,8 @@ class Thinker(Protocol):
 
 
 class CountingParser:
-    """Feeds a parser the text of each token separately. Tokens that may begin reasoning count with
-    what follows them."""
+    """Wraps a parser and passes it the text of one token at a time. Tokens that may begin reasoning
+    are counted when the parser has decided."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser
@@ -33,7 +33,7 @@ class CountingParser:
         self._undecided = 0
 
     def push(self, texts: Sequence[str]) -> AnswerDelta:
-        """Returns the joined delta of these tokens."""
+        """Parses the texts of the next tokens and returns their joined delta."""
         deltas = [self._push(text) for text in texts]
         return AnswerDelta(
             "".join([delta.content for delta in deltas]),
@@ -58,9 +58,9 @@ class CountingParser:
 
 
 def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Returns where the text of each token begins and ends in the joined text. `pieces` are the
-    tokens decoded alone. A token without text of its own (a special token, or part of a character)
-    is placed at the beginning of the next one."""
+    """Returns the start and end of each token's text in the joined text. `pieces` are the tokens
+    decoded alone. A token without text of its own (a special token, or part of a character) is
+    placed at the beginning of the next one."""
     places: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:

@@ -1,9 +1,9 @@
 """Parsers of tool calls with tags around each argument and without JSON: the formats of GLM 4.5,
 Qwen3-Coder, Seed-OSS and MiniMax M2.
 
-They convert the arguments to JSON. A string argument, by the tool's schema, passes on as it
-arrives. Another argument passes on at its end, unchanged if it is JSON of a type in the schema, and
-otherwise as a string."""
+They convert the arguments to JSON. If the tool's schema declares an argument as a string, its text
+is emitted as it arrives. Any other argument is emitted when it is complete: unchanged if it is JSON
+of a type in the schema, and otherwise as a string."""
 
 import json
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ class TaggedParser(SteppedParser):
         self._schemas = tools or {}
         self._name = ""
         self._count = 0  # arguments so far
-        self._types: frozenset[str] = frozenset()  # allowed for the argument; empty allows any
-        self._pieces: list[str] = []  # of an argument that may not be a string
+        self._types: frozenset[str] = frozenset()  # types allowed for the argument (empty: any)
+        self._pieces: list[str] = []  # pieces of an argument that need not be a string
         self._passed = False  # whether part of the argument was emitted
 
     def _words(self) -> bool:
@@ -50,7 +50,7 @@ class TaggedParser(SteppedParser):
         return bool(marker)
 
     def _in_outer(self) -> bool:
-        """Reads after OUTER, or after a call."""
+        """Reads the text after OUTER or after a call."""
         return self._call_or_end(self.CALL, self._begin_name, self.OUTER_END)
 
     def _begin_name(self) -> bool:
@@ -122,8 +122,8 @@ class TaggedParser(SteppedParser):
         return True
 
     def _pass_on(self) -> None:
-        """Emits the certain part of the value. A possible beginning of VALUE_END, and a line break
-        before it, stay."""
+        """Emits the part of the value that is certain. Holds back a possible beginning of VALUE_END
+        and a line break before it."""
         certain = len(self._text) - beginning_held(self._text, self.VALUE_END)
         certain = len(self._text[:certain].removesuffix("\n"))
         text, rest = self._text[:certain], self._text[certain:]
@@ -137,7 +137,7 @@ class TaggedParser(SteppedParser):
             self._text, self._passed = rest, True
 
     def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
-        """Returns the value without the format's surrounding white space."""
+        """Returns the value without the white space that the format adds around it."""
         return value
 
     def _types_of(self, key: str) -> frozenset[str]:
@@ -157,7 +157,7 @@ class TaggedParser(SteppedParser):
 
 
 class GlmParser(TaggedParser):
-    """Parses <tool_call>f with a line for each <arg_key>x</arg_key> and
+    """Parses GLM 4.5's calls: <tool_call>f with a line for each <arg_key>x</arg_key> and
     <arg_value>1</arg_value>."""
 
     CALL, NAME_END, END = "<tool_call>", "\n", "</tool_call>"
@@ -166,8 +166,8 @@ class GlmParser(TaggedParser):
 
 
 class QwenCoderParser(TaggedParser):
-    """Parses <tool_call> <function=f> <parameter=x> 1 </parameter> </function> </tool_call>, with
-    tags and values on lines of their own."""
+    """Parses Qwen3-Coder's calls: <tool_call> <function=f> <parameter=x> 1 </parameter> </function>
+    </tool_call>, with tags and values on lines of their own."""
 
     OUTER, OUTER_END = "<tool_call>", "</tool_call>"
     CALL, NAME_END, END = "<function=", ">", "</function>"
@@ -179,13 +179,13 @@ class QwenCoderParser(TaggedParser):
 
 
 class SeedParser(QwenCoderParser):
-    """Qwen3-Coder's format in another tag."""
+    """Parses Seed-OSS's calls: Qwen3-Coder's format with another outer tag."""
 
     OUTER, OUTER_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
 class MiniMaxParser(QwenCoderParser):
-    """Qwen3-Coder's format in other tags."""
+    """Parses MiniMax M2's calls: Qwen3-Coder's format with other tags."""
 
     OUTER, OUTER_END = "<minimax:tool_call>", "</minimax:tool_call>"
     CALL, NAME_END, END = '<invoke name="', '">', "</invoke>"
@@ -197,7 +197,7 @@ def _json(value: object) -> str:
 
 
 def _types(schema: object) -> frozenset[str]:
-    """Returns the JSON types that a schema, or its alternatives, allow."""
+    """Returns the JSON types that a schema and its alternatives allow."""
     if not isinstance(schema, Mapping):
         return frozenset()
     given = schema.get("type")
@@ -213,8 +213,8 @@ def _types(schema: object) -> frozenset[str]:
 
 
 def _argument(text: str, types: frozenset[str]) -> str:
-    """Returns the text as JSON: unchanged if it is JSON of one of the types (of any if there are
-    none), else as a string."""
+    """Returns an argument's text as JSON. The text stays unchanged if it is JSON of one of the
+    types (of any type if `types` is empty). Otherwise it becomes a JSON string."""
     text_or_none = text.strip()
     try:
         _skip(text_or_none)

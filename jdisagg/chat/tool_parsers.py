@@ -1,20 +1,20 @@
 """Parsers of tool calls in JSON, in the formats of Hermes and Qwen, Llama 3, and Mistral.
 
-Each is an `AnswerParser`. From the marker of a call until its name and the beginning of its
-arguments are known, text is held back. If it turns out not to be a call, it becomes content. Once a
-call has begun, its arguments pass on as the model writes them."""
+Each class is an `AnswerParser`. It holds back the text from a call's marker until the call's name
+and the beginning of its arguments have arrived. If the text is not a call, it becomes content. Once
+a call has begun, its arguments are emitted as the model writes them."""
 
 from collections.abc import Callable, Collection
 
 from jdisagg.chat.answer import LONGEST_SPACE, AnswerDelta, Collected, beginning_held
 from jdisagg.chat.json_text import SPACE, CallObject, JsonValue
 
-LONGEST_NAME = 256  # of a tool, including the text around it
+LONGEST_NAME = 256  # characters of a tool's name, including the text around it
 
 
 class ToolParser:
-    """Holds unparsed text, of which `_step` consumes what it can. `tools` are the names of the
-    available tools."""
+    """Base of the parsers. It holds unparsed text, and `_step` consumes as much of it as possible.
+    `tools`: Names of the available tools."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         self._tools = frozenset(tools)
@@ -32,21 +32,20 @@ class ToolParser:
         return self._found.take(last=True)
 
     def _step(self) -> bool:
-        """Consumes some of the text. Returns whether more may be consumed."""
+        """Consumes some of the text. Returns whether another call may consume more."""
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Handles the end of the text."""
         self._found.say(self._text)
 
     def _after_space(self, space: str | None = None) -> str | None:
-        """Returns the text after white space, or None if the white space is too long."""
+        """Returns the text after leading white space, or None if the white space is too long."""
         text = self._text.lstrip(space)
         return text if len(self._text) - len(text) <= LONGEST_SPACE else None
 
     def _say_until(self, *markers: str) -> str:
         """Emits content up to the first of the markers. Consumes and returns that marker, or
-        returns "" if there is none yet."""
+        returns "" if none has arrived."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -60,8 +59,8 @@ class ToolParser:
 
 
 class SteppedParser(ToolParser):
-    """A `ToolParser` of calls between markers, possibly within section markers. `_step_now` reads
-    what comes next. `_held` are markers that become content if no call follows."""
+    """A `ToolParser` of calls between markers, possibly within section markers. `_step_now` is the
+    method that reads the next text. `_held` becomes content if no call follows."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -76,7 +75,7 @@ class SteppedParser(ToolParser):
         raise NotImplementedError
 
     def _call_or_end(self, call: str, begin: Callable[[], bool], end: str) -> bool:
-        """Reads the marker within a section: that of another call, which `begin` then reads, or the
+        """Reads the marker within a section: another call's, after which `begin` reads, or the
         section's end."""
         text = self._after_space()
         space = self._text[: len(self._text) - len(text or "")]
@@ -97,8 +96,8 @@ class SteppedParser(ToolParser):
 
 
 class JsonToolParser(ToolParser):
-    """A `ToolParser` that reads one `CallObject` at a time. `_raw` is the text that becomes content
-    if it is not a call."""
+    """A `ToolParser` that reads one `CallObject` at a time. `_raw` is the object's text, which
+    becomes content if the object is not a call."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -106,7 +105,7 @@ class JsonToolParser(ToolParser):
         self._raw: list[str] = []
 
     def _expect_object(self, raw: str, *, certain: bool = True) -> None:
-        """Expects an object next. `certain` means that a marker announced a call."""
+        """Makes an object the next input. `certain`: Whether a marker announced a call."""
         self._raw = [raw]
         self._object = CallObject(
             self._found.begin_call,
@@ -116,8 +115,8 @@ class JsonToolParser(ToolParser):
         )
 
     def _read_object(self) -> bool | None:
-        """Returns None while the object continues, then whether it was a call. If not, its text
-        becomes content."""
+        """Reads the object. Returns None while it continues, and then whether it was a call. The
+        text of an object that is not a call becomes content."""
         one = self._object
         assert one is not None
         for at, character in enumerate(self._text):
@@ -160,7 +159,7 @@ class HermesParser(JsonToolParser):
         return True
 
     def _close(self) -> bool:
-        """Consumes the marker after a call, which a model may omit."""
+        """Consumes the marker after a call. The model may omit that marker."""
         text = self._after_space()
         if text is not None:
             if len(text) < len(self.CLOSE) and self.CLOSE.startswith(text):
@@ -190,8 +189,8 @@ class HermesParser(JsonToolParser):
 
 class LlamaParser(JsonToolParser):
     """Parses {"name": "f", "parameters": {"x": 1}} as the whole answer, possibly after
-    <|python_tag|>, several joined by ; (Llama 3.1 to 3.3). Without the tag it is a call only if it
-    names an available tool."""
+    <|python_tag|>, several joined by ; (Llama 3.1 to 3.3). Without the tag, an object is a call
+    only if it names an available tool."""
 
     TAG = "<|python_tag|>"
     _words = False  # whether the rest is content
@@ -276,7 +275,7 @@ class MistralParser(JsonToolParser):
         return self._begin_named(body)
 
     def _begin_named(self, body: str) -> bool:
-        """Reads a name, an optional id, and the arguments, which begin with {."""
+        """Reads a name, an optional id, and the beginning of the arguments, {."""
         head, brace, _ = body.partition("{")
         name = head.replace(self.ARGUMENTS, "").partition(self.ID)[0].rstrip()
         none = len(head) > LONGEST_NAME or "\n" in head.rstrip()
@@ -316,8 +315,8 @@ class MistralParser(JsonToolParser):
         return True
 
     def _hold_space(self, characters: str) -> str | None:
-        """Consumes the white space before the next character, once that is there. Returns the
-        remaining text as `_after_space` does."""
+        """Consumes the white space before the next character once that character has arrived.
+        Returns the remaining text like `_after_space`."""
         body = self._after_space(characters)
         if body:
             if self._held:
