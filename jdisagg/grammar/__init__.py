@@ -1,2 +1,2 @@
-"""Structured output: grammars compiled for a tokenizer, and the state of each sequence in its
-grammar. No JAX."""
+"""Structured output: compiles grammars for a tokenizer, and tracks the state of each sequence in
+its grammar. Does not use JAX."""

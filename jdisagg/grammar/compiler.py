@@ -1,9 +1,10 @@
 """Compiles grammars for one tokenizer with llguidance, and caches them.
 
-The API side validates each grammar in a separate process (`admit`), and workers choose tokens with
-it. Within one process they share this object and its cache. `prepare` compiles in a thread, a few
-grammars at a time, so that no grammar delays a stream. `matcher` then finds the compiled grammar,
-and compiles on the spot if it must (a follower of a multi-process instance, or a replay).
+The API server validates each grammar in a separate process (`admit`), and workers use the grammar
+to mask tokens. If both are in one process, they share the compiler and its cache. `prepare`
+compiles in threads, a few grammars at a time, so that no grammar delays a stream. `matcher` then
+finds the compiled grammar. It compiles the grammar itself if `prepare` was not called (in a
+follower of a multi-process instance, or in a replay).
 
 llguidance's limits bound the memory of a grammar and the time of a mask. Its compiler releases the
 interpreter lock."""
@@ -36,7 +37,7 @@ TRIAL = str(Path(__file__).with_name("trial.py"))
 
 @dataclass(frozen=True, slots=True)
 class TokenizerText:
-    """A tokenizer.json, and the ids that end a text of its model."""
+    """The content of a tokenizer.json, and the ids that end a text of its model."""
 
     json: str
     eos_ids: tuple[int, ...]
@@ -47,7 +48,7 @@ class GrammarCompiler:
     may be called from any thread; those two belong to one event loop.
 
     Args:
-        read: Returns the tokenizer. Called once, by `load` or for the first grammar.
+        read: Returns the tokenizer. It is called once, by `load` or for the first grammar.
     """
 
     def __init__(self, read: Callable[[], TokenizerText]) -> None:
@@ -55,14 +56,14 @@ class GrammarCompiler:
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
-        # compiled, or the reason why it is invalid
+        # each value is the compiled grammar, or a description of its error
         self._known: OrderedDict[Grammar, llguidance.LLMatcher | str] = OrderedDict()
         self._at_work = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
         self._under_way: dict[Grammar, asyncio.Task[llguidance.LLMatcher | str]] = {}
 
     def load(self) -> llguidance.LLTokenizer:
-        """Reads the tokenizer unless that is done."""
+        """Reads the tokenizer if it has not been read yet."""
         with self._reading:
             if self._tokenizer is None:
                 text = self._read()
@@ -76,22 +77,21 @@ class GrammarCompiler:
             return self._tokenizer
 
     async def admit(self, grammar: Grammar, seconds: float) -> None:
-        """Compiles an untrusted grammar as `prepare` does, after validating it in a separate
-        process.
+        """Validates an untrusted grammar in a separate process and compiles it.
 
         Raises:
             InvalidRequestError: The grammar is invalid or too complex.
-            OverloadedError: Too many others wait, or it takes longer than `seconds`.
+            OverloadedError: Too many other grammars wait, or the work takes longer than `seconds`.
         """
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
-        """Waits until the grammar of an admitted request is compiled, however many others wait, as
-        such a request also waits for pages.
+        """Waits until the grammar of an admitted request is compiled. There is no limit on waiting
+        grammars, because admitted requests are limited already.
 
         Raises:
             InvalidRequestError: The grammar is invalid or too complex.
-            DeadlineExceededError: It takes longer than `seconds`.
+            DeadlineExceededError: Compilation takes longer than `seconds`.
         """
         await self._compiled(grammar, seconds, tried=False)
 
@@ -114,7 +114,8 @@ class GrammarCompiler:
     def _begin(
         self, grammar: Grammar, seconds: float, tried: bool
     ) -> "asyncio.Task[llguidance.LLMatcher | str]":
-        """Starts the only task for a grammar. It continues even if its callers stop waiting."""
+        """Starts the task that compiles a grammar, one per grammar. The task continues if its
+        callers stop waiting."""
         if tried and self._waiting >= MOST_WAITING:
             raise OverloadedError(
                 f"grammar: {self._waiting} others are waiting to be compiled; try again later",
@@ -148,8 +149,8 @@ class GrammarCompiler:
         stop_ids: Sequence[int],
         token_ids: Sequence[int],
     ) -> TokenMatcher:
-        """Returns a sequence's state after these generated ids. Raises InvalidRequestError for an
-        invalid grammar."""
+        """Returns the state of a sequence that has generated these ids. Raises InvalidRequestError
+        for an invalid grammar."""
         inner = _usable(grammar, self._find(grammar)).deep_copy()
         words = mask_words(self.load().vocab_size)
         matcher = TokenMatcher(inner, words, sampling, Endings(self._eos_ids, tuple(stop_ids)))
@@ -173,9 +174,8 @@ class GrammarCompiler:
         return found
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher | str:
-        """Returns the grammar in its initial state, or what is wrong with it. The first mask is
-        computed on a copy, so that a grammar that exceeds the limits there is rejected before it is
-        used."""
+        """Returns the compiled grammar in its initial state, or a description of the error.
+        Computes the first mask on a copy, to reject a grammar that exceeds the limits."""
         tokenizer = self.load()
         try:
             text = _as_llguidance(grammar)
@@ -197,7 +197,7 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 
 async def _tried(grammar: Grammar, seconds: float) -> str:
-    """Returns what is wrong with a grammar, or "". Raises TimeoutError."""
+    """Validates a grammar. Returns a description of the error, or "". Raises TimeoutError."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return ""
     try:
@@ -207,11 +207,11 @@ async def _tried(grammar: Grammar, seconds: float) -> str:
 
 
 async def validate(text: str, seconds: float) -> str:
-    """Tries a grammar, in llguidance's form, in a child process that a hostile grammar may crash
-    (`trial.py`).
+    """Compiles a grammar, in llguidance's form, in a child process (`trial.py`), because a hostile
+    grammar may crash its process.
 
     Returns:
-        What is wrong with the grammar, or "".
+        A description of the error, or "" for a valid grammar.
 
     Raises:
         TimeoutError: No result within `seconds`. The machine is then busy, because the child has a

@@ -1,4 +1,4 @@
-"""Rules for whitespace between JSON tokens, as llguidance's options within a schema."""
+"""Rules for white space between JSON tokens, as llguidance options within a schema."""
 
 import json
 from collections.abc import Mapping
@@ -12,19 +12,18 @@ _NONE = f'"{OPTIONS}":{{"whitespace_flexible":false}}'
 
 
 def says_itself(schema: str) -> bool:
-    """Whether a schema, as text, has llguidance options of its own."""
+    """Returns whether a schema, given as text, has llguidance options of its own."""
     return f'"{OPTIONS}"' in schema
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the schema limited to `WHITESPACE`, unless it has options of its own."""
+    """Limits white space to `WHITESPACE`, unless the schema has options of its own."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 
 
 def without(schema: str) -> str:
-    """Returns the schema, as text, of JSON without whitespace. Text that is not an object is
-    unchanged."""
+    """Returns a schema, given as text, with white space forbidden. Other text is unchanged."""
     head, brace, rest = schema.partition("{")
     if head.strip() or not brace or says_itself(schema):
         return schema

@@ -1,11 +1,11 @@
-"""The state of one sequence in its grammar, and which tokens may come next.
+"""The state of one sequence in its grammar, which determines the tokens that may come next.
 
-It is a function of the compiled grammar and the accepted ids (rule 9 of the design), so another
-worker reproduces it by consuming the same ids.
+The state depends only on the compiled grammar and the accepted ids (rule 9 of the design), so
+another worker restores it by consuming the same ids.
 
 A stop id is allowed where the text may end. If a request must continue (`ignore_eos`,
-`min_tokens`), stop ids are masked out as long as any other token is allowed. A complete text cannot
-continue."""
+`min_tokens`), stop ids are masked out as long as any other token is allowed. After a complete text,
+only stop ids are allowed."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Endings:
     """Ids that end an answer.
 
     Attributes:
-        eos_ids: The model's own.
-        stop_ids: All of the request's, including the model's own.
+        eos_ids: The model's own ids.
+        stop_ids: All ids of the request, including the model's own.
     """
 
     eos_ids: tuple[int, ...]
@@ -32,12 +32,12 @@ class Endings:
 
 
 class TokenMatcher:
-    """The state of one sequence.
+    """The state of one sequence in its grammar.
 
     Args:
         inner: llguidance's matcher, owned by this sequence.
         words: Length of a mask over the tokenizer's ids, in 32-bit words.
-        sampling: For `min_tokens` and `ignore_eos`.
+        sampling: Source of `min_tokens` and `ignore_eos`.
         endings: Ids that end an answer.
     """
 
@@ -49,14 +49,13 @@ class TokenMatcher:
         self._min_tokens = sampling.min_tokens
         self._generated = 0
         self._ended = False
-        # Ids to mask out, or None.
+        # Ids to mask out while the request must continue, or None.
         self._at_first = _bits(endings.stop_ids, words) if sampling.min_tokens else None
         self._always = _bits(endings.eos_ids, words) if sampling.ignore_eos else None
         self._stop_ids = frozenset(endings.stop_ids)
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Appends ids to the sequence. Ids after a stop id are ignored, because a mesh runs
-        ahead."""
+        """Appends ids to the sequence. Ignores ids after a stop id, because a mesh runs ahead."""
         for token_id in token_ids:
             if self._ended or token_id < 0:
                 return
@@ -67,11 +66,11 @@ class TokenMatcher:
                 self._inner.consume_token(token_id)
 
     def forced(self, most: int, vocabulary: int) -> list[int]:
-        """Consumes ids as long as exactly one id is possible, other than a stop id.
+        """Consumes the next ids as long as exactly one id is possible and it is not a stop id.
 
         Args:
             most: Cap on the number of ids.
-            vocabulary: Size of the model's vocabulary. Larger ids end the run.
+            vocabulary: Size of the model's vocabulary. An id beyond it ends the run.
 
         Returns:
             The consumed ids. `fill` would have allowed each of them as the only one
@@ -88,15 +87,14 @@ class TokenMatcher:
         return found
 
     def fill(self, mask: np.ndarray) -> None:
-        """Writes a bit for each id that may come next. The first id is the lowest bit of the first
-        word.
+        """Writes a bit for each id that may come next. Id 0 is the lowest bit of the first word.
 
         Args:
-            mask: uint32 [words of the model's vocabulary], contiguous. All zero if the ids so far
-                do not match the grammar, or it exceeded its limits.
+            mask: uint32 [words of the model's vocabulary], contiguous. All zero if the consumed ids
+                do not match the grammar, or if the grammar exceeded its limits.
         """
         words = self._words
-        # Written in place unless the model has fewer ids than its tokenizer.
+        # The mask is written in place unless the model has fewer ids than its tokenizer.
         ours = mask if len(mask) >= words else np.empty(words, np.uint32)
         self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, words * ours.itemsize)
         if self._inner.is_error():
@@ -112,12 +110,12 @@ class TokenMatcher:
 
     @property
     def error(self) -> str:
-        """Why nothing can come next, or ""."""
+        """The reason why no id can come next, or ""."""
         return self._inner.get_error() if self._inner.is_error() else ""
 
 
 def _keep_out(endings: np.ndarray, mask: np.ndarray) -> None:
-    """Removes these ids from the mask if others remain."""
+    """Removes the ids in `endings` from the mask if other ids remain."""
     others = mask & ~endings
     if others.any():
         mask[:] = others

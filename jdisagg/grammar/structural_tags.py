@@ -5,9 +5,9 @@ certain beginnings force the model to continue in a certain form.
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
 The newer form is {"format": F} with F built of the types in `_FORMATS`. A trigger is matched as
-text. A model for which it is a special token writes it with other tokens here. Free text ends where
-a trigger or the end of its tag is complete (llguidance's `lazy`), so it must be followed by one of
-those, or come last."""
+text, so a model that has a special token for it must write it with other tokens. Free text ends
+where a trigger or the end of its tag is complete (llguidance's `lazy`). It must therefore be
+followed by a trigger or an end, or come last."""
 
 import json
 import re
@@ -24,8 +24,8 @@ MOST_PARTS = 512
 
 
 def structural_lark(tag: Json) -> str:
-    """Returns the grammar of a `structural_tag`. Raises InvalidRequestError with the part's
-    name."""
+    """Returns the Lark grammar of a `structural_tag`. The InvalidRequestError for an invalid tag
+    names the part."""
     rules = _Rules()
     try:
         if "format" in tag:
@@ -39,15 +39,15 @@ def structural_lark(tag: Json) -> str:
 
 
 class _Rules:
-    """Collects the grammar's rules in `lines`."""
+    """Builds the rules of the Lark grammar, which are collected in `lines`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._parts = 0
 
     def of(self, part: object, where: str, *, ends: str | None = None) -> str:
-        """Returns the expression of one format. `ends` is the text that follows, if known; free
-        text includes it."""
+        """Returns the Lark expression of one format. `ends` is the text that follows the format, if
+        known. Free text includes that text."""
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")
@@ -101,8 +101,8 @@ class _Rules:
         return f"({' | '.join(found)})"
 
     def tag(self, part: Json, where: str, begun: str = "") -> str:
-        """Returns the expression of a tag. `begun` is the part of its `begin` that is already
-        written."""
+        """Returns the Lark expression of a tag. `begun`: The part of the tag's `begin` that is
+        already matched."""
         begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
         content = part.get("content")
         if content is None and "schema" in part:
@@ -140,7 +140,7 @@ class _Rules:
         return one if part.get("at_least_one") is True else f"({one} | TEXT)"
 
     def separated(self, part: Json, where: str) -> str:
-        """Returns the expression of tags with only the separator between them."""
+        """Returns the Lark expression of a list of tags with only a separator between them."""
         some: list[str] = []
         for at, tag in enumerate(_list(part, "tags", where)):
             name = f"{where}.tags[{at}]"

@@ -1,10 +1,10 @@
-"""Tries to compile one grammar in a separate process, which `compiler.py` starts as a script. Reads
-the grammar in llguidance's form from standard input and prints what is wrong with it.
+"""Script that `compiler.py` runs in a separate process to compile one grammar. It reads the grammar
+in llguidance's form from standard input and prints a description of the error, if any.
 
-llguidance recurses over rules, and a grammar may take unbounded time. A hostile grammar ends only
-this process, by its stack, memory or time. The tokenizer is one of bytes, because the cost of a
-grammar hardly depends on the vocabulary. Imports only the standard library and llguidance, so that
-it starts fast."""
+llguidance recurses over rules, and a grammar may take unbounded time. A hostile grammar that
+exceeds the limits of stack, memory or time ends only this process. The tokenizer is one of bytes,
+because the cost of a grammar hardly depends on the vocabulary. Imports only the standard library
+and llguidance, so that it starts fast."""
 
 import random
 import resource
@@ -14,7 +14,7 @@ import threading
 
 import llguidance
 
-# Smaller than the default of threads, so that a grammar that passes here also passes there.
+# Below the default stack of threads, so that a grammar that passes this test compiles in them.
 STACK_BYTES = 1 << 20
 MEMORY_BYTES = 256 << 20
 PROCESSOR_SECONDS = 0.8
@@ -24,19 +24,19 @@ LEXER_STATES = 50_000
 
 
 def limits() -> llguidance.LLParserLimits:
-    """Returns the limits of a compiled grammar."""
+    """Returns llguidance's limits of a compiled grammar."""
     return llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 
 
 def fault(tokenizer: llguidance.LLTokenizer, text: str) -> str:
-    """Returns what is wrong with a grammar, found by compiling it and walking along it, or ""."""
+    """Compiles a grammar and computes some masks. Returns a description of the error, or ""."""
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
     draw = random.Random(0)
     for _ in range(WALK_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             break
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        # Ids beyond the bytes are special tokens, such as the end.
+        # Ids above 255 are special tokens, such as the end of the text.
         allowed = [byte for byte in range(256) if mask >> byte & 1]
         if not allowed:
             break
