@@ -1,12 +1,13 @@
-"""Readiness means that KV transfer works: a small block recently went from prefill to decode (rule
-11 of the design).
+"""Readiness means that KV transfer works: a small block was recently transferred from prefill to
+decode (rule 11 of the design).
 
-`Canary` is the state: when each pair of workers last transferred KV, and whether that is recent
-enough. It is pure, and instants are arguments. Real hand-offs count as well (`succeeded` is called
-for each), so a busy pair needs no canary. `CanaryRunner` sends a canary request over each pair
-without a recent transfer, using a probe (`canary_probe.py`).
+`Canary` stores when each pair of workers last transferred KV, and decides whether that is recent
+enough. It is pure, and times are arguments. Real hand-offs count as well (`succeeded` is called for
+each), so a busy pair needs no canary. `CanaryRunner` sends a canary request over each pair without
+a recent transfer, using a probe (`canary_probe.py`).
 
-Pairs that have left are dropped, because they prove nothing about current workers."""
+Pairs with a worker that left are dropped, because their transfers are no evidence about current
+workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -42,7 +43,7 @@ class _Known:
 
 
 class Canary:
-    """Ready while some pair succeeded within the last `ready_seconds`."""
+    """State of readiness: ready while some pair succeeded within the last `ready_seconds`."""
 
     def __init__(self, ready_seconds: float) -> None:
         self._ready_seconds = ready_seconds
@@ -57,8 +58,7 @@ class Canary:
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:
-        """Records that KV went from one worker to the other and was decoded, for a canary or a
-        client."""
+        """Records that KV of a canary or a client was transferred over the pair and decoded."""
         known = self._pairs.get(pair)
         if known is not None:
             known.succeeded_at, known.failure = now, ""
@@ -74,7 +74,7 @@ class Canary:
             known.tried_at = now
 
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
-        """Returns pairs without a try or a transfer for `every_seconds`."""
+        """Returns the pairs that had neither an attempt nor a transfer for `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
         return tuple(
             pair
@@ -83,7 +83,7 @@ class Canary:
         )
 
     def age_seconds(self, pair: Pair, now: float) -> float | None:
-        """Returns the time since the pair's last success, or None if there was none."""
+        """Returns the seconds since the pair's last success, or None if there was none."""
         known = self._pairs.get(pair)
         return None if known is None or known.succeeded_at is None else now - known.succeeded_at
 
@@ -120,13 +120,13 @@ class CanaryRunner:
     """Sends a canary over each pair that is due, and reports changes of readiness.
 
     Args:
-        probe: Returns when KV was transferred over a pair, and raises otherwise.
+        probe: Transfers KV over a pair. Raises if that fails.
         pairs: Returns the current pairs.
-        clock: Time source.
+        clock: Clock of the intervals.
         canary: The state to update.
         every_seconds: Longest time without a transfer before a pair is due.
         timeout_seconds: Time limit of a probe.
-        changed: Called with the first readiness and each different one.
+        changed: Called with the first readiness and at each change.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class CanaryRunner:
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 self._canary.know(await self._pairs())
-        except Exception:  # retried at the next turn; meanwhile readiness expires by itself
+        except Exception:  # retried in the next round; readiness expires without a success
             return
         now = self._clock.now()
         for pair in self._canary.due(now, self._every_seconds):

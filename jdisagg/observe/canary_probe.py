@@ -1,8 +1,8 @@
-"""A canary on the real path: a tiny request of a reserved tenant that is reserved, prefilled,
-handed off and decoded like any other.
+"""Sends a canary: a tiny request of a reserved tenant that is reserved, prefilled, handed off and
+decoded like any other request.
 
-It calls the ports of one pair directly, because the request path would choose a pair itself.
-Everything it holds is freed in any case."""
+The probe calls the ports of one pair directly, because the request path would choose a pair itself.
+Everything that a canary holds is freed, even after a failure."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
-    """Returns all pairs of workers that accept requests. A mixed worker is a pair by itself."""
+    """Returns all pairs of workers that accept requests. A mixed worker forms a pair alone."""
     serving = [status for status in statuses if not status.draining]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [
@@ -46,11 +46,11 @@ def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
 
 
 class PortProbe:
-    """Sends canaries through ports.
+    """Sends canaries through the ports of workers.
 
     Args:
-        prefill: Prefill ports by worker.
-        decode: Decode ports by worker.
+        prefill: Prefill ports by worker name.
+        decode: Decode ports by worker name.
         new_id: Returns unique ids.
         deadline_seconds: Time limit of a canary.
         address: Returns the address of a prefill worker's `PeerPort`, as in `HandoffSource`.
@@ -71,8 +71,8 @@ class PortProbe:
         self._address = address
 
     async def __call__(self, pair: Pair) -> None:
-        """Returns when NEW_TOKENS tokens were received. Raises what the workers raise, and
-        UnavailableError for a worker that left."""
+        """Sends a canary and returns when NEW_TOKENS tokens were received. Raises the errors of the
+        workers, and UnavailableError for a worker that left."""
         decode = self._decode.get(pair.decode)
         prefill = self._prefill.get(pair.prefill) if pair.prefill else None
         if decode is None or (pair.prefill and prefill is None):
@@ -131,7 +131,7 @@ class PortProbe:
 
 
 def _request(request_id: str) -> Request:
-    """Builds a request of small ids, which every vocabulary has."""
+    """Builds a request of small token ids, which every vocabulary contains."""
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     return Request(
         request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0

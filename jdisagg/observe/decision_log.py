@@ -4,9 +4,8 @@ which `replay` can repeat.
     with DecisionLog("decisions.jsonl") as log:
         RequestPath(..., settings=PlacerSettings(events=log))
 
-Logging never stops the work: if the file can no longer be written, that is logged once and
-recording stops. A line takes some kilobytes and half a millisecond, so the log is for
-investigations rather than for permanent use."""
+Recording never stops the router: if a write fails, the error is logged once and recording ends. A
+line takes some kilobytes and half a millisecond, so the log is not for permanent use."""
 
 import json
 import logging
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog(NoRouterEvents):
-    """Appends to the file. Raises ConfigError if it cannot be opened."""
+    """Appends each decision to the file. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -72,8 +71,8 @@ class DecisionLog(NoRouterEvents):
 
 
 def read_records(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file. Raises ConfigError if it cannot be read or a line is not a JSON
-    object. An incomplete last line is skipped, because it was being written."""
+    """Yields the records of a file. Raises ConfigError if the file cannot be read or a line is not
+    a JSON object. Skips an incomplete last line, whose writing was interrupted."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:

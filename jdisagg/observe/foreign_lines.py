@@ -1,8 +1,8 @@
 """Reads lines from stdin and writes each to stdout as one JSON object.
 
-A separate program that uses only the standard library. `logs.start_logging` starts it, and it must
-outlive the process whose last lines it reads. It ignores signals to that process's group and ends
-with its input."""
+A separate program that uses only the standard library. `logs.start_logging` starts it. It must
+outlive the logging process to read its last lines, so it ignores signals to the process group and
+ends at the end of its input."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 def wrapped(line: str, process: str, now: float) -> str:
-    """Returns `line` as a JSON object. A line that already is one stays unchanged."""
+    """Returns `line` as a JSON object. A JSON object stays unchanged."""
     try:
         if isinstance(json.loads(line), dict):
             return line

@@ -4,9 +4,9 @@
     log.warning("pull failed", extra={"request_id": request_id, "offer": offer_id})
 
 Fields of `extra` become fields of the line. A record is always exactly one line of valid JSON: line
-breaks are escaped, values without a JSON form become text, and a value that cannot be converted
-does not lose the record. Lines that libraries write directly to stderr (native lines of gRPC, XLA
-and Gloo, or of a dying interpreter) become JSON too (`foreign_lines.py`)."""
+breaks are escaped, values without a JSON form become text, and a record is written even if a value
+cannot be converted. Lines that libraries write directly to stderr (native lines of gRPC, XLA and
+Gloo, or of a dying interpreter) become JSON too (`foreign_lines.py`)."""
 
 import logging
 import os
@@ -28,8 +28,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonLines(JsonFormatter):
-    """Formats time (UTC, ISO 8601), level, process, worker, request_id, logger, message, error, and
-    the fields of `extra`."""
+    """Formats a record as a JSON object with time (UTC, ISO 8601), level, process, worker,
+    request_id, logger, message, error, and the fields of `extra`."""
 
     def __init__(self, process: str, worker: str = "") -> None:
         super().__init__(
@@ -59,8 +59,8 @@ class JsonLines(JsonFormatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats `12:00:00.000 WARNING decode-0 [request] message  field=value`, followed by the
-    traceback of an exception."""
+    """Formats a record as `12:00:00.000 WARNING decode-0 [request] message  field=value`, followed
+    by the traceback of an exception."""
 
     def __init__(self, process: str, worker: str = "") -> None:
         super().__init__()
@@ -87,13 +87,13 @@ def configure_logging(
     level: int = logging.INFO,
     stream: TextIO | None = None,
 ) -> logging.Handler:
-    """Makes this the root logger's only handler, replacing absl's.
+    """Installs the root logger's only handler, which replaces absl's.
 
     Args:
         log_format: One of FORMATS.
         process: Name of the process, a field of every line.
-        worker: Name of the worker, if it differs.
-        level: Level of our own loggers. Other libraries log warnings and above.
+        worker: Name of the worker, if it differs from the process's name.
+        level: Level of our own loggers. The level of other libraries is WARNING.
         stream: Output stream. By default stderr.
 
     Returns:
@@ -125,11 +125,11 @@ def start_logging(log_format: str, process: str) -> None:
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
-    """Turns everything that this process writes to stderr into one JSON object per line. Lines of
-    `handler` stay as they are, and others become messages of the logger "stderr".
+    """Converts each line that this process writes to stderr to a JSON object. Lines of `handler`
+    are unchanged, and other lines become messages of the logger "stderr".
 
-    The lines pass through a small process, so that the last lines of a crashing process are not
-    lost. It ends when the last writer does."""
+    The lines pass through a child process, so that the last lines of a crashing process are not
+    lost. The child ends with the last process that writes to its input."""
     own = os.dup(2)
     program = str(Path(__file__).with_name("foreign_lines.py"))
     reader = subprocess.Popen(
@@ -151,7 +151,7 @@ def _utc(created: float) -> str:
 
 
 def _plain(value: object) -> object:
-    """Returns a value that JSON can hold: the value itself or its text."""
+    """Returns the value if JSON can hold it, else its text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

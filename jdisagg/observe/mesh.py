@@ -1,10 +1,9 @@
-"""Measures an executor: the duration of each command, the bytes it moved, and the request it was
-for.
+"""Measures an executor: the duration, transferred bytes and request of each command.
 
 Commands run in order, so a command's time starts when the previous one ended, not when it was
-enqueued. Pulls and file commands run in parallel and count from their posting. Only the commands
-are inspected: a row's request is found by its offers, a pull's by its offer, and an admitted
-sequence's by the last writer of the page with its newest position."""
+enqueued. Pulls and file commands run in parallel, so their time starts when they are posted. The
+request is found from the commands alone: for a row by its offers, for a pull by its offer, and for
+an admitted sequence by the last writer of the page with the sequence's newest position."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -46,7 +45,7 @@ _FILES = (SaveBlock, LoadBlock)
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """KV written to a cache tier, or restored from it."""
+    """KV that a command wrote to a cache tier or restored from it."""
 
     tier: str
     way: str
@@ -54,7 +53,7 @@ class _Move:
 
 
 class ObservedExecutor:
-    """Wraps an `Executor`. `worker` is the label of its metrics. Wrap it once the mesh card is
+    """Wraps an `Executor`. `worker` is the label of its metrics. Wrap it when the mesh card is
     final."""
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
@@ -105,7 +104,7 @@ class ObservedExecutor:
 
     def _pulled(self, command: PullBlock, result: PullResult, issued_at: float, now: float) -> None:
         source = command.peer.partition("#")[0] or IN_PROCESS
-        if command.peer != HOST:  # not a link between workers; counted by its tier
+        if command.peer != HOST:  # host memory is counted as a tier, not as a link between workers
             metrics, ended = self._observer.metrics.transfers, "arrived"
             if result.error:
                 ended = "failed"
@@ -185,8 +184,8 @@ class ObservedExecutor:
                 )
 
     def _remember(self, command: StepCommand) -> None:
-        """Records who writes which page. The page of a sequence's newest position is written for
-        that sequence only, until it is copied for a child."""
+        """Records the owner that writes each page. The page of a sequence's newest position is
+        written for that sequence only, until the page is copied for a child."""
         match command:
             case PrefillChunk():
                 for row in command.rows:
@@ -202,12 +201,11 @@ class ObservedExecutor:
                         self._writers[(rank, destination)] = writer
 
     def _page(self, pages: tuple[int, ...], end: int) -> int:
-        """Returns the page of the last position before `end`."""
         return pages[(end - 1) // self.limits.page_size]
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """Returns what a command moved to or from host memory or disk, if it did."""
+    """Returns the KV that a command moved to or from host memory or disk, or None."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
             part = command.groups / limits.layer_groups  # share of the layers in this piece
@@ -225,8 +223,8 @@ def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move
 
 
 def _owner(worker: str, row: PrefillRow) -> Key:
-    """Returns the hand-off of a row with offers, or else the reservation, whose worker prefills for
-    itself."""
+    """Returns the owner of a row: its hand-off if the row has offers, else its reservation, whose
+    worker prefills for itself."""
     return (
         offer_key(row.offers[0].offer_id) if row.offers else reservation_key(worker, row.sequence)
     )

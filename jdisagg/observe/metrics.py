@@ -1,14 +1,14 @@
-"""Prometheus metrics of one process. Some are recorded as events happen, others are read from their
-owners at the scrape.
+"""Prometheus metrics of one process. Some are recorded when events happen. Others are read from
+their owners at each scrape.
 
 Each process has one `Metrics` with its own registry, so that several clusters fit into one test
-process. Histograms and event counters come in groups (requests, transfers, mesh, tiers,
-predictions) that exist from their first use, so a worker exports no empty request histograms. The
-wrappers of this package feed them, once per span or command and never per token. Counters, worker
-statuses and compilations are read at the scrape (`sources.py`), on the event loop that owns them,
-although `prometheus_client` serves from its own threads. Names are `jdisagg_<what>_<unit>`. Labels
-come from small fixed sets (worker, codec, cause), never from requests. All our metrics have the
-model's name as a label."""
+process. Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions).
+A group is created at its first use, so a worker exports no empty request histograms. The wrappers
+of this package update them once per span or command, never per token. Counters, worker statuses and
+compilations are read at the scrape (`sources.py`). They are read on their own event loop, although
+`prometheus_client` serves from its own threads. Names are `jdisagg_<what>_<unit>`. Labels come from
+small fixed sets (worker, codec, cause), never from requests. All our metrics have the model's name
+as a label."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -74,7 +74,7 @@ class MetricGroup:
 
 
 class RequestMetrics(MetricGroup):
-    """Requests as clients see them and as the router places them."""
+    """Metrics of requests, as measured on the client side of the request path and at placement."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
@@ -225,7 +225,7 @@ class Metrics(NoRouterEvents):
         return PredictionMetrics(self._registry)
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
-        """Records a request's predicted and actual "ttft" or "tpot", in seconds."""
+        """Records the predicted and measured "ttft" or "tpot" of a request, in seconds."""
         self.predictions.error.labels(what).observe(abs(actual - predicted))
         if predicted > 0:
             self.predictions.ratio.labels(what).observe(actual / predicted)
@@ -245,8 +245,8 @@ class Metrics(NoRouterEvents):
         self._watched.append(Watched(name, counters, status, compilations=compilations))
 
     def watch_cluster(self, statuses: StatusesOf) -> None:
-        """Exports the statuses of all workers that a router knows. They have names of the router's
-        own, because workers also export themselves."""
+        """Exports the statuses of all workers of a router. The metric names differ from those that
+        workers export about themselves."""
         self._watched.append(Watched("cluster", statuses=statuses))
 
     def watch_waiting(self, waiting: Callable[[], int]) -> None:
@@ -270,8 +270,8 @@ class Metrics(NoRouterEvents):
         return generate_latest(_Families(lambda: families))
 
     def serve(self, port: int, host: str) -> Callable[[], None]:
-        """Serves GET /metrics by prometheus_client's own server, from its own threads. Owners are
-        read on the running loop.
+        """Serves GET /metrics with prometheus_client's server, in its own threads. Owners are read
+        on the event loop on which `serve` is called.
 
         Returns:
             A function that closes the port.
@@ -312,7 +312,7 @@ class Metrics(NoRouterEvents):
 
 
 class _Families(CollectorRegistry):
-    """A registry that is read anew at each scrape."""
+    """A Prometheus registry that reads its metrics anew at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class _Reading(Collector):
         self._read = read
 
     def describe(self) -> list[Metric]:
-        """Returns no names in advance, because the owners determine them."""
+        """Returns no metric names, because the owners determine the names at each scrape."""
         return []
 
     def collect(self) -> Iterable[Metric]:

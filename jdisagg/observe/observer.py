@@ -5,8 +5,8 @@
     port = wrap.decode("decode-0", port, observer)
     path = wrap.path(path, observer)
 
-Each wrapper has the protocol of what it wraps, and wrapped code does not know that it is observed.
-Without an observer (None) everything is returned unchanged."""
+Each wrapper has the Protocol of the wrapped object, which does not depend on being observed.
+Without an observer (None) the functions of `wrap` return their argument unchanged."""
 
 import time
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from jdisagg.observe.trace_events import TraceEventExporter
 from jdisagg.observe.tracing import Tracing, otlp_processor, tracer_provider
 
 _CAUSES_KEPT = 4096
-# Not a failure: a client resumes a stream that began at another server.
+# The cause if a client resumes a stream that began at another server, which is no failure.
 RESUMED = "resumed"
 
 
 class Causes:
-    """Why the latest attempt at each request ended, for the next attempt. The oldest entries are
-    dropped."""
+    """Stores why the latest attempt at each request ended, so that the next attempt can report it.
+    The oldest entries are dropped."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -38,21 +38,21 @@ class Causes:
             self._causes.popitem(last=False)
 
     def latest(self, tenant: str, request_id: str) -> str:
-        """Returns "" if no cause is known."""
+        """Returns the cause of the request's latest attempt, or "" if none is known."""
         return self._causes.get((tenant, request_id), "")
 
 
 class Observer:
-    """Metrics, and spans if requested.
+    """The metrics of a process, and its spans if requested.
 
     Args:
         process: Name of this process in metrics, logs and timelines.
         timelines: Whether to keep the newest spans for a timeline.
-        otlp_endpoint: OTLP collector for spans, or "".
+        otlp_endpoint: Address of an OTLP collector for spans, or "".
         now: Clock of all measurements.
-        wall: Seconds since the epoch.
-        recent: Whether to keep the latest traced requests for the web page. Without a timeline and
-            a collector, only requests whose client asks for it are traced.
+        wall: Clock that returns seconds since the epoch.
+        recent: Whether to keep the latest traced requests for the web page. Without timelines and a
+            collector, only requests whose client requests tracing are traced.
     """
 
     def __init__(

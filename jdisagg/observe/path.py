@@ -1,4 +1,4 @@
-"""Measures the request path as its clients see it: TTFT, gaps between tokens, and the `Timings` of
+"""Measures the request path from the client's side: TTFT, gaps between tokens, and the `Timings` of
 each finished request. Starts the root span of each request's trace."""
 
 import asyncio
@@ -12,7 +12,8 @@ from jdisagg.request import Request, StreamEvent
 
 
 class ObservedPath:
-    """Middleware of a `ServingPath` (see `messages.ports_middleware.through`)."""
+    """Middleware of a `ServingPath` that measures its streams (see
+    `messages.ports_middleware.through`)."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -77,14 +78,14 @@ class ObservedPath:
                 metrics.cached_tokens.labels(tier).inc(tokens)
         metrics.prompt_sizes.observe(usage.prompt_tokens)
         metrics.generated_sizes.observe(usage.completion_tokens)
-        # Of a stream that was resumed the beginning was not seen here.
+        # The beginning of a resumed stream was at another server or call.
         if usage.completion_tokens > request.sampling.n and request.resumption is None:
             metrics.tpot.observe(timings.tpot_seconds)
             metrics.handoff_gap.observe(timings.handoff_gap_seconds)
 
 
 def _cached_of(event: StreamEvent) -> dict[str, int]:
-    """For the root span: what of the prompt was not computed, and where its KV was."""
+    """Returns the root span's attributes: cached tokens of the prompt by tier."""
     usage = event.usage
     if usage is None or not usage.cached_tokens:
         return {}

@@ -2,8 +2,8 @@
 
 `Observed*` wraps a port on the caller's side: remote ports in a router, peers in a decode worker,
 and the workers themselves in a single process. `Served` wraps a worker's own ports in the worker's
-process, and only registers the request of each number that its mesh will see. Calls carry the trace
-context, while commands of the mesh carry numbers (tracing.py)."""
+process. It only registers which request each reservation and hand-off number belongs to. Calls
+carry the trace context, while commands of the mesh carry numbers (tracing.py)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ _RESERVATIONS_KEPT = 1 << 16
 
 
 class ObservedPrefill:
-    """Middleware of the `PrefillPort` of worker `worker`."""
+    """Middleware that measures the `PrefillPort` of worker `worker`."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -82,7 +82,7 @@ class _Held:
 
 
 class ObservedDecode:
-    """Middleware of the `DecodePort` of worker `worker`."""
+    """Middleware that measures the `DecodePort` of worker `worker`."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -226,7 +226,7 @@ class ObservedDecode:
 
 @dataclass(slots=True)
 class _Receiving:
-    """The receiver's view of a hand-off."""
+    """State of a hand-off at the receiver."""
 
     acknowledged: set[int] = field(default_factory=set)
     offers: int | None = None
@@ -235,7 +235,7 @@ class _Receiving:
 
 
 class ObservedPeer:
-    """Middleware of a `PeerPort` on the receiving side. `receiver` is the worker that pulls."""
+    """Middleware that measures a `PeerPort`. `receiver` is the worker that pulls."""
 
     def __init__(self, receiver: str, observer: Observer) -> None:
         self._receiver = receiver
@@ -267,7 +267,7 @@ class ObservedPeer:
                     )
                 elif isinstance(message, HandoffEnd):
                     receiving.offers, receiving.ended_at = message.offers, now()
-                    # a running sequence was moved, so its sender computes nothing meanwhile
+                    # a running sequence migrates, and its sender computes no prefill
                     receiving.moved = bool(message.moved)
                     tracing.instant(
                         "all offered",
@@ -307,8 +307,8 @@ class ObservedPeer:
         await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Records a complete hand-off: its end is known and all offers are acknowledged. Time after
-        the end is exposed transfer time."""
+        """Records a hand-off when its end is known and all offers are acknowledged. Transfer time
+        after the end of the prefill is exposed transfer time."""
         if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
             return
         now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
@@ -322,8 +322,8 @@ class ObservedPeer:
 
 
 class Served:
-    """Middleware of all ports of worker `worker`, in its own process. `prefill` and `reserve` carry
-    the caller's trace context, and later calls refer to their numbers."""
+    """Middleware of all ports of worker `worker`, in the worker's process. `prefill` and `reserve`
+    carry the caller's trace context. Later calls refer to the numbers that were registered."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -387,7 +387,7 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns why another attempt follows this span, or ""."""
+    """Returns why another attempt follows this span, or "" if none follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:
@@ -399,7 +399,7 @@ def _cause_in(span: Span) -> str:
 def _failures(
     observer: Observer, worker: str, call: str, request: Request, attempt: int
 ) -> Iterator[None]:
-    """Counts the exceptions of a call, and keeps each as the cause of a possible next attempt."""
+    """Counts the exceptions of a call, and stores each as the cause of the next attempt."""
     try:
         yield
     except Exception as error:

@@ -4,9 +4,9 @@
         executor = wrap.mesh("decode-0", executor, observer)
 
 Opens the metrics port if configured, writes the timeline at the end and on SIGUSR1, and exports
-spans if requested. All of it stops at the end, whatever happened. A timeline folder that cannot be
-created is an error at the start. Later, a timeline that cannot be written is only logged, so that
-observability never stops the work. A thread writes it, so that streams continue meanwhile."""
+spans if requested. Everything stops when the context ends, even after an error. A timeline folder
+that cannot be created raises at the start. A later failure to write a timeline is only logged, so
+that observability never stops the process. A thread writes it."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """How a process is observed.
+    """Settings of a process's observability.
 
     Args:
-        metrics_port: Port of Prometheus metrics, or 0.
+        metrics_port: Port of Prometheus metrics, or 0 for no port.
         metrics_host: Interface of that port. 0.0.0.0 means all.
         timelines: Folder for timelines, or "" to keep none.
         log_format: One of `logs.FORMATS`.
@@ -72,7 +72,7 @@ class ObserveConfig:
 
 @contextlib.asynccontextmanager
 async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observer | None]:
-    """Returns an observer of this process on the running loop, or None if nothing is observed.
+    """Context manager. Yields the process's observer, or None if `config` is all off.
 
     Raises:
         ConfigError: The port is taken, the timeline folder cannot be created, or the span exporter
@@ -101,8 +101,8 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
 
 
 def write_timeline(observer: Observer | None, folder: str) -> None:
-    """Writes the timeline in the background, or logs that there is none. SIGUSR1 calls it. Call it
-    on the event loop."""
+    """Writes the timeline in the background, or logs that the process keeps none. SIGUSR1 calls
+    this function. Call it on the event loop."""
     if observer is None or not folder:
         _log.info("SIGUSR1: no timeline to write; start with --timelines=DIR")
         return
@@ -111,8 +111,8 @@ def write_timeline(observer: Observer | None, folder: str) -> None:
 
 @contextlib.contextmanager
 def _on_usr1(observer: Observer | None, folder: str) -> Iterator[None]:
-    """Handles SIGUSR1, so that it never ends the process. There are no signals outside the main
-    thread."""
+    """Context manager that handles SIGUSR1, so that the signal never ends the process. Outside the
+    main thread it does nothing."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGUSR1, write_timeline, observer, folder)

@@ -1,8 +1,8 @@
 """Spans of the latest traced requests, which the web page draws as timelines.
 
-An OpenTelemetry exporter that keeps spans by trace. A client that knows its trace id (it chose it)
-can read its spans while the request runs. Spans of no request are not kept. When full, the oldest
-trace is dropped, and a trace keeps its first spans."""
+An OpenTelemetry exporter that keeps spans by trace. A client that chose its trace id can read its
+spans while the request runs. Spans that belong to no request are dropped. When the store is full,
+the oldest trace is dropped. A trace with too many spans keeps the first ones."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -41,7 +41,8 @@ class RecentRequest:
 
 
 class RecentRequests(SpanExporter):
-    """Use it on one thread: spans of requests end on the event loop and are read there."""
+    """Stores the spans of the latest traced requests. Use it on one thread: spans of requests end
+    on the event loop, where they are also read."""
 
     def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
         self._most_traces = traces
@@ -56,11 +57,11 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Returns the finished spans of one trace by start time. Empty if the trace is unknown."""
+        """Returns the finished spans of a trace by start time; none for an unknown trace."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:
-        """Returns the requests that have ended, the latest first."""
+        """Returns the requests that have ended, latest first."""
         return tuple(
             _request(name, span)
             for name, spans in reversed(self._traces.items())

@@ -1,14 +1,13 @@
-"""The request log of the APIs: optionally a line per finished request, and every ten seconds a line
-about the work done.
+"""The request log of the APIs: optionally a line per request, and totals every ten seconds.
 
     with log.request(request_id, tenant) as record:
         record.built(request)
         async for event in events:
             record.seen(event)
 
-An exception that leaves the `with` ends the request with its code, which `errors` counts. `refused`
-calls are counted as well, although they never became requests: calls without a token, malformed
-calls, and calls during a drain."""
+An exception that leaves the `with` block ends the request with the exception's code, which `errors`
+counts. `refused` counts calls that failed before they became requests: calls without a token,
+malformed calls, and calls during a drain."""
 
 import asyncio
 import logging
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class RequestRecord:
-    """The record of one request."""
+    """Record of one request, from which its log line is built."""
 
     def __init__(self, request_id: str, tenant: str, now: float, work: "_Work") -> None:
         self.request_id, self.tenant, self.began = request_id, tenant, now
@@ -46,7 +45,7 @@ class RequestRecord:
 
 
 class _Work:
-    """Totals since the last line."""
+    """Totals since the last line with totals."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -54,11 +53,11 @@ class _Work:
 
 
 class RequestLog:
-    """Use it on one event loop.
+    """The request log of a process. Use it on one event loop.
 
     Args:
         each: Whether to log every request.
-        errors: Counts an error by gRPC code and type, or None.
+        errors: Function that counts an error by gRPC code and type, or None.
         waiting: Returns the number of requests that wait for workers.
     """
 
@@ -135,7 +134,7 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(EVERY_SECONDS, self._line)
 
     def _line(self) -> None:
-        """Logs the work of the past seconds. Stops when there was none."""
+        """Logs a line with the totals of the past seconds. Stops if there was no work."""
         self._timer, work = None, self._work
         if not (self._running or work.ended or work.failed):
             return

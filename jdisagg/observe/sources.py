@@ -2,12 +2,11 @@
 elastic controller's advice.
 
 A counter `leases_expired` of worker `decode-0` becomes
-`jdisagg_leases_expired_total{owner="decode-0"}` by rule, so a new counter is exported without a
-change here. `_SPLIT` lists counters that are one metric split by a label, and `_TOLD_ELSEWHERE`
-those that another metric already has. A worker that does not answer in time is down
-(`jdisagg_worker_up` 0), and the rest of its status is not exported. A router's metrics about its
-workers have their own names (`jdisagg_router_worker_*`), so that sums over all processes count
-nothing twice."""
+`jdisagg_leases_expired_total{owner="decode-0"}` by rule, so a new counter needs no change in this
+module. `_SPLIT` lists counters that are exported as one metric with a label. `_TOLD_ELSEWHERE`
+lists counters whose value another metric already has. For a worker that does not answer in time
+only `jdisagg_worker_up` 0 is exported. A router's metrics about its workers have names of their own
+(`jdisagg_router_worker_*`), so that sums over all processes count no worker twice."""
 
 import asyncio
 import functools
@@ -28,7 +27,7 @@ StatusOf = Callable[[], Awaitable[WorkerStatus]]
 StatusesOf = Callable[[], Awaitable[Sequence[WorkerStatus]]]
 Compilations = Callable[[], int]
 
-# Counter -> (metric, its label).
+# Counter -> (metric, value of its label).
 _SPLIT: dict[str, tuple[str, tuple[str, str]]] = {
     "handoffs_completed": ("handoffs", ("result", "completed")),
     "handoffs_failed": ("handoffs", ("result", "failed")),
@@ -36,14 +35,14 @@ _SPLIT: dict[str, tuple[str, tuple[str, str]]] = {
     "pulls_failed": ("pull_failures", ("cause", "failed")),
     "pulls_timed_out": ("pull_failures", ("cause", "timed_out")),
 }
-# Already exported as requests_finished, placements and kv_bytes.
+# Counters already exported as requests_finished, placements and kv_bytes.
 _TOLD_ELSEWHERE = ("requests_started", "requests_ended", "kv_bytes_received")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read from one owner. `up` is whether a worker of this process answered, or None if
-    the owner has no status of its own."""
+    """Values read from one owner at a scrape. `up`: Whether a worker of this process answered, or
+    None if the owner has no status of its own."""
 
     owner: str
     counts: tuple[tuple[str, Labels, int], ...]
@@ -54,7 +53,8 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An owner to read. `status` is for one worker, `statuses` for workers that come and go."""
+    """An owner whose values are read. `status`: Returns the status of one worker. `statuses`:
+    Returns the statuses of workers that may come and go."""
 
     owner: str
     counters: Counters | None = None
@@ -81,7 +81,7 @@ class Watched:
 
 
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
-    """Yields metric families. Each family has the samples of all owners, as the format requires."""
+    """Yields metric families, each with the samples of all owners, as Prometheus requires."""
     yield from _counters(readings)
     compilations = _family(
         CounterMetricFamily,
@@ -134,7 +134,7 @@ def _family(
     labels: Sequence[str],
     rows: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Makes a family. A row is the values of its labels and the metric's value."""
+    """Builds a metric family. A row contains the values of its labels and the metric's value."""
     family = kind(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)
@@ -257,8 +257,8 @@ def advice_families(advice: AdviceReport) -> Iterator[Metric]:
 
 
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:
-    """Yields (rank, state, pages). "reserved" pages wait for KV that has not fully arrived, "used"
-    pages are in use, and with "free" they add up to all pages."""
+    """Yields (rank, state, pages). "reserved" pages wait for KV that has not fully arrived, and
+    "used" pages are in use. Together with "free" they add up to all pages."""
     reserved_by_rank = status.reserved_pages or (0,) * len(status.free_pages)
     for rank, (free, total, reserved) in enumerate(
         zip(status.free_pages, status.total_pages, reserved_by_rank, strict=True)

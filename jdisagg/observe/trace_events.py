@@ -1,13 +1,12 @@
-"""Timelines: spans in the Trace Event Format, which Perfetto (https://ui.perfetto.dev) and
-chrome://tracing read.
+"""Timelines: spans in the Trace Event Format for https://ui.perfetto.dev and chrome://tracing.
 
 `TraceEventExporter` is an OpenTelemetry exporter. It keeps a process's newest spans in a ring
 buffer and writes them to a file that viewers open directly. `merge` joins the files of several
-processes. Each request has a row in every process that worked for it, and each mesh a row with all
-its commands. Complete events ("X") of one row must nest, so overlapping events are spread over
-lanes, each a named `tid`. Times are whole microseconds since the epoch, or since the first event in
-a merged trace. Rounding keeps nested events nested. Processes are aligned by wall clock, which is
-exact within a host and as good as clock synchronization between hosts."""
+processes. Each request has a row in every process that served it. Each mesh has a row with all its
+commands. Complete events ("X") of one row must nest, so overlapping events are spread over lanes,
+and each lane is a named `tid`. Times are whole microseconds since the epoch, or since the first
+event in a merged trace. Rounding keeps nested events nested. Processes are aligned by wall clock.
+This is exact within a host; between hosts it is as accurate as their clock synchronization."""
 
 import os
 from collections import deque
@@ -47,7 +46,7 @@ class Trace(msgspec.Struct):
 
 
 class _Kept(NamedTuple):
-    """A span in microseconds, with the row that shows it. `ended` is None for an instant."""
+    """A stored span (times in microseconds) and its row. `ended` is None for an instant."""
 
     row: str
     name: str
@@ -102,8 +101,8 @@ class TraceEventExporter(SpanExporter):
 
 
 def read_timelines(directory: str | Path) -> list[Trace]:
-    """Reads all timelines in a folder. Raises ConfigError if there is none, or one cannot be
-    read."""
+    """Reads all timelines in a folder. Raises ConfigError if there are none or one is
+    unreadable."""
     paths = sorted(Path(directory).glob(f"*{FILE_SUFFIX}"))
     if not paths:
         raise ConfigError(
@@ -114,7 +113,7 @@ def read_timelines(directory: str | Path) -> list[Trace]:
 
 
 def slowest(traces: Sequence[Trace], count: int) -> tuple[str, ...]:
-    """Returns the ids of the `count` slowest requests, the slowest first."""
+    """Returns the ids of the `count` slowest requests, slowest first."""
     seconds: dict[str, int] = {}
     for event in (event for trace in traces for event in trace.traceEvents):
         if event.name == "request" and event.dur is not None:
@@ -124,7 +123,7 @@ def slowest(traces: Sequence[Trace], count: int) -> tuple[str, ...]:
 
 
 def merge(traces: Sequence[Trace], requests: Collection[str] | None = None) -> Trace:
-    """Joins the traces of all processes, optionally limited to some requests."""
+    """Joins the timelines of all processes, optionally limited to some requests."""
     merged: list[TraceEvent] = []
     pids: set[int] = set()
     for trace in traces:
@@ -193,8 +192,8 @@ def _events(process: str, pid: int, kept: Sequence[_Kept]) -> Iterator[TraceEven
 
 
 def _lanes(members: Sequence[_Kept]) -> list[int]:
-    """Returns for each event, ordered by start and longest first, the first lane where it nests.
-    Instants use lane 0."""
+    """Returns for each event the first lane in which it nests. Events must be ordered by start,
+    longest first. Instants use lane 0."""
     lanes_open: list[list[int]] = []
     return [
         0 if one.ended is None else _lane(lanes_open, one.started, one.ended) for one in members

@@ -1,18 +1,17 @@
-"""OpenTelemetry spans of what a process does for requests.
+"""OpenTelemetry spans of the work that a process does for requests.
 
-A request is a trace. Its root span is the router's, or a child of the client's span if the client
-sends W3C trace context (`jdisagg/trace_context.py`). Calls carry the context to workers. Within a
-process, most code knows only a number: a hand-off, an offer, a reservation. Code that learns what a
-number belongs to registers it by `own`. A span of a number without an owner is parked until one is
-registered. No code passes contexts around only for tracing, and a sender's chunk finds its request
-by the offer it made.
+Each request has one trace. The router creates its root span, which is a child of the client's span
+if the client sends W3C trace context (`jdisagg/trace_context.py`). Calls carry the context to
+workers. Within a process, most code has only a number: of a hand-off, an offer or a reservation.
+Code that has both the number and its owner registers them with `own`. A span of a number without an
+owner is held until an owner is registered. No code passes contexts only for tracing.
 
-Spans are made when their work is over, with instants of the observer's clock. `now` and `wall`
-align that clock with the epoch once. An instant is a span without duration, marked `instant`. What
-a mesh does for all its requests together has a `track` instead of an owner. It appears in timelines
-only, because a separate trace per step would be useless.
+Spans are created when their work is over, with times of the observer's clock. `now` and `wall`
+align that clock with the epoch once. An instant is a span without duration, marked `instant`. A
+span of work that a mesh does for many requests together has a `track` instead of an owner. It
+appears in timelines only, because a separate trace per step would be useless.
 
-Without a tracer, nothing is made, kept or sent. Nothing is read from the environment."""
+Without a provider no spans are created, stored or sent. Environment variables are not read."""
 
 import time
 from collections import OrderedDict
@@ -54,25 +53,25 @@ def offer_key(offer_id: int) -> Key:
 
 
 def reservation_key(worker: str, reservation_id: int) -> Key:
-    """Each worker numbers its own reservations."""
+    """Returns a reservation's key with its worker: each worker numbers its own reservations."""
     return ("reservation", worker, reservation_id)
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """Returns `context` with the request's id, which its spans then include."""
+    """Returns `context` with the request's id added, which spans in that context then include."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
 class Tracing:
-    """Makes the spans of a process. Without a `provider` it is off, and every call returns at once;
-    callers check `on` before computing something that only a span needs.
+    """Creates the spans of a process. Without a `provider` tracing is off and every call returns at
+    once. Callers check `on` before they compute values that only a span needs.
 
     Args:
         provider: OpenTelemetry's provider, or None.
         now: The observer's clock.
-        wall: Seconds since the epoch.
-        every: Whether to record requests whose client made no decision. Otherwise only requests
-            whose client asks for it.
+        wall: Clock that returns seconds since the epoch.
+        every: Whether to record requests whose client sent no sampling decision. Otherwise only
+            requests whose client requests tracing are recorded.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Tracing:
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
         **attributes: Value,
     ) -> tuple[trace.Span, Context]:
-        """Opens a span. Returns it with its context, for its children. Close it by `end`."""
+        """Opens a span. Returns the span and its context, for child spans. Close it with `end`."""
         parent = self.owner(owner) if isinstance(owner, tuple) else owner
         parent = otel.get_current() if parent is None else parent
         if request_id:
@@ -129,8 +128,8 @@ class Tracing:
         owner: Key | Context | None = None,
         **attributes: Value,
     ) -> None:
-        """Records work from `started` to `ended` for `owner`, or for no request if it has an
-        attribute `track`."""
+        """Records work from `started` to `ended` for `owner`. With `track` it is for no single
+        request."""
         if not self.on:
             return
         if isinstance(owner, tuple):
@@ -148,7 +147,7 @@ class Tracing:
             self.span(name, at, at, owner, instant=True, **attributes)
 
     def own(self, key: Key, owner: Key | Context | None) -> None:
-        """Registers `key` as part of `owner`, if that is known. The oldest keys are dropped."""
+        """Registers that `key` belongs to a known `owner`. Drops the oldest keys."""
         context = self.owner(owner) if isinstance(owner, tuple) else owner
         if not self.on or context is None:
             return
@@ -162,8 +161,8 @@ class Tracing:
         return self._owners.get(key)
 
     def flush(self) -> None:
-        """Passes parked spans without owners, and queued spans, to exporters. Do not call it on the
-        event loop, because an exporter may wait for the network."""
+        """Passes queued spans, and held spans without an owner, to the exporters. Do not call it on
+        the event loop, because an exporter may wait for the network."""
         while self._parked:
             for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
                 self._emit(name, started, ended, otel.Context(), attributes)
@@ -195,7 +194,7 @@ class Tracing:
         span.end(self._ns(max(started, ended)))
 
     def _wanted(self, parent: Context) -> bool:
-        """Decides as the sampler would, without the cost of calling it."""
+        """Returns the sampler's decision for a parent context without calling the sampler."""
         context = trace.get_current_span(parent).get_span_context()
         return context.trace_flags.sampled if context.is_valid else self._every
 
@@ -204,7 +203,7 @@ class Tracing:
 
 
 class _RequestsAlone(BatchSpanProcessor):
-    """Drops spans that belong to no request."""
+    """Span processor that drops spans that belong to no request."""
 
     def on_end(self, span: ReadableSpan) -> None:
         if not span.attributes or "track" not in span.attributes:
@@ -212,8 +211,7 @@ class _RequestsAlone(BatchSpanProcessor):
 
 
 def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> TracerProvider:
-    """Returns a provider that follows the caller's sampling decision. Without one it records all
-    traces."""
+    """Returns a provider that follows the caller's sampling decision; by default it records."""
     provider = TracerProvider(
         sampler=ParentBased(ALWAYS_ON),
         resource=Resource(
@@ -232,14 +230,14 @@ def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> Tracer
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """Sends spans to an OTLP collector over gRPC, from a thread of its own. Spans beyond its queue
-    are dropped.
+    """Returns a processor that sends spans to an OTLP collector over gRPC, in a thread of its own.
+    Spans that do not fit into its queue are dropped.
 
     Args:
         endpoint: `http://host:port`, or `https://` for TLS.
 
     Raises:
-        ConfigError: The exporter is not installed, or the endpoint is not such an address.
+        ConfigError: The exporter is not installed, or the endpoint has another form.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(

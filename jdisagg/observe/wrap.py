@@ -1,5 +1,5 @@
-"""Wraps the parts of a process if there is an observer. Without one, every function returns its
-argument unchanged."""
+"""Wraps the parts of a process with measuring wrappers if there is an observer. Without one, every
+function returns its argument unchanged."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
 def calls(
     worker: MeshWorker, caller: MeshWorker | None, observer: Observer | None
 ) -> tuple[object, ...]:
-    """Middleware that measures calls to a worker of this process, for `LocalCluster`."""
+    """Returns middleware that measures calls to a worker of this process, for `LocalCluster`."""
     if observer is None:
         return ()
     if caller is not None:
@@ -58,7 +58,7 @@ def calls(
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Wraps a factory of the ports of workers that come and go."""
+    """Wraps a factory of ports of workers that may come and go."""
     if observer is None:
         return open_ports
 
@@ -76,15 +76,14 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """Wraps `receiver`'s resolver of peers."""
+    """Wraps the function with which `receiver` resolves its peers."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """Makes the API's request log. Its error counts and the number of waiting requests become
-    metrics."""
+    """Creates the API's request log. Error counts and waiting requests become metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
     metrics = observer.metrics
@@ -95,7 +94,7 @@ def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int
 
 
 def served(protocol: type[P], worker: str, port: P, observer: Observer | None) -> P:
-    """Wraps a worker's own port, as it is served to other processes."""
+    """Wraps a worker's own port, which is served to other processes."""
     if observer is None or not observer.tracing.on:
         return port
     return through(protocol, port, Served(worker, observer))
