@@ -1,14 +1,15 @@
-"""Sync and async clients of the generation service. Input is text, token ids or a chat; output is a
-stream of `StreamEvent`s. Errors are raised as our own types.
+"""Sync and async clients of the generation service. The input is text, token ids or a chat. The
+output is a stream of `StreamEvent`s. Errors are raised as jdisagg's own types.
 
     with Client("localhost:8700") as client:
         for event in client.generate("Once upon a time", max_tokens=75, temperature=0):
             print(event.text, end="")
 
 Needs gRPC, but neither JAX nor the router. A call waits up to `connect_seconds` for the server to
-be reachable. If the connection of a stream breaks, or the server shuts down, the client repeats the
-request for up to `resume_seconds` and the stream continues at the next token. The caller sees one
-stream with each token once. Any other call that may have reached the server is never sent twice.
+become reachable. If the connection of a stream breaks, or the server shuts down, the client repeats
+the request for up to `resume_seconds` and the stream continues at the next token. The caller gets
+one stream with each token once. Other calls are never sent again if they may have reached the
+server.
 
 A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Over TLS, gRPC then has no
 host name to verify, so give `Credentials` a `server_name` that all their certificates contain.
@@ -84,9 +85,9 @@ class AsyncClient:
         connect_seconds: Time limit for the server to become reachable, per call.
         timeout_seconds: Time limit of every call except `generate` and `complete`, which have
             `deadline_seconds`.
-        resume_seconds: How long the client tries to resume a broken stream.
+        resume_seconds: Time limit for resuming a broken stream.
         max_message_bytes: Largest message accepted from the server.
-        token: Bearer token. Replaces the one of `credentials`.
+        token: Bearer token. Replaces the token of `credentials`.
         credentials: TLS settings.
 
     Raises:
@@ -120,11 +121,11 @@ class AsyncClient:
     def generate(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Streams one request. Closing the iterator cancels the request.
+        """Runs one request and streams its events. Closing the iterator cancels the request.
 
         Args:
-            prompt: Text to continue. Give `token_ids` or `messages` instead for other inputs.
-            **options: See `GenerateOptions`.
+            prompt: Text to continue. For other inputs give `token_ids` or `messages` instead.
+            **options: Options of `GenerateOptions`.
 
         Returns:
             The events of all children, in order for each child. The last event has usage and
@@ -144,7 +145,7 @@ class AsyncClient:
     async def complete(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Runs `generate` to its end.
+        """Runs one request to its end and returns the whole answer.
 
         Args:
             prompt, **options: As in `generate`.
@@ -164,11 +165,11 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | None = None, *, messages: Messages | None = None
     ) -> tuple[int, ...]:
-        """Returns the token ids of a prompt, as the server would compute them.
+        """Returns the token ids that the server computes for a prompt.
 
         Args:
-            prompt: A text. Or give:
-            messages: A chat, which is rendered by the model's template.
+            prompt: Text to tokenize.
+            messages: Chat to tokenize instead, after the model's template has rendered it.
 
         Raises:
             JdisaggError: As in `generate`.
@@ -206,12 +207,7 @@ class AsyncClient:
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
     async def routing(self) -> RoutingStatus:
-        """Returns the router's latest decisions with reasons, and its accounts of the load per
-        worker.
-
-        Raises:
-            JdisaggError: As in `generate`.
-        """
+        """Returns the router's latest decisions with reasons, and the work sent to each worker."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return wire_generation.routing_from_proto(reply)
 
@@ -227,17 +223,18 @@ class AsyncClient:
     async def suspend(
         self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
     ) -> None:
-        """Suspends a request whose stream is open. Its slots and pages become free for others, and
-        its stream is silent until `resume`. Its deadline does not move. May be called again.
+        """Suspends a request whose stream is open. Its slots and pages become free for other
+        requests, and its stream pauses until `resume`. Its deadline does not change. May be called
+        again.
 
         Args:
             request_id: Id given with the request, or reported by its first event.
-            keep_seconds: How long the KV stays in host memory, if there is room. Afterwards it is
-                recomputed on resume. None keeps it until the deadline.
+            keep_seconds: Seconds for which the KV stays in host memory, if there is room. After
+                that, `resume` recomputes the KV. None keeps the KV until the deadline.
             tenant: Tenant of the request.
 
         Raises:
-            InvalidRequestError: The server streams no such request.
+            InvalidRequestError: The server does not stream a request with this id.
             UnavailableError: A worker did not answer. Try again.
         """
         request = pb.SuspendRequest(request_id=request_id, tenant=tenant, keep_seconds=keep_seconds)
@@ -320,7 +317,7 @@ class AsyncClient:
 
 
 def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
-    """Runs a coroutine that never suspends."""
+    """Runs a coroutine that never suspends, and returns its result."""
     try:
         coroutine.send(None)
     except StopIteration as ended:
@@ -331,8 +328,7 @@ def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Reply]],
 ) -> "Callable[Concatenate[Client, Arguments], Reply]":
-    """Makes a method of `Client` from the one of `AsyncClient`, with the same signature and
-    docstring."""
+    """Creates a method of `Client` with signature and docstring of `AsyncClient`'s method."""
 
     @functools.wraps(method)
     def blocking(self: "Client", *args: Arguments.args, **named: Arguments.kwargs) -> Reply:
@@ -374,7 +370,7 @@ class Client:
     def generate(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[StreamEvent, None, None]:
-        """Streams one request. See `AsyncClient.generate`."""
+        """Runs one request and streams its events. See `AsyncClient.generate`."""
         return _each(self._client.generate(prompt, **options))
 
     complete = _blocking(AsyncClient.complete)
@@ -417,7 +413,7 @@ def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, N
 
 
 class _AsyncioCalls:
-    """Channel operations of the async client: wait for a connection and read replies. `ready`
+    """Channel operations of the async client: waits for a connection and reads replies. `ready`
     returns False if the time limit passed."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -446,8 +442,8 @@ class _AsyncioCalls:
 
 
 class _BlockingCalls:
-    """The same over gRPC's blocking stubs, which return replies directly and iterate without
-    `async`."""
+    """Channel operations of the blocking client. gRPC's blocking stubs return replies directly and
+    iterate without `async`."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
@@ -503,8 +499,8 @@ class _Unreachable(UnavailableError):
 
 
 def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
-    """Adds a hint about TLS, because gRPC reports neither a TLS mismatch nor a rejected
-    certificate."""
+    """Returns the error for an unreachable server. With TLS the message has a hint about TLS,
+    because gRPC reports neither a TLS mismatch nor a rejected certificate."""
     remedy = (
         "If it uses TLS, give its CA certificate (credentials, or --authority=FILE of jdisagg ask)."
     )
