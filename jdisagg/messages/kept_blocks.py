@@ -8,7 +8,7 @@ duplicated or reordered ones.
 A block is identified by the first bytes of its name, a keyed hash (`scheduler/residency.py`).
 Without the key, names reveal nothing about prompts."""
 
-from jdisagg.plain import Message, plain
+from jdisagg.plain import Message
 
 TOLD_BYTES = 8  # prefix of a name; a collision costs a wrong estimate at the router, never a token
 
@@ -49,8 +49,7 @@ class KeptNews(Message, frozen=True):
     whole: bool = False
 
 
-@plain
-class PrefixEvent:
+class PrefixEvent(Message, frozen=True):
     """Addition or removal of one cached block of a worker, as a router's index receives it.
 
     Attributes:

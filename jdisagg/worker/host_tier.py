@@ -247,8 +247,10 @@ class HostTier(KvSource):
         return False
 
     def failed(self, cause: str) -> None:
-        if cause in ("late", "failed"):
-            self._counters.add(f"host_restores_{cause}")
+        if cause == "late":
+            self._counters.add("host_restores_late")
+        elif cause == "failed":
+            self._counters.add("host_restores_failed")
 
     # ---- dropped blocks
 

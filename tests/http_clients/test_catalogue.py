@@ -36,7 +36,8 @@ def test_a_load_generator_whose_requests_failed_has_failed(
 
 
 def test_every_client_is_on_the_page_and_every_script_is_a_clients() -> None:
-    page = (ROOT / "docs" / "http.md").read_text()
+    pages = ("http.md", "benchmark_clients.md")
+    page = "".join((ROOT / "docs" / name).read_text() for name in pages)
     for client in CLIENTS.values():
         assert client.package.partition("[")[0] in page
     commands = " ".join(command for client in CLIENTS.values() for command in client.commands)

@@ -13,7 +13,7 @@ NOTEBOOKS = {
     "first_steps": (4, 300_000),
     "residency": (3, 200_000),
     "serving": (2, 200_000),
-    "study": (2, 400_000),
+    "study": (8, 400_000),
 }
 # Slow: the servers of one compile all their programs unless the cache has them.
 SLOW = ("serving", "study")

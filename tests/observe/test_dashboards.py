@@ -22,7 +22,7 @@ from tools import dashboards
 ROOT = Path(__file__).resolve().parents[2]
 METRIC = re.compile(r"\b(jdisagg_\w+)(?:\{([^{}]*)\})?")  # and what it is matched by
 BY = re.compile(r"by \(([^()]*)\)")
-COUNTED = re.compile(r'\.add\(\s*"(\w+)"([^)]*)', re.S)
+COUNTED = re.compile(r'\.add\(\s*"(\w+)"((?:[^()]|\([^()]*\))*)\)', re.S)
 OF_ALL = {"model_name", "le"}
 
 
