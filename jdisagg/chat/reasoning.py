@@ -19,7 +19,8 @@ class Marks:
 
 class ReasoningParser:
     """An `AnswerParser` of reasoning followed by content. Reasoning may begin in the prompt
-    (`begun`), at the start of the answer, or not at all. Drops line breaks around it."""
+    (`begun`), at the start of the answer, or not at all. The parser drops line breaks around the
+    reasoning."""
 
     def __init__(self, marks: Marks, *, begun: bool) -> None:
         self._marks = marks

@@ -60,7 +60,8 @@ class ToolParser:
 
 class SteppedParser(ToolParser):
     """A `ToolParser` of calls between markers, possibly within section markers. `_step_now` is the
-    method that reads the next text. `_held` becomes content if no call follows."""
+    method that reads the next text. `_held` is marker text that becomes content if no call
+    follows."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -105,7 +106,7 @@ class JsonToolParser(ToolParser):
         self._raw: list[str] = []
 
     def _expect_object(self, raw: str, *, certain: bool = True) -> None:
-        """Makes an object the next input. `certain`: Whether a marker announced a call."""
+        """Starts to read an object. `certain`: Whether a marker announced a call."""
         self._raw = [raw]
         self._object = CallObject(
             self._found.begin_call,

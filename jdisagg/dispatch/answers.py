@@ -91,7 +91,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """Adds ids to tool calls. Drops all but the first if only one is allowed."""
+        """Adds ids to tool calls. Drops all but the first call if only one call is allowed."""
         if not calls:
             return ()
         self._called.add(child)

@@ -202,7 +202,8 @@ class Attempt:
     async def _failover(
         self, held: ReservationHandle, decoding: Part, failure: UnavailableError | OverloadedError
     ) -> None:
-        """Replaces the failed prefill worker. The new one sends the missing KV.
+        """Replaces the failed prefill worker. The new one sends the KV that the decode worker still
+        lacks.
 
         Raises HandoffError after `timeouts.request.sources` failed workers, because the decode
         worker is then probably at fault."""

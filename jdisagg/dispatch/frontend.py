@@ -71,7 +71,8 @@ PLAIN = AnswerFormat()
 
 
 class ServingPath(Protocol):
-    """The part of `RequestPath` that serves clients. Closing `stream`'s iterator cancels it."""
+    """The part of `RequestPath` that serves clients. Closing the iterator of `stream` cancels the
+    request."""
 
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 

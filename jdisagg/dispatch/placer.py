@@ -294,7 +294,8 @@ class Placer:
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the most prompt tokens a decode worker may compute (inf: no limit)."""
+        """Returns the most prompt tokens that a decode worker may compute. Infinity means no
+        limit."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])

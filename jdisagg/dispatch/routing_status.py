@@ -54,7 +54,8 @@ class WorkerAccount:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """Status of a router. `waiting`: Requests that wait for workers. `decisions`: Latest first."""
+    """Status of a router. `waiting`: Requests that wait for workers. `decisions`: Recent decisions,
+    latest first."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

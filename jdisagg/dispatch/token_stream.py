@@ -120,7 +120,7 @@ class TokenStream:
 
 
 class IncrementalDetokenizer:
-    """Returns the text that each next token adds. `_window` holds the last tokens of prompt and
+    """Returns the text that each new token adds. `_window` holds the last tokens of prompt and
     output. `_given` is the part of its text that was returned or belongs to the prompt. The text of
     the first `_settled` tokens was returned completely, and of the rest `_given_since`."""
 

@@ -54,7 +54,7 @@ class Canary:
         return tuple(self._pairs)
 
     def know(self, pairs: Collection[Pair]) -> None:
-        """Sets all current pairs."""
+        """Replaces the set of current pairs."""
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog(NoRouterEvents):
-    """Appends each decision to the file. Raises ConfigError if it cannot be opened."""
+    """Appends each decision to the file. Raises ConfigError if the file cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -184,8 +184,8 @@ class ObservedExecutor:
                 )
 
     def _remember(self, command: StepCommand) -> None:
-        """Records the owner that writes each page. The page of a sequence's newest position is
-        written for that sequence only, until the page is copied for a child."""
+        """Records which hand-off or reservation writes each page. The page of a sequence's newest
+        position is written for that sequence only, until the page is copied for a child."""
         match command:
             case PrefillChunk():
                 for row in command.rows:
@@ -205,7 +205,8 @@ class ObservedExecutor:
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """Returns the KV that a command moved to or from host memory or disk, or None."""
+    """Returns the KV that a command moved to or from host memory or disk. None means that it moved
+    none."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
             part = command.groups / limits.layer_groups  # share of the layers in this piece

@@ -45,7 +45,7 @@ class RequestRecord:
 
 
 class _Work:
-    """Totals since the last line with totals."""
+    """Totals of the work since they were last logged."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now

@@ -77,7 +77,7 @@ class PrefillCosts:
     fetches: Indices | None = None
 
     def few(self, places: Indices) -> "PrefillCosts":
-        """Returns the costs of the workers at these indices, without `known`."""
+        """Returns the costs of the workers at these indices, with `known` left empty."""
         return PrefillCosts(
             self.rows.take(places),
             self.queue.take(places),

@@ -135,7 +135,8 @@ class Deferred:
 
 @plain
 class Refusal:
-    """Refused: the first token would miss the limit. `kind`: Cause from a small fixed set."""
+    """The request is refused, because its first token would miss the limit. `kind`: Cause from a
+    small fixed set."""
 
     reason: str
     retry_after_seconds: float

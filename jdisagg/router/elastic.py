@@ -114,7 +114,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Workers that each role should have. Needs are the model's, in fractional workers."""
+    """Workers that each role should have. The needs are the model's results, in fractional
+    workers."""
 
     prefill: int
     decode: int
@@ -148,7 +149,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a decision. `switch`: None for no change now; `reason` states why."""
+    """Result of a decision. `switch` is None if no role should change now; `reason` states why."""
 
     switch: Switch | None
     advice: Advice

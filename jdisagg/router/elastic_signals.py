@@ -76,11 +76,9 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Input of a decision of the controller.
-
-    Attainments are shares of the requests that meet the objective, or 1 without requests.
-    `ttft_without_queue` is the share that would meet the TTFT objective without queueing. The
-    quantiles are in seconds, 0 without requests."""
+    """Values from which the controller decides. Attainments are shares of the requests that meet
+    the objective, or 1 without requests. `ttft_without_queue` is the share that would meet the TTFT
+    objective without queueing. The quantiles are in seconds, 0 without requests."""
 
     now: float
     requests: int
@@ -103,7 +101,7 @@ class _Sample:
 
 
 class SloWindow:
-    """Keeps outcomes and samples of the last `window_seconds`."""
+    """Stores the outcomes and samples of the last `window_seconds`."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds

@@ -24,7 +24,7 @@ CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 @plain
 class Trusted:
-    """Flags of the prefill and decode workers from which KV may be fetched. None: all."""
+    """Flags of the prefill and decode workers from which KV may be fetched. None means all."""
 
     prefills: Flags | None = None
     decodes: Flags | None = None

@@ -58,7 +58,8 @@ class Numbering:
 
 
 class ByWorker(Mapping[str, int]):
-    """A count per worker, as an array indexed by the workers' numbers. The mapping omits zeros."""
+    """A count per worker, as an array indexed by the workers' numbers. As a mapping it omits
+    zeros."""
 
     def __init__(self, roster: Roster, counts: Counts) -> None:
         self.roster = roster
@@ -84,7 +85,7 @@ class ByWorker(Mapping[str, int]):
         return int(np.count_nonzero(self.counts))
 
     def __add__(self, other: "ByWorker") -> "ByWorker":
-        """Adds counts over the same roster."""
+        """Adds two arrays of counts with the same numbering of workers."""
         return ByWorker(self.roster, self.counts + other.counts)
 
     def __mul__(self, factor: int) -> "ByWorker":

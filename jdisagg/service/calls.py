@@ -27,7 +27,7 @@ class DrainingGuard:
         self._cutting = False
 
     def refuse(self) -> None:
-        """Refuses all further calls as unavailable."""
+        """Makes the guard refuse all further calls as unavailable."""
         self._refusing = True
 
     async def idle(self, timeout_seconds: float) -> bool:

@@ -36,7 +36,7 @@ class RoleSwitcher:
     """Changes roles of workers. `counters` counts roles_switched and role_switches_failed.
 
     Args:
-        workers: The members.
+        workers: The router's workers.
         open_port: Opens the role port of the worker at an address.
         new_id: Generates ids of role changes.
     """
@@ -110,7 +110,8 @@ class RoleSwitcher:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """Starts the role change. If the reply is lost, the worker's report decides."""
+        """Starts the role change. If the reply is lost, the worker's report shows whether the
+        change started."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):

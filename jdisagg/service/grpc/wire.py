@@ -140,7 +140,7 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 
 
 def role_from_proto(message: str, role: int) -> WorkerRole:
-    """Converts a role. Errors name the message `message`, which contains it."""
+    """Converts a role. Errors name `message`, the type of the message that contains the role."""
     if role not in _ROLE_FROM_PROTO:
         raise InvalidRequestError(
             f"{message}.role must be a known role, got {role}; run the same version on both sides"

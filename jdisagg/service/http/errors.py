@@ -44,7 +44,8 @@ def http_status(error: JdisaggError) -> int:
 
 
 def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
-    """Returns an error as JSON. `fields` are the request's fields, for `param`."""
+    """Returns an error as JSON. `fields` are the request's fields, one of which `param` may
+    name."""
     status = http_status(error)
     raw = error.message.encode("utf-8", "replace")
     shown = raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")

@@ -50,7 +50,7 @@ _encode = msgspec.json.encode
 
 
 class GuidePort(Protocol):
-    """Answers the guide's simulation questions. `crowded`: Whether other questions wait."""
+    """Runs the simulations of the web page's guide. `crowded`: Whether other simulations wait."""
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
 
