@@ -1,4 +1,4 @@
-"""Transfer of KV between meshes, behind one `Channel` seam (channel.py).
+"""Transfers KV between meshes, through the interface `Channel` (channel.py).
 
 Words of this package and of `executor/`:
 - block: KV of some tokens and consecutive layer groups of one sequence, as a global array [dp, C,
@@ -8,7 +8,7 @@ Words of this package and of `executor/`:
   number of heads that divides a shard on both sides. A receiving device numbers its pieces
   (`part`).
 - leaf: an array that a piece is transferred as: one for each array of its codec, or the heads.
-- posting: the leaves that a sender process has reserved for one pull, until it ends.
+- posting: the leaves that a sender process has reserved for one pull, until the pull ends.
 - peer: the other mesh, by name, or one of its processes (`KvEnd`).
 - link number: counts the connections from one receiver process to one sender process.
-- backend: what moves the leaves between two processes (backend.py)."""
+- backend: an implementation that moves leaves between two processes (backend.py)."""

@@ -1,8 +1,8 @@
-"""The destination of one pull on this process: the pieces that its devices need, those announced,
-and finally the global arrays.
+"""Assembles one pull on this process: tracks which pieces its devices need and which are announced,
+and finally makes the global arrays.
 
-Moves nothing. It validates what senders announce: each device of this process in the receiving rank
-gets each part once, and nothing else."""
+Transfers nothing itself. Validates the announced pieces: each of this process's devices in the
+receiving rank gets each part exactly once, and no other pieces."""
 
 import functools
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Assembly:
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
-        """Takes the leaves of pieces that `expect` has accepted; they may be on their way."""
+        """Adds the leaves of pieces that `expect` has accepted. They may still be in transfer."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
             leaves = arrays[index * count : index * count + count]
@@ -92,8 +92,8 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are on their way. (A process without devices in the rank still needs a
-        sender's answer for the number of arrays.)"""
+        """Whether the leaves of all pieces were added. A process without devices in the rank still
+        needs a sender's answer, for the number of arrays."""
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property
@@ -108,7 +108,7 @@ class Assembly:
         """Makes the global arrays, part by part and leaf by leaf.
 
         Args:
-            arrived: The arrays of `flat`, all of which have arrived.
+            arrived: Arrays of `flat`, which must all have arrived.
         """
         assert self._parts is not None
         count = len(self._leaves)

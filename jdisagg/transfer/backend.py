@@ -1,10 +1,10 @@
-"""The seam between the channel's two halves and the backends that move bytes.
+"""The interface between the two halves of a channel and the backends that move bytes.
 
 Four backends implement it: the JAX transfer engine (transfer_engine.py), shared memory
 (shared_memory.py), NIXL (nixl_memory.py) and CUDA IPC (device_memory.py). `KvSender` uses one
-`Outlet` for each receiver process, `KvPuller` one `Inlet` for each sender process. Neither half
-tests which backend it has: what differs is an attribute or a method here. This module moves
-nothing and must not import an implementation."""
+`Outlet` for each receiver process, `KvPuller` one `Inlet` for each sender process. The halves never
+distinguish backends: every difference is an attribute or a method in this module, which must not
+import an implementation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Memory = TypeVar("Memory", bound=KvMemory)
 
 
 class Leaf:
-    """An array to poll that arrives outside the transfer engine."""
+    """An array that is transferred by another backend than the transfer engine, to be polled."""
 
     __slots__ = ()
 
@@ -45,14 +45,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reserved:
-    """What an outlet reserved for one pull.
+    """The result of `Outlet.reserve` for one pull.
 
     Attributes:
         leaves: Number of arrays that the receiver gets.
         sources: Device arrays that must be computed before `Outlet.write`; empty if nothing is
             written.
-        memory: Where the leaves will lie; None if that is not known before `Outlet.write`, or if
-            they lie in the transfer engine.
+        memory: Location of the leaves; None if it is known only after `Outlet.write`, or if the
+            transfer engine holds them.
     """
 
     leaves: int
@@ -64,9 +64,9 @@ class Outlet(Protocol):
     """Serves the pieces that one receiver process pulls. One thread uses it.
 
     Attributes:
-        address: Server that the receiver may pull from before anything is reserved; "" if none.
-        answers_early: Whether the receiver is answered at `reserve`, because it can tell by itself
-            when the leaves are written. Otherwise it is answered after `write`.
+        address: Server from which the receiver may pull before anything is reserved; "" if none.
+        answers_early: Whether the receiver is answered after `reserve`, because it detects by
+            itself when the leaves are written. Otherwise it is answered after `write`.
     """
 
     address: str = ""
@@ -83,18 +83,18 @@ class Outlet(Protocol):
         ...
 
     def write(self, pull_id: int) -> KvMemory | None:
-        """Writes the reserved leaves, whose sources are computed, and returns where they lie."""
+        """Writes the reserved leaves, whose sources are computed, and returns their location."""
         ...
 
     def pulled(self, pull_id: int) -> None:
-        """Frees a pull's leaves: the receiver has them. Unknown ids are ignored."""
+        """Frees a pull's leaves, which the receiver has received. Unknown ids are ignored."""
         ...
 
     def given_up(self, pull_id: int) -> None:
-        """Notes that the receiver gave the pull up; `withdraw` follows if it is still posted."""
+        """Called when the receiver gave up the pull; `withdraw` follows if it is still posted."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Takes back a pull's leaves, which the receiver may be reading.
+        """Withdraws a pull's leaves, which the receiver may be reading.
 
         Args:
             pull_id: Id of the pull.
@@ -113,7 +113,7 @@ class Outlet(Protocol):
         """Withdraws everything.
 
         Args:
-            in_flight: Whether leaves may be on their way.
+            in_flight: Whether leaves may still be in transfer.
         """
         ...
 
@@ -125,10 +125,10 @@ class Inlet(Protocol):
         backend: Backend that the sender is asked to use.
         has_server: Whether pulls go to a server of the sender, possibly ahead of its answer. Such a
             pull can get stuck and then blocks its connection.
-        borrows: Whether arrays are views of the sender's memory. The sender is then answered
-            `Pulled` when the last view is dropped, and answers before the leaves are written.
-        reads: Whether this process reads the sender's memory by itself. That can fail on this pair
-            of hosts; the next pull then uses another backend.
+        borrows: Whether arrays are views of the sender's memory. `Pulled` is then sent when the
+            last view is dropped, and the sender answers before the leaves are written.
+        reads: Whether this process reads the sender's memory directly. If that fails between these
+            two processes, the next pull uses another backend.
     """
 
     backend: KvBackend
@@ -149,11 +149,12 @@ class Inlet(Protocol):
         """Starts to pull the leaves and returns them to be polled.
 
         Args:
-            answer: The sender's answer, or the one that is expected from it.
+            answer: Answer of the sender, or the expected answer if it has not arrived.
             avals: Shapes, dtypes and devices of the leaves.
             in_time: Returns whether the pull's deadline has not passed; leaves that arrive later
                 count as failed.
-            unused: Called once, on any thread, when no array needs the sender's memory (`borrows`).
+            unused: Called once, on any thread, when no array needs the sender's memory any more
+                (`borrows`).
 
         Raises:
             HandoffError: The answer is invalid or its memory cannot be read.
@@ -161,16 +162,16 @@ class Inlet(Protocol):
         ...
 
     def close(self, in_flight: bool) -> None:
-        """Closes the connection; arrays that live keep what they need.
+        """Closes the connection. Memory that existing arrays use stays valid.
 
         Args:
-            in_flight: Whether pulls are under way.
+            in_flight: Whether pulls are in progress.
         """
         ...
 
 
 class Backend(Protocol):
-    """This process's part of one backend, shared by its outlets and inlets.
+    """One backend in this process, shared by its outlets and inlets.
 
     Attributes:
         kind: Name on the wire.
@@ -187,10 +188,10 @@ class Backend(Protocol):
     def inlet(self, end: KvEnd) -> Inlet: ...
 
     def sweep(self) -> None:
-        """Releases what ended by time. Called a few times a second by the sending half."""
+        """Releases memory whose time-out has passed. Called a few times a second."""
 
     def drop_spare(self) -> None:
-        """Frees memory that waits for its next use."""
+        """Frees unused memory that is kept for reuse."""
 
     def close(self) -> None:
         """Frees everything. Idempotent."""

@@ -1,8 +1,8 @@
-"""Which backend moves KV from each sender process to this one.
+"""Chooses the backend that moves KV from each sender process to this one.
 
-`Memories` holds what this process has; `BackendChoice` picks the best backend that both processes
-have and that has not failed before: CUDA IPC on one host, then shared memory, then NIXL, then the
-JAX transfer engine (NIXL first if it was configured by name). Nothing is sent or read here."""
+`Memories` holds the memory that this process shares with others. `BackendChoice` picks the first
+backend that both processes have and that has not failed before: CUDA IPC on one host, then shared
+memory, then NIXL, then the JAX transfer engine. NIXL comes first if it was configured by name."""
 
 import logging
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Memories:
         return Memories(SharedMemory.of_host(), nixl, *lent_memory(channel, devices))
 
     def end(self, control: str, boot_id: int) -> KvEnd:
-        """Returns this process's `KvEnd`, which publishes what it has."""
+        """Returns this process's `KvEnd`, which publishes its address and its backends."""
         shared = self.shared.name if self.shared else ""
         lends = self.device.host if self.device else ""
         return KvEnd(control, boot_id, shared, self.nixl is not None, lends)
@@ -85,7 +85,7 @@ class BackendChoice:
         )
 
     def describe(self, end: KvEnd, backend: KvBackend) -> str:
-        """Returns "address backend", and why CUDA IPC is not used where one could expect it."""
+        """Returns "address backend", and why CUDA IPC is not used although it is configured."""
         own, why = self._memories, self._failed.get((end, KvBackend.CUDA), "")
         if backend is KvBackend.SHARED and not why:
             if own.no_device:
@@ -96,14 +96,14 @@ class BackendChoice:
         return f"{end.control} {title}, no CUDA memory: {why}" if why else f"{end.control} {title}"
 
     def succeeded(self, end: KvEnd, backend: KvBackend) -> None:
-        """Notes that a pull from `end` arrived."""
+        """Records that a pull from `end` arrived."""
         self._proven.add((end, backend))
 
     def is_proven(self, end: KvEnd, backend: KvBackend) -> bool:
         return (end, backend) in self._proven
 
     def failed(self, end: KvEnd, backend: KvBackend, why: str) -> None:
-        """Notes that reading from `end` failed. A backend that never worked is not used again."""
+        """Records that reading from `end` failed. A backend that never worked is not used again."""
         if (end, backend) not in self._proven:
             self._failed[end, backend] = why
             _log.warning(
@@ -114,6 +114,6 @@ class BackendChoice:
             )
 
     def forget(self, end: KvEnd) -> None:
-        """Forgets a process that was disconnected; its successor is tried anew."""
+        """Removes the records of a disconnected process."""
         self._proven = {key for key in self._proven if key[0] != end}
         self._failed = {key: why for key, why in self._failed.items() if key[0] != end}

@@ -1,10 +1,11 @@
 """A block of KV as a file: a header, then the bytes of its arrays one after another.
 
-The header holds the format's version, the namespace and name of the block, the place of each array
-in it (piece, box, dtype), the sums of its pieces and a digest of the arrays; it has a digest of its
-own. A file is written under another name and renamed, so that a partial file is never taken for a
-block. It is not synced to the disk: a file damaged by a power failure fails its digest and counts
-as a miss. Each defect of a file has a name (`cause_of`). Uses NumPy, no JAX and no threads."""
+The header holds the format's version, the namespace and name of the block, the position of each
+array in the block (piece, box, dtype), the checksums of its pieces and a digest of the arrays. The
+header has a digest of its own. A file is written under another name and renamed, so that a partial
+file is never taken for a block. It is not synced to the disk: a file damaged by a power failure
+fails its digest and counts as a miss. `cause_of` names the defect of a file. Uses NumPy, no JAX and
+no threads."""
 
 import errno
 import os
@@ -40,7 +41,7 @@ _CAUSES = {
 
 
 class SpoiledFileError(Exception):
-    """A file does not hold the requested block. `cause` names the defect."""
+    """Raised if a file does not hold the requested block. `cause` names the defect."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -48,7 +49,7 @@ class SpoiledFileError(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """Returns the name of the defect or failure."""
+    """Returns the name of the file's defect or of the operating system's error."""
     if isinstance(error, SpoiledFileError):
         return error.cause
     if isinstance(error, OSError):
@@ -59,7 +60,7 @@ def cause_of(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedArray:
-    """Part `box` of the block's `piece`-th piece."""
+    """An array that holds part `box` of the block's piece number `piece`."""
 
     piece: int
     box: Box
@@ -67,7 +68,7 @@ class SavedArray:
 
 
 class _Place(Message, frozen=True):
-    """The place of an array in its block."""
+    """The header's entry for one array: its position in the block."""
 
     piece: int
     box: tuple[tuple[int, int], ...]
@@ -83,8 +84,7 @@ class _Place(Message, frozen=True):
 
 
 class BlockHeader(Message, frozen=True):
-    """The header. `digest` covers the arrays; `written_at` is in seconds since 1970, 0 if
-    unknown."""
+    """The header. `digest` covers the arrays. `written_at` is a Unix time; 0 if unknown."""
 
     namespace: bytes
     name: bytes
@@ -106,7 +106,7 @@ def write_block(
     checksums: tuple[int, ...],
     written_at: float = 0.0,
 ) -> int:
-    """Writes a block to `path` atomically and returns its bytes. Raises OSError."""
+    """Writes a block to `path` atomically. Returns the file's size in bytes. Raises OSError."""
     views = [np.ascontiguousarray(one.array).reshape(-1).view(np.uint8) for one in arrays]
     digest = blake2b(digest_size=DIGEST_BYTES)
     for view in views:
@@ -160,8 +160,8 @@ def read_header(file: BinaryIO, namespace: bytes) -> BlockHeader:
 def read_block(
     path: Path, namespace: bytes, name: bytes
 ) -> tuple[tuple[SavedArray, ...], tuple[int, ...], int]:
-    """Returns the arrays of a block, the sums of its pieces, and its bytes. Raises SpoiledFileError
-    if the file is not as it was written, or OSError."""
+    """Returns the arrays of a block, the checksums of its pieces, and the file's size in bytes.
+    Raises SpoiledFileError if the file is damaged or holds another block, or OSError."""
     with path.open("rb", buffering=0) as file:
         header = read_header(file, namespace)
         if header.name != name:

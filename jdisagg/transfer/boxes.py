@@ -1,10 +1,10 @@
-"""From JAX shardings to boxes: the part of an array that each device holds, and the plan of one
-hand-off.
+"""Converts JAX shardings to boxes, the part of an array that each device holds, and plans
+hand-offs.
 
 A hand-off moves one dp rank's part of a block [dp, C, K, T, H] to one dp rank of a similar block on
 the other mesh. Both sides are therefore described within one rank: dimension 0 is (0, 1) on each.
-Only heads (dimension 2) differ in their sharding, and all pieces of a hand-off have one shape:
-`granule` heads, the other dimensions whole. Moves nothing."""
+Only the sharding of heads (dimension 2) differs. All pieces of a hand-off have the same shape:
+`granule` heads, and the whole of the other dimensions."""
 
 import math
 
@@ -19,7 +19,7 @@ HEAD_DIMENSION = 2
 
 
 def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
-    """Returns a mesh ("dp", "kv", "rep") as data; the worker adds the `KvEnd`s of its processes."""
+    """Describes a mesh ("dp", "kv", "rep"). The worker adds the `KvEnd`s of its processes."""
     dp, kv, rep = mesh.devices.shape
     devices = tuple(mesh.devices.flat)
     return MeshCard(
@@ -62,8 +62,7 @@ def rank_placement(
 
 
 def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> int:
-    """Returns the heads of a piece: the largest number that divides a shard's heads on both
-    sides."""
+    """Returns the heads of a piece: the largest divisor of both sides' heads per shard."""
     for side, shards in (("source", source_shards), ("destination", destination_shards)):
         if kv_heads % shards:
             raise LayoutError(

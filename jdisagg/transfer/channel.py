@@ -1,23 +1,23 @@
-"""The seam between two meshes: a block of KV is offered on one, pulled on the other, and released.
+"""The interface for transfers between two meshes: a block of KV is offered on one mesh, pulled by
+the other, and released.
 
-A block is a global array [dp, C, K, T, H] (C rows of a layer group's components, see
-`layout/kv_spec.py`, K kv heads over mesh axis "kv", replicated over "rep"), of which one offer
-concerns one dp rank. A pull gives the receiver n = local heads / granule global arrays [dp, C,
-granule * kv, T, H], each `granule` heads a kv shard: on the receiving rank, array i of kv shard j
-holds heads j * n * granule + i * granule and on, so that concatenating the n local shards along
-heads gives the shard's heads in order. Ranks that do not receive hold the resident zeros of the
-target; no byte moves to them.
+A block is a global array [dp, C, K, T, H]: C rows of a layer group's components (see
+`layout/kv_spec.py`), K kv heads over mesh axis "kv", replicated over "rep". An offer contains the
+part of one dp rank. A pull returns n = local heads / granule global arrays [dp, C, granule * kv, T,
+H] with `granule` heads per kv shard. On the receiving rank, array i of kv shard j begins with head
+j * n * granule + i * granule, so concatenating the n local shards along heads gives the shard's
+heads in order. The other ranks hold the target's resident zeros; no byte is sent to them.
 
-A target names the peer that its block comes from; `connect` must have introduced that peer (except
-within one process). With a lossy codec the received arrays are the codec's leaves of each piece
-(transfer/codec.py), not its heads.
+A target names the peer that its block comes from. Except within one process, `connect` must have
+been called for that peer. With a lossy codec the received arrays are the codec's leaves of each
+piece (transfer/codec.py), not its heads.
 
 Rules:
 - Ids are random 64-bit numbers, used once.
-- Nothing blocks: a pull is a future to poll, and its deadline passes also if it is not polled.
+- No method blocks: a pull is a future to poll, and its deadline passes even if it is not polled.
 - A pull may come before its offer, because the two sides' threads are not ordered. It then waits,
   within its deadline.
-- Failures are raised by the pull, with a type, never by a later JAX call.
+- A failed pull raises a typed error itself; no later JAX call fails because of it.
 - Offered blocks are never donated. Pulled arrays may share memory with the block or the zeros, so
   they are never donated either.
 - All methods are thread-safe."""
@@ -63,12 +63,12 @@ class PullTarget:
         zeros: [dp, C, granule * kv, T, H] under `block_sharding`. Gives the shape, dtype and
             sharding of each received array, and stands in for the ranks that receive nothing.
         rank: Receiving dp rank of the mesh of `zeros`.
-        peer: Sending mesh; "" if there is only one.
+        peer: Name of the sending mesh; "" if there is only one.
         codec: Encoding of the pieces.
         leaves: The codec's zeros of each leaf, [dp, C', granule * kv, T', x] under
             `block_sharding`; () without a codec.
-        heads: KV heads of the whole block. With `source_rank` they allow to plan the pieces before
-            the sender answers; 0 if unknown.
+        heads: KV heads of the whole block; 0 if unknown. With `source_rank`, the pieces can then be
+            planned before the sender answers.
         source_rank: The peer's dp rank that offers the block.
     """
 
@@ -88,7 +88,7 @@ class PullTarget:
 
     @property
     def resident(self) -> tuple[jax.Array, ...]:
-        """The zeros of the arrays that are transferred: the codec's leaves, or the heads."""
+        """Zeros of the transferred arrays: of the codec's leaves, or of the heads."""
         return self.leaves or (self.zeros,)
 
     @property
@@ -99,14 +99,14 @@ class PullTarget:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Live offers of a channel, and the device bytes that they keep, replicas included."""
+    """Number of a channel's live offers, and their device bytes, including replicas."""
 
     offers: int
     bytes: int
 
 
 class Pull(Protocol):
-    """A transfer under way. Once ready it stays ready: `arrays()` returns the block or raises the
+    """A pull in progress or ended. Once it is ready, `arrays()` returns the block or raises the
     error of `failed()`."""
 
     @property
@@ -120,7 +120,7 @@ class Pull(Protocol):
 
     def failed(self) -> JdisaggError | None:
         """Returns the error: HandoffError (unknown, released, revoked, late, cancelled, broken) or
-        IncompatiblePeerError. None while the pull is under way and after it has arrived."""
+        IncompatiblePeerError. None while the pull is in progress and after it has arrived."""
         ...
 
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -138,9 +138,9 @@ class BlockStamp:
 
     Attributes:
         key: Key of the sums (ops/checksum.py).
-        component: The model's component that is the block's first.
+        component: Index, within the model, of the block's first component.
         start: Position of the first token.
-        valid_tokens: Number of tokens that count.
+        valid_tokens: Number of tokens that the checksums cover.
     """
 
     key: int = 0
@@ -149,8 +149,8 @@ class BlockStamp:
     valid_tokens: int = 0
 
     def of_offer(self, offer_id: int) -> "BlockStamp":
-        """Returns the stamp keyed for one offer. Otherwise the sums would also match another
-        sequence's block of the same positions."""
+        """Returns the stamp with a key for one offer. With a common key, a block would pass the
+        check with the stamp of another sequence's block."""
         return replace(self, key=self.key ^ offer_id)
 
 
@@ -159,13 +159,12 @@ _NO_STAMP = BlockStamp()
 
 class Channel(Protocol):
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Introduces a peer to pull from. Does not block; a connection that fails shows in its
-        pulls. A name is never used for another mesh."""
+        """Registers a peer to pull from. Does not block; if the connection fails, its pulls fail. A
+        name must not be reused for another mesh."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Drops the connection; pulls under way from it fail. Idempotent; an unknown name is
-        ignored."""
+        """Drops the connection to a peer; its pulls in progress fail. Idempotent."""
         ...
 
     def offer(
@@ -177,7 +176,7 @@ class Channel(Protocol):
         Args:
             offer_id: Random 64-bit id.
             block: Global array; not donated afterwards.
-            rank: dp rank that is offered.
+            rank: dp rank whose shards are offered.
             stamp: Identifies the values for checksums of a lossy codec.
 
         Raises:
@@ -189,15 +188,14 @@ class Channel(Protocol):
         """Starts a pull. Never blocks or raises. An offer may be pulled several times.
 
         Args:
-            offer_id: Id of the offer, which may be made later.
+            offer_id: Id of the offer, which the sender may make later.
             target: Destination of the block.
             deadline_seconds: Time from now after which the pull fails.
         """
         ...
 
     def release(self, offer_id: int) -> None:
-        """Forgets an offer: later pulls fail, pulls under way continue. Idempotent; an unknown id
-        is ignored."""
+        """Removes an offer: later pulls fail, pulls in progress continue. Idempotent."""
         ...
 
     def revoke(self, offer_id: int, reason: str) -> None:

@@ -1,8 +1,8 @@
 """Threads of a channel: `ChannelThread` runs short jobs in order and a periodic function,
 `ComputeWait` waits for device arrays.
 
-JAX calls that may take a while run here. A job that raises is logged and dropped: jobs must turn
-their failures into answers themselves."""
+JAX calls that may take long run on these threads. A job that raises is logged and dropped, so jobs
+must report their failures themselves."""
 
 import contextlib
 import itertools
@@ -92,7 +92,7 @@ class ComputeWait:
         self._jobs.put((number, next(self._count), arrays, job))
 
     def close(self) -> None:
-        """Ends after the present wait. Waits up to 5 s for that."""
+        """Ends the thread after its current wait. Waits up to 5 s for that."""
         self._jobs.put((-1, next(self._count), (), _nothing))
         self._thread.join(timeout=5.0)
 

@@ -1,13 +1,13 @@
-"""Encodings of transferred blocks: none, or int8, int4 or fp8 with a scale per component, head and
-token.
+"""Encodes transferred blocks: unchanged, or as int8, int4 or fp8 with a scale per component, head
+and token.
 
 A codec turns a piece [1, C, G, T, H] into leaves, all of rank 5 with the dimensions (rank, C', G,
 T', x). Each leaf is assembled over ranks and heads exactly like the values, so that channels treat
-all leaves alike. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales
-float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
+all leaves alike. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales float32
+[1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
 (ops/checksum.py) over the packed values and their scales, because a sum over the original values
-cannot be checked after packing. Without a codec there are no extra leaves: the checksum over the
-values guards them.
+cannot be checked after packing. Without a codec there are no extra leaves, and the checksum covers
+the values.
 
 Everything is traceable and local to a device: the sender packs on the device of the shard, the
 receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same
@@ -54,8 +54,7 @@ class Codec(Protocol):
     def lossy(self) -> bool: ...
 
     def leaves(self, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the leaves of a piece [1, C, G, T, H]. Raises LayoutError if it cannot be
-        packed."""
+        """Returns the leaves of a piece [1, C, G, T, H], or raises LayoutError."""
         ...
 
     def encode(
@@ -77,7 +76,7 @@ class Codec(Protocol):
     def verify(
         self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array
     ) -> jax.Array:
-        """Returns a bool scalar: whether the leaves were packed under this stamp."""
+        """Returns a bool scalar: whether the leaves match their checksums under this stamp."""
         ...
 
 
@@ -106,7 +105,7 @@ class NoCodec:
 
 @dataclass(frozen=True)
 class ScaledCodec:
-    """Packs values with one scale for each row, whose largest magnitude becomes `largest`."""
+    """Packs values with one scale per row, which maps its largest magnitude to `largest`."""
 
     name: str
     largest: float

@@ -1,5 +1,5 @@
 """CUDA driver calls that export GPU memory to other processes of the host and copy their exports.
-No other module of jdisagg calls CUDA, and nothing here runs on a machine without it.
+No other module of jdisagg calls CUDA. This module is not used on machines without it.
 
 `Driver` is the seam; `CudaDriver` implements it by cuda-bindings. A device is the process's number
 of a GPU (`jax.Device.local_hardware_id`), and its context is the primary one, which XLA uses too.
@@ -30,7 +30,7 @@ class Allocation:
 
 
 class Copy(Protocol):
-    """Copies under way. Thread-safe."""
+    """Copies in progress. Thread-safe."""
 
     def is_done(self) -> bool:
         """Returns whether the copies have ended. Never blocks. Raises HandoffError if they
@@ -43,7 +43,7 @@ class Copy(Protocol):
 
 
 class Driver(Protocol):
-    """Every method raises HandoffError with the driver's error if a call fails."""
+    """The CUDA driver. Every method raises HandoffError with the driver's error if a call fails."""
 
     def allocation(self, device: int, pointer: int) -> Allocation:
         """Returns the allocation that contains the pointer."""
@@ -54,21 +54,22 @@ class Driver(Protocol):
         ...
 
     def open(self, device: int, handle: bytes) -> int:
-        """Opens another process's allocation for `device` and returns its address here."""
+        """Opens another process's allocation for `device` and returns its address in this
+        process."""
         ...
 
     def close(self, device: int, base: int) -> None:
-        """Closes what `open` returned. No copy may read from it any more."""
+        """Closes an allocation that `open` returned. No copy may be reading from it."""
         ...
 
     def copy(self, device: int, parts: Sequence[tuple[int, int, int]]) -> Copy:
-        """Starts copies (to, from, bytes) by `device`, on a stream beside its computation."""
+        """Starts copies (to, from, bytes) on a stream of `device` that runs beside computation."""
         ...
 
 
 class CudaDriver:
-    """The CUDA driver. Its constructor raises ConfigError if cuda-bindings, the driver or a device
-    is missing."""
+    """The implementation by cuda-bindings. The constructor raises ConfigError if cuda-bindings, the
+    driver or a device is missing."""
 
     def __init__(self) -> None:
         try:
@@ -177,7 +178,7 @@ class CudaDriver:
 
 
 class CudaCopy:
-    """Copies whose end is marked by an event."""
+    """Copies on a stream, with an event that marks their end."""
 
     def __init__(self, driver: CudaDriver, event: object) -> None:
         self._driver, self._event = driver, event

@@ -8,7 +8,7 @@ pieces into arrays of its own. The sender copies nothing. Invariants:
   discards what it copies. So a copied array does not change.
 - The receiver's array is written without JAX's knowledge: after JAX has made it, before any other
   code uses it. It is kept until the copy has ended, also if the pull was cancelled.
-- An allocation stays open here while its sender is connected or anything is copied from it.
+- The receiver keeps an allocation open while its sender is connected or a copy from it is running.
 - Only memory of JAX's pool is exported, which the sender's process never returns to the driver:
   freeing an allocation while another process reads it is a fault of that device. A process with
   the handle can read the whole pool. Therefore the handle travels on the control connection alone;
@@ -49,7 +49,7 @@ def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | 
         devices: Devices of the worker.
 
     Returns:
-        The memory or None, and why there is none although it was configured ("" otherwise).
+        The memory or None, and the reason if it is configured but unavailable ("" otherwise).
     """
     if channel != "cuda":
         return None, ""
@@ -66,7 +66,7 @@ def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | 
 
 
 def this_host() -> str:
-    """Returns the kernel's boot id, unique to this host and boot; "" if there is none."""
+    """Returns the kernel's boot id, unique to this host and boot; "" if unavailable."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -75,7 +75,7 @@ def this_host() -> str:
 
 @dataclass(slots=True)
 class Mapping:
-    """Another process's allocation as opened by `device`; closed with its last holder."""
+    """Another process's allocation, opened for `device` until its last holder releases it."""
 
     device: int
     lent: LentAllocation
@@ -84,8 +84,8 @@ class Mapping:
 
 
 class LentMemory(Backend):
-    """The device memory that this process exports to others and has opened of others.
-    Thread-safe."""
+    """The device memory that this process exports, and the exports of other processes that it has
+    opened. Thread-safe."""
 
     kind = KvBackend.CUDA
 
@@ -174,7 +174,7 @@ class LentMemory(Backend):
             self._reads.discard(read)
 
     def sweep(self) -> None:
-        """Ends reads that no pull polls any more, and drops parked arrays past their time."""
+        """Ends reads that no pull polls any more, and drops parked arrays whose time has passed."""
         now = time.monotonic()
         with self._lock:
             reads = list(self._reads)
@@ -187,15 +187,14 @@ class LentMemory(Backend):
             read.is_over()
 
     def kept(self) -> tuple[int, int, int]:
-        """Returns the numbers of parked arrays, of open allocations of others, and of reads under
-        way."""
+        """Returns the numbers of parked arrays, opened allocations and running reads."""
         with self._lock:
             parked = sum(len(arrays) for _, arrays in self._parked.values())
             return parked, len(self._mappings), len(self._reads)
 
     def close(self) -> None:
-        """Blocks until the reads under way have ended, because JAX reuses their memory afterwards.
-        Reads that have not begun fail."""
+        """Blocks until running reads have ended, because JAX reuses their memory afterwards. Reads
+        that have not begun fail."""
         with self._lock:
             reads = list(self._reads)
             self._parked.clear()
@@ -204,7 +203,7 @@ class LentMemory(Backend):
 
 
 class DeviceOutlet(Outlet):
-    """The arrays of this process's devices that one receiver process copies."""
+    """Serves arrays on this process's devices to one receiver process."""
 
     def __init__(self, memory: LentMemory) -> None:
         self._memory = memory
@@ -212,7 +211,7 @@ class DeviceOutlet(Outlet):
         self._written: set[int] = set()
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
-        """Keeps the leaves. Their addresses exist only when they are computed."""
+        """Keeps the leaves. Their addresses are known only when they are computed."""
         arrays = pieces.on_devices()
         self._reserved[pull_id] = arrays, time.monotonic() + seconds
         return Reserved(len(arrays), arrays)
@@ -231,7 +230,7 @@ class DeviceOutlet(Outlet):
         self._memory.forget(pull_id)
 
     def given_up(self, pull_id: int) -> None:
-        """Frees the leaves at once: the receiver discards what it still copies."""
+        """Frees the leaves at once, because the receiver discards data that it still copies."""
         self.pulled(pull_id)
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
@@ -246,7 +245,7 @@ class DeviceOutlet(Outlet):
 
 
 class DeviceInlet(Inlet):
-    """The device memory of one sender process."""
+    """Pulls from the device memory of one sender process."""
 
     backend = KvBackend.CUDA
     reads = True
@@ -290,7 +289,7 @@ class DeviceInlet(Inlet):
         return [DeviceLeaf(part.to, read) for part in parts]
 
     def close(self, in_flight: bool) -> None:
-        """Copies that are under way continue."""
+        """Closes the connection. Running copies continue."""
         for mapping in self._held.values():
             self._memory.let_go(mapping)
         self._held.clear()
@@ -306,8 +305,7 @@ class _Part:
 
 
 class DeviceRead:
-    """The copies of one pull: first waiting for their arrays, then under way, then over. Polled;
-    thread-safe."""
+    """The copies of one pull, which begin when their arrays are allocated. Polled; thread-safe."""
 
     def __init__(
         self,
@@ -336,7 +334,7 @@ class DeviceRead:
             return self._over
 
     def close(self) -> None:
-        """Ends the read; blocks until copies under way have ended."""
+        """Ends the read; blocks until running copies have ended."""
         with self._lock:
             if not self._over:
                 for copy in self._copies:

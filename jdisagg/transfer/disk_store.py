@@ -5,9 +5,10 @@ The directory has a folder for each namespace, and in it one for each worker tha
 at a time: the first that is not locked. The lock ends with the process, also when it is killed, so
 that a restarted worker finds its blocks. Files of another namespace are never touched.
 
-Every call returns at once a future of a `DiskOutcome`, which never raises: for a disk that is full,
-read-only, slow or gone the outcome names the cause. Files are opened and removed in the order of
-the calls, except that reads do not wait for writes. `close` waits at most CLOSE_SECONDS."""
+Every call returns at once a future of a `DiskOutcome`. The future never raises: if the disk is
+full, read-only, slow or missing, the outcome names the cause. Files are opened and removed in the
+order of the calls, except that reads do not wait for writes. `close` waits at most
+CLOSE_SECONDS."""
 
 import contextlib
 import fcntl
@@ -70,7 +71,7 @@ class DiskOutcome:
 
 
 class DiskStore:
-    """The blocks of one worker."""
+    """Stores the blocks of one worker."""
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory = Path(directory).expanduser()
@@ -228,8 +229,9 @@ def _removed(path: Path) -> None:
 
 
 def _used(path: Path, index: int) -> None:
-    """Records the use in the file's time. Later blocks of a chain count as used earlier, so that
-    they are evicted first. If the time cannot be set, only the order is lost."""
+    """Sets the file's modification time to the time of its use. Later blocks of a chain get
+    slightly earlier times, so that they are evicted first. Ignores failures, which affect only the
+    order of eviction."""
     instant = time.time() - index
     with contextlib.suppress(OSError):
         os.utime(path, (instant, instant))
@@ -284,9 +286,8 @@ def _outcome(call: Callable[[], DiskOutcome]) -> DiskOutcome:
 
 
 def directory_secret(directory: str) -> bytes:
-    """Returns the random secret that is stored beside the blocks with the same permissions, and
-    creates it at first use. If it cannot be stored, each process has another one, and a restarted
-    worker finds no blocks."""
+    """Returns the random secret that is stored in `directory`, and creates it at first use. If it
+    cannot be stored, each process has another secret, and a restarted worker finds no blocks."""
     root, fresh = Path(directory).expanduser(), secrets.token_bytes(SECRET_BYTES)
     path = root / SECRET
     try:

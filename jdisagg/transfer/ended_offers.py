@@ -1,4 +1,4 @@
-"""How offers ended, by id: a late pull gets that as its error, and no id is offered twice.
+"""Records how offers ended, by id. A late pull gets this as its error, and no id is offered twice.
 
 Beyond REMEMBERED_IDS the oldest ids are forgotten. Not thread-safe: the channel's lock guards
 it."""
@@ -40,8 +40,7 @@ class EndedOffers:
         self._note(offer_id, "released")
 
     def revoked(self, offer_id: int, reason: str) -> None:
-        """Notes a revocation, also of an offer that is not made yet. An ended offer keeps its
-        end."""
+        """Records a revocation, even before the offer is made. Does not change an ended offer."""
         if offer_id not in self._how:
             self._note(offer_id, f"revoked: {reason}")
 

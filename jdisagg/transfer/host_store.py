@@ -3,8 +3,8 @@ thread of the store.
 
 On an accelerator the copies are pinned arrays if the backend has pinned memory, so that they move
 by DMA; on a CPU they are NumPy arrays. Replicas are stored once and restored to each device. A
-block may be restored to another rank of the mesh. Stored data is not checked here: the insert
-program compares sums (executor/insert_program.py).
+block may be restored to another rank of the mesh. The insert program (executor/insert_program.py)
+checks restored data by checksums.
 
 `put`, `pull` and `forget` are called on the dispatch thread and do not block."""
 
@@ -31,7 +31,7 @@ Shards = dict[Box, HostArray]  # each by its part of the rank's block
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy to host memory under way."""
+    """A copy to host memory that is in progress or has ended."""
 
     done: "Future[None]"
 
@@ -40,14 +40,14 @@ class HostCopy:
 
 
 class HostStore:
-    """The blocks of one mesh in this process's memory."""
+    """Stores blocks of one mesh in this process's memory."""
 
     def __init__(self, name: str) -> None:
         self._clock = MonotonicClock()
         self._name = name
         self._thread: ThreadPoolExecutor | None = None  # made at first use
         self._lock = threading.Lock()  # never held while copying
-        self._blocks: dict[int, Shards | None] = {}  # None: being copied
+        self._blocks: dict[int, Shards | None] = {}  # None while a block is being copied
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -80,8 +80,8 @@ class HostStore:
         return HostCopy(self._submit(copy))
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
-        """Restores a block as `Channel.pull` does, as one array of all heads. The pull fails with
-        HandoffError if there is no such block."""
+        """Starts to restore a block to the mesh, as one array of all heads (see `Channel.pull`).
+        The pull fails with HandoffError if there is no such block."""
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
         with self._lock:
             shards = self._blocks.get(offer_id)
@@ -100,7 +100,7 @@ class HostStore:
         return pull
 
     def expect(self, offer_id: int) -> None:
-        """Announces a block that will be delivered from elsewhere than the mesh."""
+        """Registers a block that `deliver` will add, such as a block from disk."""
         with self._lock:
             self._blocks[offer_id] = None
 
@@ -116,7 +116,7 @@ class HostStore:
             return self._blocks.get(offer_id)
 
     def forget(self, offer_id: int) -> None:
-        """Drops a block; copies under way continue. Idempotent."""
+        """Drops a block; running copies continue. Idempotent."""
         with self._lock:
             self._blocks.pop(offer_id, None)
 
@@ -134,7 +134,7 @@ class HostStore:
 
 
 def _to_host(shard: jax.Array) -> HostArray:
-    """Blocks until the shard is computed and copied."""
+    """Returns a shard's copy in host memory. Blocks until it is computed and copied."""
     (device,) = shard.devices()
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:

@@ -1,7 +1,6 @@
-"""The channel within one process: single-device `device_put`s, each to the device that keeps the
-piece.
+"""The channel within one process. It moves each piece by a single-device `device_put`.
 
-Uses the reshard plan and JAX; independent of requests, pages and layers. Invariants:
+Independent of requests, pages and layers. Invariants:
 - A piece that is a whole shard is sent as it is. A smaller one is cut on its own device, all pieces
   of a shard by one program.
 - A piece that already lies on its destination is not moved (a whole shard shares its buffer).
@@ -53,7 +52,7 @@ _RouteKey = tuple[
 
 @dataclass(slots=True)
 class _Route:
-    """The plans between one pair of shardings, one for each turn of the source's replicas."""
+    """The plans from one sharding to another, one for each replica of the source that may begin."""
 
     plans: tuple[ReshardPlan, ...]
     uses: int = 0
@@ -123,7 +122,7 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles the cuts and the codec of pulls from this mesh to targets like this one."""
+        """Compiles the cuts and the codec for pulls from `source_mesh` to targets like `target`."""
         _, components, _, tokens, head_size = target.zeros.shape
         shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
@@ -164,7 +163,7 @@ class InProcessChannel:
         pull.deliver(arrays, sum(moved.values()))
 
     def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
-        """Returns the cached plan; source replicas take turns from pull to pull."""
+        """Returns the cached plan for the next source replica, which changes from pull to pull."""
         zeros = target.zeros
         key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
         with self._lock:
@@ -195,8 +194,7 @@ def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
 def _move(
     offer: OfferedBlock, target: PullTarget, plan: ReshardPlan
 ) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
-    """Cuts, encodes, copies and assembles; returns the arrays and the bytes moved per device
-    pair."""
+    """Transfers a block. Returns the arrays and the bytes moved per device pair."""
     granule = target.granule
     pieces = [
         PlannedPiece(

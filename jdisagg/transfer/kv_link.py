@@ -1,8 +1,8 @@
-"""How the transfer channels of two processes reach each other: small messages to a process,
-delivered at best effort.
+"""The interface by which the channels of two processes exchange small messages, with best-effort
+delivery.
 
-A `KvLink` sends a channel's messages. Its owner passes received messages to a `KvReceiver`, which a
-channel is:
+A `KvLink` sends a channel's messages. The link's owner passes received messages to the channel,
+which is a `KvReceiver`:
 
     channel = NegotiatedChannel(clock, end, link, ...)
     link.send(KvEnd("10.0.0.7:8811", boot_id), message)  # the channel does this
@@ -20,12 +20,11 @@ from jdisagg.messages.kv_plane import KvMessage
 
 class KvLink(Protocol):
     def send(self, end: KvEnd, message: KvMessage) -> None:
-        """Sends the message soon, or loses it if the receiver is gone or slow. Never blocks, never
-        raises; thread-safe."""
+        """Queues a message, which may be lost. Never blocks, never raises; thread-safe."""
         ...
 
 
 class KvReceiver(Protocol):
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        """Takes a message of `sender`. Never blocks, never raises; thread-safe."""
+        """Processes a message from `sender`. Never blocks, never raises; thread-safe."""
         ...

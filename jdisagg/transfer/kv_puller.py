@@ -1,22 +1,22 @@
 """The receiving half of `NegotiatedChannel`: requests, pulls and assembles the sender's pieces.
 
-A `pull` sends its requests at once. This half's own thread handles the answers and watches what is
-under way. If the sender's server is known and the target names the sender's rank and heads, no
-answer is needed: the pieces are planned here exactly as the sender will plan them, and pulled ahead
-of their posting. Otherwise the sender answers where its pieces wait. Invariants:
+A `pull` sends its requests at once. This half's own thread handles the answers and watches the
+pulls in progress. If the sender's server is known and the target names the sender's rank and heads,
+no answer is needed: the receiver makes the same plan of the pieces as the sender, and pulls them
+before they are posted. Otherwise the sender answers with the location of its pieces. Invariants:
 - A request's id is random and fresh; a retried pull is another pull with other ids. An unanswered
   request is sent again with its id, because messages may be lost; the sender serves an id once.
 - Global arrays are made only when each piece is there: an array that has not arrived never reaches
   a program.
 - If a backend that reads the sender's memory fails before it ever worked, the next pull uses
   another backend.
-- A pull ends at its deadline, also if a peer is silent. Its requests are withdrawn. If its bytes
-  are stuck on a server's connection that moves nothing else, the connection is poisoned and
+- A pull ends at its deadline, even if a peer does not answer. Its requests are withdrawn. If its
+  bytes are stuck on a server's connection that moves no other bytes, the connection is poisoned and
   dropped, and the next pull makes a new one.
-- Without a plan, a receiver process requests from every process of the sender, since it does not
-  know which of them hold the offer's rank; those that hold nothing answer so. The pull is complete
-  when this process's devices have all their pieces.
-This module must not distinguish backends: what differs is in `Inlet` (backend.py)."""
+- Without a plan, a receiver process sends requests to every process of the sender, because any of
+  them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
+  when this process's devices have all their pieces. This module must not distinguish backends: all
+  differences are in `Inlet` (backend.py)."""
 
 import functools
 import itertools
@@ -64,8 +64,8 @@ _log = logging.getLogger(__name__)
 
 
 class KvPuller:
-    """See the module's docstring. `_cards`, `_peers`, `_choice` and `_requests` are under the lock;
-    `_watched` and `_stuck` belong to the thread."""
+    """The receiving half (see the module's docstring). The lock guards `_cards`, `_peers`,
+    `_choice` and `_requests`; only the thread uses `_watched` and `_stuck`."""
 
     def __init__(
         self, clock: Clock, link: KvLink, options: EngineOptions, choice: BackendChoice
@@ -185,15 +185,15 @@ class KvPuller:
         assembly: Assembly,
         turn: int,
     ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """Returns the pieces for this process's devices by the index of the sender process that
-        holds them; None if a sender must be asked first. Under the lock."""
+        """Returns the pieces for this process's devices, by the index of the sender process that
+        holds them. Returns None if a sender must answer first. Requires the lock."""
         fresh = self._clock.now() - self._timeouts.fresh_seconds
         if not target.heads or any(not peer.address or peer.used < fresh for peer in peers):
             return None
         return pieces_by_sender(card, target, assembly, turn)
 
     def _peer(self, end: KvEnd) -> PeerState:
-        """Under the lock."""
+        """Returns or creates the record of a sender process. Requires the lock."""
         if end not in self._peers:
             peer = PeerState(
                 end, next(self._numbers), self._choice.inlet(end), moved=self._clock.now()
@@ -208,7 +208,7 @@ class KvPuller:
     # The methods below run on the thread.
 
     def _watch_new(self, transfer: Transfer, heads: int) -> None:
-        """`heads` is the number of heads of the whole block if it is pulled ahead, else 0."""
+        """Watches a pull. `heads` is the block's number of heads if it is pulled ahead, else 0."""
         self._watched.append(transfer)
         try:
             if heads and not transfer.pull.is_ready():
@@ -261,10 +261,10 @@ class KvPuller:
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
         """Starts to pull the announced pieces. Raises HandoffError if the connection was replaced
-        or the sender's memory cannot be read; what was posted is then withdrawn."""
+        or the sender's memory cannot be read; the posting is then withdrawn."""
         peer, assembly = sent.peer, sent.transfer.assembly
         with self._lock:
-            if self._peers.get(peer.end) is not peer:  # its sender has closed what was posted
+            if self._peers.get(peer.end) is not peer:  # its sender has closed the posting
                 raise _dropped(peer)
         if sent.ahead and answer.address != peer.address:
             raise _dropped(peer)
@@ -287,7 +287,7 @@ class KvPuller:
         sent.arrays, sent.address = arrays, answer.address
 
     def _report_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
-        """Reports within `seconds`, together with others."""
+        """Sends `Pulled` to the sender within `seconds`, together with other pulls."""
         due = time.monotonic() + seconds
         self._report_at = min(self._report_at, due) if self._unreported else due
         self._unreported.append((end, Pulled(pull_id)))
@@ -303,7 +303,7 @@ class KvPuller:
             )
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Runs on the polling thread, under the pull's lock."""
+        """Assembles the arrived arrays. Runs on the polling thread, under the pull's lock."""
         with self._lock:
             add_counts(self._moved, assembly.bytes_per_pair)
         return assembly.assemble(arrays)
@@ -362,8 +362,8 @@ class KvPuller:
         return False
 
     def _send_again(self, transfer: Transfer) -> None:
-        """Repeats requests that may have been lost, under the same id. A pull ahead, or one whose
-        memory is announced before it is written, is answered only by its bytes."""
+        """Repeats requests that may have been lost, under the same id. If pieces are pulled before
+        the answer or before they are written, only their bytes confirm the request."""
         now = self._clock.now()
         for sent in transfer.requests:
             if (
@@ -386,7 +386,8 @@ class KvPuller:
                 self._settle_ended(sent, sent.arrays)
             elif not arrived:
                 self._give_up(sent)
-            # Last: a caller that sees no pull under way must not pull over a failed connection.
+            # Removed last, so that a caller that sees no pull in progress never pulls over a failed
+            # connection.
             with self._lock:
                 self._requests.pop(sent.pull_id, None)
         transfer.requests.clear()
@@ -410,7 +411,7 @@ class KvPuller:
         peer, inlet = sent.peer, sent.peer.inlet
         if inlet.reads and (sent.unread or (sent.arrays is not None and self._is_unproven(sent))):
             self._lose(peer, sent.unread or "nothing came before the deadline")
-        # A sender that refused has withdrawn the pull, but still keeps what is being read.
+        # A sender that refused has withdrawn the pull, but keeps the leaves that are being read.
         if not sent.refused or inlet.reads:
             self._link.send(peer.end, Withdraw(sent.pull_id, bool(sent.ahead)))
         if sent.arrays is not None and inlet.has_server:
@@ -418,21 +419,19 @@ class KvPuller:
             self._stuck.append((sent, max(sent.transfer.pull.deadline, flushed)))
 
     def _is_unproven(self, sent: SentRequest) -> bool:
-        """Returns whether the deadline passed before this backend ever worked with the sender. (If
-        it worked before, the sender is only stalled, or its reads will fail.)"""
+        """Returns whether the deadline passed before this backend ever worked with the sender."""
         with self._lock:
             proven = self._choice.is_proven(sent.peer.end, sent.peer.inlet.backend)
         return not proven and self._clock.now() >= sent.transfer.pull.deadline
 
     def _lose(self, peer: PeerState, why: str) -> None:
-        """Drops a connection over which something could not be read."""
+        """Drops the connection to a peer after a failed read."""
         with self._lock:
             self._choice.failed(peer.end, peer.inlet.backend, why)
         self._drop(peer)
 
     def _drop(self, peer: PeerState) -> None:
-        """Closes and forgets a connection; the next pull makes another. Pulls under way on it
-        fail."""
+        """Closes a connection; its pulls in progress fail. The next pull makes a new one."""
         with self._lock:
             if self._peers.get(peer.end) is peer:
                 del self._peers[peer.end]
@@ -444,7 +443,7 @@ class KvPuller:
                 sent.peer is peer and not all(map(is_ready, sent.arrays or ())) for sent in requests
             )
         )
-        self._report()  # before Leave, so that the sender does not take it for being on its way
+        self._report()  # before Leave, so that the sender does not treat these leaves as in flight
         self._link.send(peer.end, Leave(peer.link))
 
     def _drop_peer(self, peer: str, ends: list[KvEnd]) -> None:

@@ -1,6 +1,6 @@
 """Records of the receiving half: its sender processes, its pulls, and what each pull requested.
 
-Nothing is sent or pulled here. `KvPuller`, which keeps the records, says which thread owns what."""
+Sends and pulls nothing. `KvPuller` holds the records and documents which thread owns which."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class PeerState:
         end: The process.
         link: Number of the connection to it; grows with each new one.
         inlet: Pulls from it.
-        address: Its transfer server, once it has reported it; "" before.
+        address: Address of the process's transfer server; "" until it is reported.
         used: Time of the last request to it.
         moved: Time when something last arrived from it.
     """
@@ -48,11 +48,11 @@ class SentRequest:
         transfer: The pull.
         sent_at: Time when the request was last sent.
         request: The message.
-        arrays: The leaves, once they are on their way or have a place in the sender's memory.
+        arrays: Leaves; None until their transfer has begun.
         address: Server that they are pulled from.
         refused: Whether the sender has refused.
-        unread: Why the sender's memory could not be read; "" otherwise.
-        ahead: Pieces that are pulled before the sender answers.
+        unread: Reason why the sender's memory could not be read; "" otherwise.
+        ahead: Pieces that are pulled before the sender's answer.
     """
 
     pull_id: int
@@ -74,8 +74,7 @@ class SentRequest:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One pull: its future, its sending mesh `source`, its arrays, and one request per sender
-    process."""
+    """One pull: its future, sending mesh `source`, arrays, and requests by sender process."""
 
     pull: PolledPull
     source: str
@@ -113,7 +112,7 @@ def request_of(
     transports: int,
     turn: int,
 ) -> PullRequest:
-    """Makes the message of a request."""
+    """Returns the message for a request to one sender process."""
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(

@@ -2,15 +2,15 @@
 
 All cutting, encoding and posting is done on this half's own thread, in order of arrival, without
 blocking. Invariants:
-- Each receiver process has an `Outlet` of its own, so that a stalled one harms itself alone. A
+- Each receiver process has an `Outlet` of its own, so that a stalled receiver delays no other. A
   receiver with a higher link number, or another boot id at its address, gets a new outlet.
 - Every process of the sender makes the same plan from the request alone (own mesh, `wanted`,
   `turn`) and serves the pieces that it holds.
-- A posting ends when it is pulled, withdrawn or revoked, or when its deadline passes. Afterwards
-  neither this half nor the outlet holds any of it.
+- A posting ends when it is pulled, withdrawn or revoked, or when its deadline passes. Its memory is
+  then released.
 - A request for an offer that is not made yet waits, within its deadline.
-- A pull ahead already waits in the engine: it always gets the pieces or an error there.
-This module must not distinguish backends: what differs is in `Outlet` (backend.py)."""
+- A receiver that pulls ahead already waits in the engine, where it always gets the pieces or an
+  error. This module must not distinguish backends: all differences are in `Outlet` (backend.py)."""
 
 import itertools
 import logging
@@ -72,7 +72,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Posting:
-    """What is reserved for one pull. `answer` is None until the receiver may be answered."""
+    """The memory reserved for one pull. `answer` is None until the receiver may be answered."""
 
     offer_id: int
     leaves: int
@@ -92,8 +92,8 @@ class _PeerState:
 
 
 class KvSender:
-    """See the module's docstring. `_offers`, `_waiting` and `_ended` are under the lock; `_peers`
-    and `_seen` belong to the thread."""
+    """The sending half (see the module's docstring). The lock guards `_offers`, `_waiting` and
+    `_ended`; only the thread uses `_peers` and `_seen`."""
 
     def __init__(
         self,
@@ -306,8 +306,7 @@ class KvSender:
             self._answer(receiver, posting)
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
-        """Repeats an answer that may have been lost. Nothing is reserved a second time: the pull
-        may have ended."""
+        """Repeats an answer that may have been lost, without reserving anything again."""
         peer = self._peers.get(receiver)
         posting = peer.postings.get(request.pull_id) if peer is not None else None
         with self._lock:
@@ -355,7 +354,7 @@ class KvSender:
         return None
 
     def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
-        """Returns whether a pull ahead waits at the receiver's present outlet."""
+        """Returns whether the receiver pulls ahead from its current outlet."""
         peer = self._peers.get(receiver)
         return peer is not None and (peer.link, peer.outlet.address) == (
             request.link,
@@ -367,7 +366,7 @@ class KvSender:
         self._flush(receiver, request, error)
 
     def _flush(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
-        """Fails a pull ahead, which waits at the outlet."""
+        """Fails the receiver's pull ahead, which waits at the outlet."""
         if request.address and self._is_where_pulled(receiver, request):
             leaves = len(request.pieces) * leaves_of(request.codec)
             self._peers[receiver].outlet.refuse(request.pull_id, max(1, leaves), error_text(error))
@@ -465,7 +464,7 @@ def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ..
 
 
 def _nothing(request: PullRequest, offer: OfferedBlock) -> Posted:
-    """The answer of a process that holds no piece for the request."""
+    """Returns the answer of a process that holds no piece for the request."""
     return Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
 
 

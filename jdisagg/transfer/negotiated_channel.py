@@ -33,7 +33,7 @@ class NegotiatedChannel:
         end: This process, as its card publishes it (`Memories.end`).
         link: Carries messages to other processes.
         host: The one interface on which the transfer engine listens. It has no authentication.
-        transports: Connections of the engine, as in the card; equal on all workers.
+        transports: Number of parallel connections of the engine, which is equal on all workers.
         memories: Memory of this process that others can read; closed with the channel.
     """
 
@@ -53,7 +53,7 @@ class NegotiatedChannel:
         self._puller = KvPuller(clock, link, options, BackendChoice(memories, self._backends))
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        """Takes a message that arrived over the link. Thread-safe; never blocks."""
+        """Processes a message that arrived over the link. Thread-safe; never blocks."""
         if isinstance(message, Opened | Posted | Refused):
             self._puller.handle(sender, message)
         else:
@@ -95,7 +95,7 @@ class NegotiatedChannel:
         return self._sender.offered()
 
     def postings(self) -> int:
-        """Returns the number of requests whose pieces wait to be fetched."""
+        """Returns the number of pulls whose pieces this process has reserved and not sent yet."""
         return self._sender.postings()
 
     def under_way(self) -> int:
@@ -110,7 +110,7 @@ class NegotiatedChannel:
         return self._puller.bytes_per_pair()
 
     def close(self) -> None:
-        """Ends threads, connections, servers and backends; pulls under way fail. Idempotent."""
+        """Ends threads, connections, servers and backends; pulls in progress fail. Idempotent."""
         self._puller.close()
         self._sender.close()
         for backend in self._backends:

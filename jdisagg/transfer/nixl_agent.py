@@ -1,5 +1,5 @@
 """NIXL's agent, used only in ways that were measured to be safe. No other module of jdisagg calls
-NIXL; it is an optional extra, and without it nothing here runs.
+NIXL; it is an optional extra, without which this module is not used.
 
 Failure modes of NIXL (benchmarks/LOG.md, 2026-11-24) and the countermeasures:
 - Its progress thread spins through half a core unless it has a delay: it gets one, which bounds its
@@ -100,8 +100,8 @@ def _address(host: str) -> str:
 
 
 class NixlAgent:
-    """The agent of this process: registers memory, reads that of others, and serves their reads on
-    a thread of its own. Thread-safe.
+    """The agent of this process: registers memory, reads other processes' memory, and serves their
+    reads on its own thread. Thread-safe.
 
     Args:
         host: Address whose interface is used.
@@ -135,12 +135,12 @@ class NixlAgent:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether a device may pin the pages of registered memory."""
+        """Whether an RDMA device may pin the pages of registered memory."""
         return any(":" in device for device in self.devices)
 
     def register(self, address: int, size: int) -> bytes:
-        """Registers memory of this process for its lifetime. Returns the metadata that others need
-        to read it."""
+        """Registers memory for the lifetime of this process. Returns the metadata that other
+        processes need to read it."""
         described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
         try:
             self._agent.registerMem(described, [self._backend])
@@ -191,7 +191,7 @@ class NixlAgent:
         Args:
             peer: Name of the peer's agent.
             remote: Address at the peer.
-            local: Address here.
+            local: Address in this process.
             size: Bytes to copy.
             in_time: Called once, when the read has ended; returns False if that is too late, and
                 the read then counts as failed.
@@ -218,13 +218,14 @@ class NixlAgent:
         return read
 
     def lose(self, peer: str) -> None:
-        """Drops the connection to a peer once no read is under way; the next read makes another."""
+        """Drops the connection to a peer after its last running read; the next read makes
+        another."""
         with self._lock:
             self._lost.add(peer)
             self._forget_lost()
 
     def close(self) -> None:
-        """Ends the agent; reads under way fail. Idempotent."""
+        """Ends the agent; running reads fail. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -236,7 +237,7 @@ class NixlAgent:
             del self._agent
 
     def status(self, handle: int) -> str | None:
-        """Returns None while a read is under way, "" when it is done, or its error."""
+        """Returns None while a read is running, "" when it is done, or its error."""
         try:
             found = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -257,7 +258,7 @@ class NixlAgent:
                 self._lost.add(peer)
 
     def _forget_lost(self) -> None:
-        """Under the lock."""
+        """Drops lost connections whose reads have ended. Requires the lock."""
         for peer in [each for each in self._lost if not self._reads.get(each)]:
             self._lost.discard(peer)
             self._reads.pop(peer, None)
@@ -267,7 +268,7 @@ class NixlAgent:
 
 
 class NixlRead:
-    """A read under way, to be polled. Thread-safe."""
+    """A read in progress or ended, to be polled. Thread-safe."""
 
     def __init__(
         self, agent: NixlAgent, peer: str, handle: int, in_time: Callable[[], bool]
@@ -297,7 +298,7 @@ class NixlRead:
         return self._over
 
     def end(self, why: str) -> None:
-        """Fails the read, because its agent ends."""
+        """Fails the read because its agent is closing."""
         self._settle(why)
 
     def _settle(self, failure: str) -> None:

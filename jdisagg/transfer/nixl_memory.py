@@ -1,8 +1,8 @@
 """The backend over NIXL: KV between hosts, read by the receiver.
 
 The sender writes the pieces of a pull into a registered region and answers with its address. The
-receiver reads them into a region of its own, of which, on CPU, arrays are made without another
-copy. Both regions are host memory, also if the KV lies on other devices. Invariants:
+receiver reads them into a region of its own; on CPU, arrays are views of that region. Both regions
+are host memory, also if the KV lies on other devices. Invariants:
 - A region is written before its receiver is answered. It is reused only when no receiver can take
   new bytes for its own: the receiver has read the region or given up, or the pull's deadline has
   passed, after which the receiver discards what it reads.
@@ -134,8 +134,8 @@ class NixlMemory(Backend):
         self._left.append((region, lambda: time.monotonic() >= end))
 
     def leave(self, region: RegisteredRegion, read: NixlRead) -> None:
-        """Reuses a region after its read has ended: no array needs it any more. Takes no lock,
-        because finalizers of arrays call it."""
+        """Marks a region, which no array needs any more, for reuse after its read has ended. Takes
+        no lock, because finalizers of arrays call it."""
         self._left.append((region, read.is_over))
 
     def regions(self) -> tuple[int, int]:
@@ -146,7 +146,7 @@ class NixlMemory(Backend):
             return len(self._all), len(self._all) - sum(map(len, idle))
 
     def close(self) -> None:
-        """Ends all reads; arrays that live keep what they need."""
+        """Ends all reads. Memory that existing arrays use stays valid."""
         self.agent.close()
 
     def _sweep(self) -> None:
@@ -169,7 +169,7 @@ class NixlMemory(Backend):
 
 
 class NixlOutlet(Outlet):
-    """The registered regions that one receiver process reads."""
+    """Serves registered regions to one receiver process."""
 
     def __init__(self, memory: NixlMemory) -> None:
         self._memory = memory
@@ -199,7 +199,7 @@ class NixlOutlet(Outlet):
             self._memory.give_back(posted[0])
 
     def given_up(self, pull_id: int) -> None:
-        """Frees the region at once: the receiver discards what it still reads."""
+        """Frees the region at once, because the receiver discards data that it still reads."""
         self.pulled(pull_id)
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
@@ -214,7 +214,7 @@ class NixlOutlet(Outlet):
 
 
 class NixlInlet(Inlet):
-    """The registered memory of one sender process."""
+    """Pulls from the registered memory of one sender process."""
 
     backend = KvBackend.NIXL
     reads = True

@@ -1,5 +1,5 @@
-"""Common to all channels before a block is moved: the offer's shards, the check that both sides
-fit, the plan of its pieces, and cutting and encoding them. Moves nothing."""
+"""Prepares transfers for all channels: an offer's shards, the check that both sides fit, the plan
+of the pieces, and cutting and encoding them."""
 
 import collections
 import functools
@@ -58,9 +58,9 @@ class OfferedBlock:
 
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
-    """Checks that an offer fits the zeros of a `PullTarget`; the handshake should have refused such
-    a peer before. Raises IncompatiblePeerError that names the property and both values. A process
-    without shards of the rank does not check the dtype."""
+    """Raises IncompatiblePeerError, with the property and both values, if an offer does not fit the
+    zeros of a `PullTarget`. The handshake normally refuses such a peer earlier. A process without
+    shards of the rank does not check the dtype."""
     pairs: list[tuple[str, object, object]] = (
         [("dtype", offer.dtype, dtype)] if offer.shards else []
     )
@@ -105,8 +105,9 @@ def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], in
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """Piece `source_part` of the shard on device `source` is sent to the `receiver`-th wanted
-    device, as its piece `part`. `first_head` is the global number of its first head."""
+    """One planned transfer: piece `source_part` of the shard on device `source` is sent to wanted
+    device number `receiver`, as its piece `part`. `first_head` is the global number of its first
+    head."""
 
     source: int
     source_part: int
@@ -148,7 +149,7 @@ def plan_ahead(
     Args:
         card: Mesh of the sender.
         source_rank: dp rank that offers the block.
-        shape: Of the block, [any, C, K, T, H].
+        shape: Shape of the block, [any, C, K, T, H].
         wanted: Devices of the receiving rank.
         granule: Heads of a piece.
         turn: Replica of the sender that begins.
@@ -201,8 +202,8 @@ def _planned(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """Both sides must make the same plan from different descriptions of the source, so nothing here
-    depends on the order of its devices."""
+    """Plans the pieces. Both sides must make the same plan from different descriptions of the
+    source, so the plan does not depend on the order of the source's devices."""
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
@@ -225,12 +226,13 @@ def _planned(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLeaves:
-    """The leaves of a pull, to be read in host memory.
+    """The leaves of a pull that is read through host memory.
 
     Attributes:
         sources: Device arrays that the leaves are read from, perhaps still being computed.
-        cuts: For each distinct array the index of its source and the heads to take (None: all).
-        order: For each leaf of each piece, in order, the index of its array in `cuts`.
+        cuts: For each distinct array, the index of its source and the slice of heads, or None for
+            all.
+        order: For each leaf of each piece, the index of its array in `cuts`.
     """
 
     sources: tuple[jax.Array, ...]
@@ -250,7 +252,7 @@ class HostLeaves:
         ]
 
     def arrays(self) -> list[np.ndarray]:
-        """Blocks until all is computed. On CPU the arrays are views of the devices' memory."""
+        """Returns the leaves as host arrays, on CPU as views. Blocks until they are computed."""
         read = [np.asarray(source) for source in self.sources]
         return [
             read[source] if heads is None else read[source][:, :, heads]
@@ -312,8 +314,8 @@ class RequestedPieces:
 
 
 def blank(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """Allocates an array on the one device of its sharding, to be written without JAX's knowledge;
-    it may still be under construction."""
+    """Allocates an array on the one device of its sharding, which is then written without JAX. The
+    allocation may still be in progress at return."""
     return _blank(aval.shape, aval.dtype, aval.sharding)()
 
 

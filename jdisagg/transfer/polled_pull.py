@@ -1,8 +1,8 @@
-"""A pull as a future to poll: under way, then ended (arrived, failed, cancelled or late).
+"""A pull as a future to poll: in progress, then ended (arrived, failed, cancelled or late).
 
 Independent of the channel. A dispatch thread delivers, cancels or revokes while the completion
-thread polls, so every change is made under the lock; nothing blocks under it. An ended pull keeps
-no array alive."""
+thread polls. Every change is made under the lock, which is never held while blocking. An ended pull
+keeps no array alive."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Explain = Callable[[str], JdisaggError | None]
 
 
 class PolledPull:
-    """Implements `Pull`: first without arrays, then with arrays on their way, then ended."""
+    """Implements `Pull`: first without arrays, then with arrays in transfer, then ended."""
 
     def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
         self._offer_id = offer_id
@@ -89,8 +89,8 @@ class PolledPull:
         assemble: Assemble | None = None,
         explain: Explain = lambda error: None,
     ) -> None:
-        """Sets the arrays, which may be on their way; they are dropped if the pull has ended. Only
-        the first delivery counts.
+        """Sets the arrays, which may still be in transfer. They are dropped if the pull has ended.
+        Only the first call has an effect.
 
         Args:
             arrays: Arrays to poll.
@@ -106,7 +106,7 @@ class PolledPull:
                 self._coming, self._assemble, self._explain = arrays, assemble, explain
 
     def fail(self, error: JdisaggError) -> None:
-        """Fails a pull that is under way; an arrived pull is not changed."""
+        """Fails a pull in progress; does not change an ended pull."""
         with self._lock:
             if not self._error and not self._arrived:
                 self._end(error)

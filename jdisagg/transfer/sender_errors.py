@@ -1,5 +1,5 @@
-"""Errors of the sender that travel on the data plane as the text of an error array, or on the
-control plane by name. A pull fails with one of two types in any case."""
+"""Converts errors of the sender for transport: to the text of an error array on the data plane, or
+by name on the control plane. A failed pull has one of two error types."""
 
 import re
 

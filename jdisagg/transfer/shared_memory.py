@@ -6,8 +6,8 @@ CPU without another copy. Invariants:
 - The receiver is answered when its pull is accepted, perhaps before the pieces are computed, and
   maps the region meanwhile. The region's first byte reports when they are written, and nothing else
   is read before. After the computation there is one copy and one byte, and no message.
-- A region is written once. It is reused only after its receiver has reported that it keeps nothing
-  of it; a withdrawn region is closed. So data that was read does not change.
+- A region is written once. It is reused only after its receiver has reported that it no longer uses
+  it; a withdrawn region is closed. So data that was read does not change.
 - Nothing outlives its processes: the kernel frees a memfd with its last holder, also after
   `kill -9`.
 - The kernel lets only the same user in the same PID namespace map a region. `SharedMemory.name`
@@ -66,7 +66,7 @@ class Region:
         self._map[0] = _WRITTEN if written else 0
 
     def close(self) -> None:
-        """Releases this process's hold; processes that map the region keep it."""
+        """Releases the region in this process. Other processes that map it keep it."""
         self._map.close()
         os.close(self.descriptor)
 
@@ -83,7 +83,7 @@ def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 class SharedMemory(Backend):
-    """The regions of one sending process. One thread uses it, except for `reaches` and `inlet`."""
+    """The regions of one sending process. Only `reaches` and `inlet` are thread-safe."""
 
     kind = KvBackend.SHARED
 
@@ -98,7 +98,7 @@ class SharedMemory(Backend):
 
     @staticmethod
     def of_host() -> "SharedMemory | None":
-        """Returns None if the operating system has no memfd."""
+        """Returns a new instance, or None if the operating system has no memfd."""
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             return None
         return SharedMemory()
@@ -149,7 +149,7 @@ class SharedMemory(Backend):
 
 
 class SharedOutlet(Outlet):
-    """The regions that one receiver process maps."""
+    """Serves regions to one receiver process."""
 
     answers_early = True  # a region's first byte reports that it is written
 
@@ -191,7 +191,7 @@ class SharedOutlet(Outlet):
 
 
 def reachable(name: str) -> bool:
-    """Returns whether the memory of the process with this name can be mapped here."""
+    """Returns whether this process can map the memory of the process with this name."""
     pid, descriptor, secret = _parts(name)
     try:
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as probe:
@@ -201,7 +201,7 @@ def reachable(name: str) -> bool:
 
 
 class LeafArrival(Protocol):
-    """The read that fills a region."""
+    """A read that fills a region, to be polled."""
 
     error: str | None
 
@@ -239,7 +239,7 @@ class LeafInMemory(Leaf):
         return self._arrival.error if self._arrival is not None else None
 
     def array(self) -> jax.Array:
-        """On CPU the array is a view of the region."""
+        """Returns the array; on CPU it is a view of the region."""
         if self.error:
             raise HandoffError(self.error)
         first, end = self._bytes
@@ -268,7 +268,7 @@ class SharedInlet(Inlet):
         in_time: Callable[[], bool],
         unused: Callable[[], None],
     ) -> list[LeafInMemory]:
-        """Maps the region, which may still have to be written."""
+        """Maps the region, which may not be written yet, and returns its arrays to poll."""
         lies = memory_of(answer, InMemory)
         if len(avals) != len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
@@ -312,7 +312,7 @@ class SharedInlet(Inlet):
 
 
 def _parts(name: str) -> tuple[int, int, bytes]:
-    """Returns PID, descriptor and secret. An invalid name gives numbers that no process has."""
+    """Returns PID, descriptor and secret; for an invalid name, numbers that no process has."""
     with contextlib.suppress(ValueError):
         pid, descriptor, secret = name.split(":")
         return int(pid), int(descriptor), bytes.fromhex(secret)

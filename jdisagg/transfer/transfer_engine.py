@@ -1,8 +1,7 @@
 """The backend over `jax.experimental.transfer`, used only in ways that were measured to be safe. No
 other module of jdisagg calls the engine.
 
-Failure modes of the engine (those whose outcome matters here are tested in test_engine_dangers.py)
-and the countermeasure:
+Failure modes of the engine and the countermeasures (see test_engine_dangers.py):
 - One stalled puller stalls a whole server: an `EngineOutlet` (server) serves one receiver process,
   an `EngineInlet` connects to one sender process.
 - No transport addresses, or fewer than the other side: hang or abort. Both sides use `transports`
@@ -13,8 +12,8 @@ and the countermeasure:
 - An unpulled posting holds its arrays for ever: postings have a time-out, and `withdraw` replaces
   them by error arrays.
 - Zero-size leaves never arrive and deleted arrays crash: neither is posted.
-- A reused id meets the dead request of its first use: ids are random and used once (except for
-  error arrays, which flush it).
+- A reused id may match the dead request of its first use: ids are random and used once, except for
+  error arrays, which end such requests.
 - A broken connection never recovers, and a poisoned one blocks its server until the object is
   deleted: `EngineInlet.close` poisons and then deletes it.
 - Deleting a server during a transfer may stop the whole process: such servers are kept, with their
@@ -85,7 +84,7 @@ class EngineOptions:
 
 
 class EngineBackend(Backend):
-    """The backend that reaches every process."""
+    """The transfer engine as a backend, which reaches every process."""
 
     kind = KvBackend.ENGINE
 
@@ -142,8 +141,7 @@ class EngineOutlet(Outlet):
         self.refuse(pull_id, leaves, reason)
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Posts error arrays under the id. (A request for more arrays than that fails too, with
-        another text.)"""
+        """Posts error arrays under the id. A request for more arrays fails with another text."""
         error = transfer.make_error_array(
             jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason
         )
@@ -153,7 +151,7 @@ class EngineOutlet(Outlet):
         self._server.await_pull(TICK_ID, [self._tick])
 
     def close(self, in_flight: bool) -> None:
-        """Frees what is posted; requests that wait fail. The object cannot be used afterwards. The
+        """Frees all postings, and fails waiting requests. The object cannot be used afterwards. The
         engine's threads end when the receiver has dropped its connection, too."""
         # There is no public way, and an open connection would keep the postings alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
@@ -176,7 +174,7 @@ class EngineInlet(Inlet):
 
     def open(self, address: str) -> None:
         """Connects to the sender's server. If its address changed, the old connection is dropped,
-        and pulls under way on it fail."""
+        and its running pulls fail."""
         if address != self.address:
             self._drop()
             if self._server is None:
@@ -196,7 +194,7 @@ class EngineInlet(Inlet):
         return self._connection.pull(answer.pull_id, list(avals))
 
     def close(self, in_flight: bool) -> None:
-        """Fails all pulls under way. The object can be opened again."""
+        """Fails all running pulls. The object can be opened again."""
         self._drop()
         if in_flight and self._server is not None:
             _keep_for_ever(self._server)
@@ -221,6 +219,6 @@ def _in(seconds: float) -> datetime.datetime:
 
 
 def _keep_for_ever(server: transfer.TransferServer) -> None:
-    """Leaks a server that may have bytes on their way. Deleting it can block for ever with the
-    interpreter's lock held, also at exit, when a module-level list would be emptied."""
+    """Leaks a server that may have bytes in transfer. Deleting it can block for ever with the
+    interpreter's lock held. A module-level list would delete it at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
