@@ -88,7 +88,7 @@ REMAINING: dict[str, int] = {
     "jdisagg/costs": 21,
     "jdisagg/dispatch": 33,
     "jdisagg/engine": 35,
-    "jdisagg/executor": 8,
+    "jdisagg/executor": 2,
     "jdisagg/instance": 6,
     "jdisagg/layout": 2,
     "jdisagg/messages": 1,
@@ -99,7 +99,7 @@ REMAINING: dict[str, int] = {
     "jdisagg/service": 5,
     "jdisagg/simulator": 66,
     "jdisagg/supervisor": 4,
-    "jdisagg/transfer": 11,
+    "jdisagg/transfer": 9,
     "jdisagg/worker": 2,
 }
 

@@ -1,13 +1,11 @@
-"""Blocks of KV in a mesh's pages: the programs that read and write them, where pulled blocks go,
-and the pulls under way.
+"""Reads and writes blocks of KV in a mesh's pages, and pulls blocks from other meshes.
 
 `BlockPrograms` extracts, inserts and copies blocks of one pool. Each operation is one program for
 the whole mesh (`shard_map`, equal explicit shardings, pages donated), so that no per-device
 executable is built and no shard is donated on its own. Token ranges are cut to power-of-two
-lengths, so that shapes and programs are few. Ranks that take no part get coordinates "nowhere" and
-write nothing. `PullTargets` makes the destination of a pull. `MeshBlocks` holds both for each
-`KvKind` and runs the step commands that concern blocks. All of it belongs to the dispatch
-thread."""
+lengths, so that shapes and programs are few. Ranks that take no part get an out-of-range page
+number and write nothing. `PullTargets` makes the destinations of pulls. `MeshBlocks` holds both for
+each `KvKind` and runs the step commands for blocks. Only the dispatch thread uses this module."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +59,8 @@ class BlockPrograms:
         self._ranks = programs.mesh.shape["dp"]
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """Writes a pulled block (`arrays` of `Pull.arrays()`) into its pages and sums what the
-        pages then hold. Returns the sum for `block_sums.Found`."""
+        """Writes a pulled block (`arrays` of `Pull.arrays()`) into its pages and reads it back.
+        Returns the checksum of the pages' contents for `block_sums.Found`."""
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
         kinds = self._kinds(layers)
         held = self._pool.layers[layers.start : layers.stop]
@@ -113,7 +111,7 @@ class BlockPrograms:
 
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
         """Reads a block [ranks, C, K, T, H] out of pages. Tokens that are not valid are zero, so
-        that no other sequence's KV leaves the mesh. Returns the block, its sum (as `insert` does),
+        that no other sequence's KV leaves the mesh. Returns the block, its checksum (see `insert`),
         and its stamp."""
         layers = self.layers(command.group, command.groups)
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
@@ -213,8 +211,8 @@ class BlockPrograms:
 
 
 class PullTargets:
-    """Destinations of pulls into one mesh: how many heads each peer sends in a piece, and the zeros
-    that stand in for ranks that receive nothing (made once for each shape)."""
+    """Makes the destinations of pulls into one mesh. Stores how many heads each peer sends in a
+    piece, and the zeros for ranks that receive nothing (made once for each shape)."""
 
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self._mesh = programs, programs.mesh
@@ -229,8 +227,8 @@ class PullTargets:
         return self.spec.row_heads // self._mesh.shape["kv"]
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Notes a sending mesh. The peer "" is the mesh that warm-up prepares for; a pull that
-        names no peer comes from it."""
+        """Registers a sending mesh. Warm-up prepares for the mesh registered as "", from which
+        pulls without a peer come."""
         self._granules[peer] = head_granule(
             self.spec.row_heads, card.head_shards, self._mesh.shape["kv"]
         )
@@ -253,7 +251,7 @@ class PullTargets:
         Args:
             block: The pull.
             layers: Layers of the block.
-            granule: Heads of a piece; 0: as the block's peer sends them.
+            granule: Heads of a piece; 0 selects the number for the block's peer.
 
         Raises:
             HandoffError: The peer is not connected.
@@ -289,7 +287,7 @@ class PullTargets:
     def _resident(
         self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
     ) -> jax.Array:
-        """As `transfer.channel.resident_zeros`, by a cached program."""
+        """Makes the zeros of `transfer.channel.resident_zeros` by a cached program."""
         ranks, shards = self._mesh.shape["dp"], self._mesh.shape["kv"]
         shape = ranks, components, granule * shards, tokens, width
         return self._programs.zeros(shape, dtype, BLOCK_SPEC)
@@ -307,7 +305,7 @@ class PullTargets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Blocks of one `KvKind`. `sent`: whether such blocks are sent to other meshes."""
+    """Programs and destinations for one `KvKind`; `sent` if other meshes receive such blocks."""
 
     programs: BlockPrograms
     targets: PullTargets
@@ -315,8 +313,7 @@ class _Kind:
 
 
 class MeshBlocks:
-    """All blocks of one mesh: runs the step commands that extract, pull, insert and copy them.
-    Pulls use pieces of `granule` heads; 0: as each peer's layout needs."""
+    """Runs the step commands of one mesh that extract, pull, insert and copy blocks."""
 
     def __init__(
         self,
@@ -358,7 +355,7 @@ class MeshBlocks:
         }
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Notes a mesh that blocks will come from (`PullTargets.connect`)."""
+        """Registers a mesh that blocks will come from (`PullTargets.connect`)."""
         for kind in self._kinds.values():
             if kind.sent:
                 kind.targets.connect(peer, card)
@@ -368,8 +365,8 @@ class MeshBlocks:
             kind.targets.disconnect(peer)
 
     def target(self, command: PullBlock) -> PullTarget:
-        """Returns the destination of a pull from another mesh, or from this mesh's host memory,
-        where a block lies in one piece for each device."""
+        """Returns the destination of a pull from another mesh or from this mesh's host memory,
+        which holds a block as one piece per device."""
         kind = self._kinds[command.kind]
         layers = kind.programs.layers(command.group, command.groups)
         granule = kind.targets.local_heads if command.peer == HOST else self.granule
@@ -411,7 +408,7 @@ class MeshBlocks:
         )
 
     def copy(self, command: CopyPages) -> None:
-        """Copies pages, and states with their rings."""
+        """Copies pages, and recurrent states with their ring buffers."""
         self._kinds[KvKind.POSITIONS].programs.copy(command.copies)
         if self._limits.kv_spec.has_state:
             self._kinds[KvKind.STATE].programs.copy(command.states)
@@ -440,12 +437,12 @@ class MeshBlocks:
         codec: str = NO_CODEC,
         blanks: bool = False,
     ) -> None:
-        """Inserts a block in pieces of each size that peers may send.
+        """Runs the programs that insert a block in pieces of each size that peers may send.
 
         Args:
             groups: Layer groups of the block.
             tokens: Tokens of the block.
-            kind: What it holds.
+            kind: Kind of the block's contents.
             codec: Encoding of its pieces.
             blanks: Whether pieces arrive in arrays that are allocated first (`warm_blanks`).
         """
@@ -460,7 +457,7 @@ class MeshBlocks:
             programs.insert(insert, parts).block_until_ready()
 
     def warm_restore(self, groups: range, tokens: int) -> None:
-        """Inserts a block from host memory."""
+        """Runs the programs that insert a block from host memory."""
         pull, insert = _empty(groups, tokens, KvKind.POSITIONS, NO_CODEC, HOST)
         programs = self._kinds[KvKind.POSITIONS].programs
         programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
@@ -476,7 +473,7 @@ class MeshBlocks:
             warm_pieces(self._programs.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
     def warm_extract(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Extracts a block."""
+        """Runs the program that extracts a block of this shape."""
         command = ExtractBlock(
             -1, 0, 0, groups.start, 0, 0, tokens, (), groups=len(groups), kind=kind
         )
@@ -486,7 +483,7 @@ class MeshBlocks:
 def _empty(
     groups: range, tokens: int, kind: KvKind, codec: str, peer: str = ""
 ) -> tuple[PullBlock, InsertBlock]:
-    """Commands for a block without a valid token."""
+    """Returns the commands to pull and insert a block without a valid token."""
     first, count = groups.start, len(groups)
     pull = PullBlock(-1, 0, 0, first, tokens, 0.0, peer, codec, groups=count, kind=kind)
     insert = InsertBlock(-1, 0, 0, first, tokens, 0, 0, (), codec=codec, groups=count, kind=kind)

@@ -1,14 +1,14 @@
-"""Keyed checksums of blocks on a mesh (ops/checksum.py), summed over kv shards and read by the
-host.
+"""Computes keyed checksums of blocks on a mesh (ops/checksum.py). They are sums over kv shards that
+the host reads.
 
 A separate program sums a prefilled block after it is computed. Inside the program that computes the
 block, XLA may compute a value twice, for the block and for its sum, with different rounding. (The
-cost is one more read of the block; benchmarks/LOG.md.) The same code sums what an insert reads back
-from pages and what an extract reads.
+cost is one more read of the block; benchmarks/LOG.md.) The same code computes the checksums of
+inserts and extracts.
 
-A stamp is uint32 [5] for each rank, as `transfer.codec.stamp_array`. Replicas ("rep") hold equal
-values and are counted once. If one process holds the mesh, each device's share is read by the host
-directly, because adding them on the devices would synchronise all of them."""
+A stamp is uint32 [5] for each rank, made by `transfer.codec.stamp_array`. Replicas ("rep") hold
+equal values and are counted once. If one process holds the mesh, each device's share is read by the
+host directly, because adding the shares on the devices would synchronise all devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ def first_head(local_heads: int) -> jax.Array:
 def local_sum(
     block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array
 ) -> jax.Array:
-    """Returns this device's share of a block's sum over its `token_T`-th tokens, uint32 [2], inside
-    a program."""
+    """Returns this device's share of a block's checksum over the tokens with numbers `token_T`,
+    uint32 [2], inside a program."""
     positions_T = stamp_5[3] + token_T.astype(jnp.uint32)
     rows_KT2 = row_sums(
         (block_CKTH,),
@@ -75,15 +75,15 @@ def found_spec(programs: Programs) -> PartitionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Checksum of a block on the whole mesh, and whether it is intact. Replicas that differ are not
-    intact: only one of them counts in the sum."""
+    """The checksum of a block on the whole mesh, and whether the block is intact. Only one replica
+    is summed, so a block whose replicas differ is not intact."""
 
     checksum: int
     intact: bool
 
     @staticmethod
     def read(found: jax.Array) -> "Found":
-        """Blocks until the result is computed."""
+        """Returns the result of `found_in`. Blocks until it is computed."""
         found_DKR3 = jax.device_get(found)
         sums = found_DKR3[..., :2]
         return Found(
@@ -93,13 +93,13 @@ class Found:
 
 
 def _over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sums over those axes that have several devices."""
+    """Sums `value` over those of the axes that have several devices."""
     real = tuple(axis for axis in axes if programs.mesh.shape[axis] > 1)
     return lax.psum(value, real) if real else value
 
 
 def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
-    """Returns the stamps of all ranks; no token is valid on ranks other than `rank`."""
+    """Returns the stamps of all ranks, with no valid token on ranks other than `rank`."""
     stamps = np.zeros((ranks, STAMP_WORDS), np.uint32)
     stamps[:, :3] = stamp_array(stamp)[:3]
     stamps[rank] = stamp_array(stamp)
@@ -107,8 +107,8 @@ def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
 
 
 class PrefillSums:
-    """Sums of a chunk's blocks for each granule of tokens, so that they fit every cut of the chunk.
-    On the dispatch thread."""
+    """Sums a chunk's blocks separately for every `granule_tokens` tokens, so that any cut of the
+    chunk has a checksum. Used on the dispatch thread."""
 
     def __init__(
         self, programs: Programs, spec: KVSpec, groups: tuple[range, ...], granule_tokens: int
@@ -161,14 +161,14 @@ class PrefillSums:
 
 @dataclass(frozen=True)
 class ChunkSums:
-    """The sums of one chunk on their way to the host, one array for each layer group."""
+    """The sums of one chunk, being copied to the host, one array for each layer group."""
 
     command: PrefillChunk
     granule_tokens: int
     groups: Sequence[jax.Array]
 
     def read(self) -> tuple[BlockChecksum, ...]:
-        """Returns one checksum for each offer. Blocks until they are computed."""
+        """Returns one checksum for each offer. Blocks until all are computed."""
         offers = [(row.rank, offer) for row in self.command.rows for offer in row.offers]
         if not offers:
             return ()

@@ -1,4 +1,4 @@
-"""From hidden states to chosen tokens, the end of the prefill and decode programs: logits, shaping,
+"""Chooses tokens from hidden states at the end of the prefill and decode programs: logits, shaping,
 sampling, log-probabilities.
 
 Each variant is a program of its own, so that a batch does not pay for features that it does not
@@ -63,8 +63,8 @@ class Chosen(NamedTuple):
     counts: jax.Array | None = None
 
     def on_rank(self, programs: Programs) -> "Chosen":
-        """Returns one dp rank's part as a program's result, readable by the host and without the
-        counts, which are slot state."""
+        """Returns one dp rank's part as the result of a program, which the host can read. Leaves
+        out the counts, which are slot state."""
         extra = (
             None if part is None else part[None]
             for part in (self.logprob, self.top_ids, self.top_logprobs)
@@ -108,15 +108,15 @@ def choose(
     """Chooses a token for each active row.
 
     Args:
-        variant: What the rows need.
+        variant: Features that the rows need.
         rows: Format of `ints_BI` and `floats_BF`.
-        logits_BV: Of `logits`.
+        logits_BV: Logits returned by `logits`.
         ints_BI, floats_BF: Packed parameters of the rows.
         position_B: Position that the token will have.
         active_B: Rows that choose a token.
         counts_BV: Token counts, for shaped variants.
-        shard: Of `logits`.
-        platform: Of the mesh.
+        shard: Part of the vocabulary returned by `logits`.
+        platform: Platform of the mesh.
         mask_BW: Allowed tokens as bits, for masked variants (`mask_logits`).
     """
     if variant is Variant.GREEDY:

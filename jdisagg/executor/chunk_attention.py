@@ -27,11 +27,12 @@ class RankChunk:
         positions_T: Position of each token in its sequence.
         segment_T: Row of each token; -1 for padding.
         table_RN: Page table.
-        past_R: Tokens that each row has in pages already.
+        past_R: Number of tokens (past) that each row has in pages already.
         continuing: Number of rows with a past, which come first.
         sampling_R: Index of the last token of each row that samples.
-        columns: Columns of the table that may hold a past; 0: all, None: no row has one.
-        packed: Whether there may be several rows.
+        columns: Number of table columns that earlier positions may use; 0 is all of them, None
+            means that every row is new.
+        packed: Whether the chunk may have several rows.
     """
 
     positions_T: jax.Array
@@ -56,7 +57,7 @@ class ChunkAttention:
         )
 
     def without_kv(self) -> None:
-        """Notes a layer without KV."""
+        """Records a layer without KV."""
         self.pages.append(())
         self.sent.append(())
 
@@ -115,8 +116,8 @@ class ChunkAttention:
         return attend
 
     def _write(self, layer_pages: LayerPages, kept: Sequence[jax.Array]) -> LayerPages:
-        """Writes KV before it is read, so that XLA orders the scatter before the loop over pages
-        without a copy."""
+        """Writes a layer's KV to its pages. It is written before any read, so that XLA runs the
+        scatter before the loop over pages and copies nothing."""
         return tuple(
             write_tokens(pages, part, self._page_T, self._slot_T, unique=False)
             for pages, part in zip(layer_pages, kept, strict=True)

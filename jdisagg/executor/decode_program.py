@@ -1,22 +1,23 @@
-"""Decode: one step of every dp rank's batch, and the slot state.
+"""Runs decode steps, each for the batches of all dp ranks, and owns the slot state.
 
-State stays on the device between steps: each slot's token and position advance there, so that the
-host can issue the next step before it has read the last step's tokens. A batch is any subset of
-slots, padded to a bucket. Padding rows write to dummy pages of their own and yield no token. A slot
-at its limit does not advance. Pages, hot state and counts are donated and updated in place.
+State stays on the device between steps, and each step advances its slots' tokens and positions. The
+host can therefore issue the next step before it has read the last step's tokens. A batch is any
+subset of slots, padded to a bucket. Padding rows write to dummy pages of their own and yield no
+token. A slot at its limit does not advance. Pages, hot state and counts are donated and updated in
+place.
 
 One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
 table and trip counts; experts are reached by the model's collectives. Layers are unrolled, because
 a scan would copy each layer's weights. The page table of a layer with a ring buffer is computed
-from the slot: the ring's pages repeat, so that a position overwrites one that no window reaches any
-more.
+from the slot. The buffer's pages repeat, so a new position overwrites one that is outside every
+window.
 
 If a row has a grammar, a step is two programs: the forward pass, which returns logits, and the
 choice, which is issued when the masks are known, while the forward pass runs. Such a pass may
 compute a run of forced tokens, several positions of a slot at once. All rows write their KV before
 any row attends, and each attends up to its own position, so that the rows of a run equal successive
-steps. They follow the slots' own rows. A slot's own row is the last of its run; only these rows
-have logits and choose a token."""
+steps. A slot's own row is the last of its run. The own rows come first, and only they have logits
+and choose a token."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ ROWS_PER_UPDATE = 8
 
 
 class _Places(NamedTuple):
-    """Page table and write coordinates of a step's rows in one pool."""
+    """Page table and write positions of a step's rows in one pool."""
 
     table_BN: jax.Array
     page_B: jax.Array
@@ -70,7 +71,7 @@ def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
 
 
 class SlotState(NamedTuple):
-    """Device arrays; the first dimension is the dp rank (columns: `slot_state`)."""
+    """The state of all slots: device arrays by dp rank, with the columns of `slot_state`."""
 
     hot: jax.Array  # int32 [ranks, slots, 2]
     ints: jax.Array  # int32 [ranks, slots, I]
@@ -79,14 +80,15 @@ class SlotState(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """The result of a step: the choice, and the forced tokens that precede it by (rank, row)."""
+    """The result of a step: the chosen tokens, and by (rank, row) the forced tokens before them."""
 
     chosen: Chosen
     forced: dict[tuple[int, int], list[int]]
 
 
 class DecodePrograms:
-    """Owns the slot state. Called by the dispatch thread alone."""
+    """Builds and runs the decode programs, and owns the slot state. Used by the dispatch thread
+    only."""
 
     def __init__(
         self,
@@ -112,8 +114,7 @@ class DecodePrograms:
         self._batch: tuple[Slots, jax.Array] | None = None
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Puts sequences into slots and gives running ones more pages, ROWS_PER_UPDATE rows at a
-        time."""
+        """Puts sequences into slots and extends the page tables of running ones."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
             self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit, admit.state)
@@ -164,8 +165,8 @@ class DecodePrograms:
         return logits_BV
 
     def _forward_runs(self, slots: Slots, bucket: int, runs: Runs) -> jax.Array:
-        """As `_forward`, if some slots compute several tokens; these slots advance to the last of
-        them."""
+        """Does the same as `_forward` if some slots compute a run of several tokens. These slots
+        advance to the last token of the run."""
         rows = run_rows(slots, bucket, runs, nobody=self._limits.slots_per_rank)
         hot, ints, floats, _ = self._state
         arguments = (*self._model(), hot, (), ints, floats, self._programs.argument(rows))
@@ -312,7 +313,7 @@ class DecodePrograms:
         """Returns the body of a step.
 
         Args:
-            variant: What the rows need; None for the forward pass alone.
+            variant: Features that the rows need; None for the forward pass alone.
             chosen_rows: Number of leading rows of `run_rows` that have logits; None if the batch is
                 slots, all of which have logits.
         """
@@ -492,7 +493,7 @@ def run_rows(slots: Slots, bucket: int, runs: Runs, nobody: int) -> np.ndarray:
 def _per_rank_groups(
     changes: Sequence[SlotAdmit | SlotGrow], size: int
 ) -> list[list[list[SlotAdmit | SlotGrow]]]:
-    """Groups changes into calls of at most `size` rows on each rank: [call][rank][row]."""
+    """Groups changes into program calls with at most `size` rows per rank: [call][rank][row]."""
     ranks = 1 + max((change.rank for change in changes), default=-1)
     by_rank: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(ranks)]
     for change in changes:

@@ -1,10 +1,10 @@
-"""Decode slots with a grammar: their token masks, made between a step's forward pass and its
-choice, and their runs of forced tokens, planned before the pass.
+"""Serves decode slots with a grammar: makes token masks between a step's forward pass and its
+choice, and plans runs of forced tokens before the pass.
 
 A slot's matcher has consumed the tokens that were read back. Steps run ahead: the forward pass of
 step n + 1 is issued, then the host waits for the tokens of step n and makes the masks while the
-device computes. Rows without a grammar therefore keep their run-ahead, and the device waits for a
-mask only if making it takes longer than a forward pass.
+device computes. The device therefore waits for a mask only if making it takes longer than a forward
+pass.
 
 If the grammar allows exactly one token, the matcher consumes it before it is chosen and finds the
 forced tokens that follow. The next forward pass computes the whole run, one row for each token, and
@@ -34,8 +34,7 @@ Runs = dict[tuple[int, int], list[int]]
 
 
 def rows_for_runs(bucket: int) -> int:
-    """Returns the additional rows of each rank for runs of forced tokens in a step of this
-    bucket."""
+    """Returns how many additional rows a step of this bucket has on each rank for forced tokens."""
     return max(8, bucket // 2)
 
 
@@ -47,9 +46,9 @@ def pays(extra: int, rows: int, platform: str) -> bool:
 
 
 def longest_run(limits: MeshLimits) -> int:
-    """Returns the largest number of positions of a sequence in one forward pass: one with a
-    recurrent state. In a ring buffer the last position must not overwrite what the first one's
-    window reaches."""
+    """Returns the largest number of positions of a sequence in one forward pass; 1 with recurrent
+    state. In a ring buffer the last position must not overwrite one in the first position's
+    window."""
     if limits.kv_spec.has_state:
         return 1
     if not limits.ring_pages:
@@ -60,10 +59,11 @@ def longest_run(limits: MeshLimits) -> int:
 
 @dataclass(slots=True)
 class _Row:
-    """A slot whose sequence has a grammar.
+    """The state of a slot whose sequence has a grammar.
 
     Attributes:
-        matcher: Has consumed all known tokens, `run` included; None if the grammar did not compile.
+        matcher: Matcher that has consumed all known tokens, including `run`; None if the grammar
+            did not compile.
         position: Position of the slot's token after all issued steps.
         limit: First position that may not be written.
         longest: Longest run; 1 disables runs.
@@ -82,11 +82,11 @@ class _Row:
 
 
 class GrammarRows:
-    """The slots with a grammar. Called by the dispatch thread alone.
+    """Tracks the slots with a grammar. Used by the dispatch thread only.
 
     Attributes:
-        compiler: Compiles grammars; None without a tokenizer. A grammar then allows no token, but
-            workers refuse such requests before.
+        compiler: Compiler of grammars; None without a tokenizer. Workers then refuse requests with
+            a grammar.
     """
 
     def __init__(self, vocabulary: int, longest: int, platform: str) -> None:
@@ -99,7 +99,7 @@ class GrammarRows:
         self._issued: list[tuple[jax.Array, list[tuple[int, int, TokenMatcher]]]] = []
 
     def admit(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Notes new sequences in slots, and more pages of slots."""
+        """Records sequences put into slots, and new limits of slots that got pages."""
         for admit in admits:
             self._rows.pop((admit.rank, admit.slot), None)
             sampling = admit.sample.sampling
@@ -118,8 +118,8 @@ class GrammarRows:
 
     def runs(self, slots: Slots, room: int) -> Runs:
         """Returns the runs of two or more tokens for the next forward pass; none if that would not
-        pay. Each rank has `room` additional rows, which another slot gets first in each step; runs
-        that do not fit are left to later steps."""
+        pay. Each rank has `room` additional rows, which slots get in turn. Runs that do not fit are
+        left to later steps."""
         taken: Runs = {}
         for rank, rank_slots in enumerate(slots):
             left = room
@@ -155,7 +155,7 @@ class GrammarRows:
         return masks
 
     def issued(self, slots: Slots, token: jax.Array) -> None:
-        """Notes the step's choice, token [ranks, width], which is under way."""
+        """Records the step's choice, token [ranks, width], which is not computed yet."""
         unknown: list[tuple[int, int, TokenMatcher]] = []
         for rank, rank_slots in enumerate(slots):
             for index, slot in enumerate(rank_slots):

@@ -1,8 +1,8 @@
 """The insert program on one device: writes a block's tokens to their pages, reads them back, and
 sums them.
 
-On a CPU (`write_and_read`) this is done by runs of tokens within a page, each of which moves as one
-(row by row took three times as long); the two ends of a block are written row by row. All is
+On a CPU (`write_and_read`), each run of tokens within a page is written at once, because writing
+row by row took three times as long. Only the two ends of a block are written row by row. All is
 written before anything is read: with one loop for both, XLA of JAX 0.10 fused the write and read of
 a run, which copied the pool twice for each run. Ranks that take no part do nothing. On a GPU
 (`write_whole`) the whole block is written at once.
@@ -32,7 +32,7 @@ RUN_BYTES = 4 << 20
 
 
 class Places(NamedTuple):
-    """Where a block's tokens lie on this rank.
+    """The positions of a block's tokens in this rank's pages.
 
     Attributes:
         stamp_5: `transfer.codec.stamp_array` of the block.
@@ -69,7 +69,7 @@ class Places(NamedTuple):
         return self.page_N[place // self.page_size], place % self.page_size
 
     def some(self, token_T: jax.Array, wanted_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `at`, with page `nowhere` for tokens that are not wanted."""
+        """Does the same as `at`, but returns page `nowhere` for tokens that are not wanted."""
         page_T, slot_T = self.at(token_T)
         return jnp.where(wanted_T, page_T, self.nowhere), slot_T
 
@@ -99,7 +99,7 @@ class BlockForm(NamedTuple):
         return [tuple(insert(part, next(fresh)) for part in layer) for layer in pages]
 
     def read(self, pages: list[LayerPages], take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Assembles a block from what `take` reads of each component's pages."""
+        """Assembles a block from the parts that `take` reads from each component's pages."""
         parts = [[take(part) for part in layer] for layer in pages]
         return block_of(self.layers, parts, self.spec)
 
@@ -172,8 +172,8 @@ def write_and_read(
 def write_whole(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """As `write_and_read`, all tokens at once: one scatter, one gather, one sum. It needs a copy of
-    the block but no loop. On a GPU the host would drive a loop, and decode would wait for it."""
+    """Does the same as `write_and_read` with one scatter, one gather and one sum. This needs a copy
+    of the block but no loop. On a GPU the host would drive a loop, which would delay decode."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens = parts[0].shape[2]
     token_T = jnp.arange(tokens, dtype=jnp.int32)
@@ -192,7 +192,7 @@ def write_whole(
 
 
 def _run_tokens(pages: Sequence[LayerPages]) -> int:
-    """Returns the tokens of a run in these layers."""
+    """Returns the number of tokens in a run for these layers."""
     each = sum(
         part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer
     )
@@ -200,7 +200,7 @@ def _run_tokens(pages: Sequence[LayerPages]) -> int:
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
-    """Returns `tokens` tokens of all of this device's heads, [C, K, t, H]."""
+    """Returns `tokens` tokens, from token `first` on, of all heads on this device, [C, K, t, H]."""
     block_CKTH = jnp.concatenate(
         [lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1
     )
@@ -208,8 +208,8 @@ def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Arr
 
 
 def _finite(values: jax.Array) -> jax.Array:
-    """Replaces values that are not finite. Senders' values are finite, but damaged ones may not be.
-    They would stay in the pages, where masked attention multiplies them by zero."""
+    """Replaces non-finite values, which damaged blocks may contain. They would remain in the pages,
+    where masked attention multiplies them by zero and gets NaN."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))

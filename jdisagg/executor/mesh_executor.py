@@ -54,22 +54,23 @@ from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC
 
-QUIET_SECONDS = 0.2  # longer than the pauses between commands of work under way
+QUIET_SECONDS = 0.2  # longer than the pauses between commands of running work
 
 
 @dataclass(frozen=True)
 class MeshRole:
-    """What an instance does.
+    """The tasks of an instance.
 
     Attributes:
         prefill, decode: Which programs it runs.
         emit: Whether prefilled KV is returned and offered.
         codec: Encoding of the blocks that it receives.
-        extracts: Whether it sends blocks out of its pages: running sequences, or its prefix cache.
-        host_tokens: Longest block of its prefix cache in host memory; 0: none.
+        extracts: Whether it sends blocks from its pages, of running sequences or its prefix cache.
+        host_tokens: Tokens of the longest cached block in host memory; 0 without this tier.
         spills: Whether sequences are swapped out to host memory.
-        disk: Directory of its prefix cache on disk; "": none.
-        peer_tokens: Longest block that a prefill mesh fetches from peers; 0: none.
+        disk: Directory of its prefix cache on disk; "" without this tier.
+        peer_tokens: Tokens of the longest block that a prefill mesh fetches from peers; 0 if it
+            does not.
     """
 
     prefill: bool
@@ -158,7 +159,7 @@ class MeshExecutor:
         return self._threads.submit(lambda: self._issue(command))
 
     def on_dispatch_thread(self, work: Callable[[], None]) -> asyncio.Future[StepResult]:
-        """Runs `work` between commands (warm-up, inspection); resolves when it has returned."""
+        """Runs `work` between commands, for warm-up or inspection, and returns its future."""
 
         def issue() -> Waiting:
             work()
@@ -167,7 +168,7 @@ class MeshExecutor:
         return self._threads.submit(issue, beside=True)
 
     async def quiet(self) -> None:
-        """Returns when no command is under way and none has arrived for `QUIET_SECONDS`."""
+        """Returns when no command is in progress and none has arrived for `QUIET_SECONDS`."""
         await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
@@ -176,12 +177,12 @@ class MeshExecutor:
         self.host.close()
 
     def expect(self, card: MeshCard) -> None:
-        """Sets the mesh that warm-up prepares for and that a pull without a peer comes from. Called
-        before the first command."""
+        """Sets the peer mesh that warm-up prepares for, which is also the source of pulls without a
+        peer. Called before the first command."""
         self.blocks.connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Sets the compiler of grammars; None: no request has one. Called before warm-up."""
+        """Sets the compiler of grammars; None refuses grammars. Called before warm-up."""
         self._grammars.compiler = grammars
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
@@ -191,7 +192,7 @@ class MeshExecutor:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The variants that may be needed; masked ones only if grammars can be compiled."""
+        """Program variants that may be needed, masked ones only with a compiler of grammars."""
         masked = self._grammars.compiler is not None
         return tuple(variant for variant in Variant if masked or not variant.masked)
 
@@ -229,7 +230,7 @@ class MeshExecutor:
         self.blocks.warm_insert(groups, tokens, kind, codec, blanks)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
-        """Returns the destination of a block on this mesh. On the dispatch thread."""
+        """Returns the destination of a block on this mesh. Called on the dispatch thread."""
         return self.blocks.target(block)
 
     def _issue(self, command: StepCommand) -> Waiting:

@@ -19,7 +19,7 @@ from jdisagg.ops.kv_pages import kept_dtype
 from jdisagg.scheduler.executor import MeshLimits
 
 LayerPages = tuple[jax.Array, ...]
-# pages, states and rings of some layers
+# arrays of pages, recurrent states and ring buffers of some layers
 Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
@@ -118,7 +118,7 @@ class Pools(NamedTuple):
         return self.pages.bytes + self.states.bytes + self.rings.bytes
 
     def kept(self, layers: range | None = None) -> Kept:
-        """Returns the arrays of these layers (None: all), as arguments of a program."""
+        """Returns the arrays of these layers, or of all with None, as arguments of a program."""
         layers = range(len(self.pages.layers)) if layers is None else layers
         part = slice(layers.start, layers.stop)
         return self.pages.layers[part], self.states.layers[part], self.rings.layers[part]

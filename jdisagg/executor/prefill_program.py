@@ -1,12 +1,12 @@
-"""Prefill: one packed chunk per dp rank, run as a chain of layer-group programs.
+"""Runs prefill chunks, one packed chunk per dp rank, as a chain of layer-group programs.
 
 embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes
 its keys and values into this mesh's pages (donated), for later chunks of the same sequences. If the
 instance hands off KV, the group also RETURNS them as one block [ranks, C, K, T, H] (C: the rows of
 the group's layers, see `layout/kv_spec.py`), so that the block can be transferred while the next
 group computes. A small program sums each block for its checksum. Page arrays are never offered.
-Windowed layers that are sent apart are left out of these blocks: most of their KV is never used
-again, and the rest is extracted from the pages after the last chunk.
+Sliding-window layers that are sent separately are left out of these blocks. Most of their KV is
+never used again, and the rest is extracted from the pages after the last chunk.
 
 Every token needs the keys and values of the model's last layer. The rest of that layer is computed
 only for the last tokens of the rows that sample; they attend to pages alone, as a decode step does,
@@ -45,11 +45,11 @@ class ChunkForm:
 
     Attributes:
         packed: Whether some rank has several rows, or one that is not first.
-        past: Whether rows may continue earlier chunks. On a CPU a packed chunk's rows always may; a
-            whole new prompt is 1 % faster without.
-        samples: Whether rows may sample. Only chunks of the largest bucket, which earlier parts of
-            prompts fill, are also compiled without.
-        columns: Columns of the page table that the past may reach; 0: all of them.
+        past: Whether rows may continue earlier chunks. It is always True for packed chunks on a
+            CPU. Without, a whole new prompt is 1 % faster.
+        samples: Whether rows may sample. Only chunks of the largest bucket, which hold earlier
+            parts of long prompts, are also compiled without sampling.
+        columns: Number of page-table columns that earlier positions may use; 0 is all of them.
         every_token: Whether the last layer is computed for all tokens.
     """
 
@@ -97,7 +97,7 @@ class ChunkArrays:
     # does not sample
     sampling: np.ndarray
     form: ChunkForm
-    # int32 as `sampling`: slot of a row's state; a number beyond the last slot is no slot
+    # int32, shaped like `sampling`: slot of a row's state; a number beyond the last slot is no slot
     states: np.ndarray
     checksum_key: int = 0
 
@@ -180,7 +180,7 @@ _LONG_GRAIN = 64
 
 
 class PrefillPrograms:
-    """Builds and runs the chain. Called by the dispatch thread alone."""
+    """Builds and runs the chain of programs. Used by the dispatch thread only."""
 
     def __init__(
         self,
@@ -203,9 +203,9 @@ class PrefillPrograms:
 
         Returns:
             The last activations of the rows that sample, [ranks, R, D], numbered as in
-            `ChunkArrays.sampling` (if no row may sample, an array to wait for), or of every token,
-            [ranks, T, D], if the form says so. If chunks are handed off, also one KV block for each
-            group, and its sums.
+                `ChunkArrays.sampling`, or of every token, [ranks, T, D], with
+                `ChunkForm.every_token`. If no row may sample, an array to wait for. If chunks are
+                handed off, also one KV block for each group, and its sums.
         """
         on_host = (
             chunk.tokens,

@@ -35,7 +35,7 @@ class _SampledRows(NamedTuple):
 
 
 class PrefillSampler:
-    """Called by the dispatch thread alone."""
+    """Samples the first tokens after a chunk. Used by the dispatch thread only."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PrefillSampler:
             command: The chunk.
             x: Last activations [ranks, R, D] of each row's last token, rows numbered on their rank
                 in the command's order; with `every_token` those of all tokens [ranks, T, D].
-            every_token: Form of `x`.
+            every_token: Whether `x` has the activations of all tokens.
 
         Returns:
             The choice, or None if no row samples.
@@ -101,8 +101,8 @@ class PrefillSampler:
             jax.block_until_ready(self._head(variant, self._pick(x, source), rows).token)
 
     def _empty(self, variant: Variant, samples: int) -> tuple[np.ndarray, _SampledRows]:
-        """Returns arrays for one sample per rank, or for as many as a chunk may hold. (A head over
-        16 rows for the one sample of a long prompt would take 1 % of its prefill.)"""
+        """Returns empty arrays for one sample per rank, or for `samples_per_chunk`. The smaller
+        size saves 1 % of the prefill of a long prompt."""
         shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
         return np.zeros(shape, np.int32), _SampledRows(
             ints=np.zeros((*shape, self._rows.ints), np.int32),

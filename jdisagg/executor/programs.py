@@ -1,5 +1,4 @@
-"""Compiled programs by key, compiled ahead of time and never recompiled; and host arrays put on
-their mesh.
+"""Holds compiled programs by key, which are never recompiled, and puts host arrays on the mesh.
 
 A program is lowered from abstract arguments with explicit shardings and kept as a compiled
 executable: a call with other shapes raises instead of compiling (rule 12). `compilations` counts
@@ -24,8 +23,7 @@ BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_shard
 
 
 class Programs:
-    """The executables of one mesh. Building is thread-safe, so that warm-up can compile several at
-    once."""
+    """The executables of one mesh. Thread-safe, so that warm-up can compile several at once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -70,13 +68,13 @@ class Programs:
         return jax.tree.map(by_callback, host)
 
     def argument(self, host: np.ndarray) -> Any:
-        """As `put`, for the argument of one call, which is not modified afterwards. On a mesh of
-        one device the call itself transfers the array, in a tenth of the time of `put`; on other
-        meshes that takes longer."""
+        """Returns `host` as the argument of one call; the caller must not modify it afterwards. On
+        a mesh of one device the call itself transfers the array, in a tenth of the time of `put`.
+        On other meshes `put` is faster and is used."""
         return host if self.mesh.size == 1 else self.put(host)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
-        """Makes zeros on each device."""
+        """Makes an array of zeros with this partitioning."""
         sharding = NamedSharding(self.mesh, spec)
         return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 

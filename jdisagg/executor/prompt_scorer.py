@@ -1,4 +1,4 @@
-"""Log-probabilities of a chunk's own tokens: the head over all tokens of a chunk.
+"""Computes log-probabilities of a chunk's own tokens, by the model's head over all tokens.
 
 The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
 (except by `PromptScorer.logits`), and each device keeps its part of the vocabulary. There is one
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 64
 
 
 class PromptScorer:
-    """Called by the dispatch thread alone."""
+    """Scores the tokens of chunks. Used by the dispatch thread only."""
 
     def __init__(
         self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int
@@ -38,8 +38,8 @@ class PromptScorer:
         self._vocabulary = vocabulary
 
     def run(self, command: PrefillChunk, x: jax.Array) -> TokenScores:
-        """Issues the scores of each token's successor; `x` [ranks, T, D] are the last activations
-        of all tokens."""
+        """Issues the program that scores each token's successor. `x` [ranks, T, D] are the last
+        activations of all tokens."""
         following = np.zeros(x.shape[:2], np.int32)
         for row in command.rows:
             span = slice(row.offset, row.offset + len(row.tokens))

@@ -1,5 +1,5 @@
-"""Results of commands that the completion thread waits for: device arrays that become plain data.
-Reading blocks; issuing does not."""
+"""The results of commands: device arrays that the completion thread waits for and converts to plain
+data. Reading blocks; issuing does not."""
 
 import math
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
 
 @dataclass
 class Finished:
-    """A command that has ended when it is issued."""
+    """The result of a command that has ended when it is issued."""
 
     step: int
     in_order: bool = True
@@ -59,7 +59,7 @@ class Finished:
 @dataclass
 class PrefillReading:
     """The tokens sampled at the end of a chunk, the checksums of its offers, and requested
-    log-probabilities of prompts. A chunk that samples nothing ends with its last activations."""
+    log-probabilities of prompts. For a chunk without samples, it waits for the last activations."""
 
     command: PrefillChunk
     last: jax.Array
@@ -174,8 +174,7 @@ class DecodeReading:
 
 @dataclass
 class PullReading:
-    """A transfer under way. A failure is a result, not an exception, because the worker decides
-    whether to retry."""
+    """A pull in progress. Its failure is a result, because the worker decides about retries."""
 
     step: int
     offer_id: int

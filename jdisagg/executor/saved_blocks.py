@@ -1,4 +1,4 @@
-"""Disk commands of one mesh: copy blocks from host memory to files and back.
+"""Runs the disk commands of one mesh, which copy blocks from host memory to files and back.
 
 Called on the dispatch thread. Threads of the disk store do the work (`transfer/disk_store.py`). A
 command fails at its deadline; a block that is loaded later is dropped if it was forgotten."""
@@ -30,7 +30,7 @@ from jdisagg.transfer.host_store import HostStore, Shards
 
 @dataclass
 class DiskReading:
-    """A disk command under way until time `until`, or until its mesh is `closed`."""
+    """A disk command in progress. It fails at time `until`, or when `closed` is set."""
 
     step: int
     done: "Future[DiskOutcome]"
@@ -67,8 +67,7 @@ class SavedBlocks:
         return DiskReading(command.step, self._begin(command), self._clock.now, until, self._closed)
 
     def close(self) -> None:
-        """Ends the commands under way. Called before the executor's threads end, so that a disk
-        that hangs does not delay them."""
+        """Ends running commands, so that a hanging disk does not delay the executor's threads."""
         self._closed.set()
         if self._disk is not None:
             self._disk.close()

@@ -1,4 +1,4 @@
-"""The packed state of each decode slot: two matrices of parameters, and the running token and
+"""Defines the packed state of decode slots: two matrices of parameters, and each slot's token and
 position.
 
 For each rank and slot, `hot` int32 [2] (token, position) changes every step. `ints` and `floats`
@@ -127,8 +127,9 @@ class RowFormat:
     def run_batch(
         self, run_B3: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
     ) -> "BatchRows":
-        """As `batch`, if a slot may have several rows. A row of `run_B3` is a slot, the offset of
-        its position from the slot's position, and its token (-1: the slot's own)."""
+        """Does the same as `batch` if a slot may have several rows. Each row of `run_B3` has a
+        slot, the offset of its position from the slot's position, and its token (-1 is the slot's
+        own)."""
         slot_B, ahead_B, token_B = run_B3.T
         row = self.batch(slot_B, hot_S2, ints_SI, floats_SF)
         position_B = row.position + ahead_B
@@ -171,16 +172,16 @@ class BatchRows(NamedTuple):
 
     @property
     def at(self) -> jax.Array:
-        """`position`, 0 for inactive rows: int32 [B]."""
+        """Position of each row, 0 for inactive rows, int32 [B]."""
         return jnp.where(self.active, self.position, 0)
 
     def stand_at(self, hot_S2: jax.Array, count: int) -> jax.Array:
-        """Returns `hot` with the slots of the first `count` rows at their tokens and positions."""
+        """Returns `hot` with the first `count` rows' tokens and positions in their slots."""
         there_B2 = jnp.stack((self.token[:count], self.position[:count]), axis=1)
         return hot_S2.at[self.slot[:count]].set(there_B2, mode="drop")
 
     def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
-        """Returns `hot` after these tokens were chosen."""
+        """Returns `hot` with the chosen tokens and the next positions."""
         next_B2 = jnp.stack(
             (
                 jnp.where(self.active, chosen_B, self.token),

@@ -27,9 +27,9 @@ def recur_over(
     Args:
         pages: States of the layer.
         slot_R: Slot of each row.
-        fresh_R: Rows that begin a sequence, whose state is zero; None: no row does.
-        runs: Tokens of each row; None: each token is a row.
-        keep: Called with the new states.
+        fresh_R: Rows that begin a sequence, whose state is zero; None if every row continues.
+        runs: Tokens of each row; None if each row is one token.
+        keep: Callback that gets the new states.
     """
 
     def read(part_PK1H: jax.Array) -> jax.Array:

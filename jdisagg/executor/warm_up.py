@@ -18,7 +18,7 @@ GPU_RUNS = 3
 
 
 def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
-    """Returns one callable for each program (or a few related ones), in the order to run them."""
+    """Returns one callable for each program or few related programs, in the order to run them."""
     limits, role = executor.limits, executor.role
     steps: list[Callable[[], None]] = []
     if role.prefill or limits.append_buckets:
@@ -76,7 +76,7 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
 
 
 def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
-    """Returns the shapes of the blocks of `tokens` cached tokens; 0: none."""
+    """Returns shapes (layer groups, tokens) of the blocks into which `tokens` are cut."""
     largest = limits.chunk_buckets[-1]
     lengths = {
         length

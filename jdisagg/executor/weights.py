@@ -19,8 +19,8 @@ from jdisagg.ops.parameters import param_specs
 
 @dataclass(frozen=True)
 class Part:
-    """One module: its arrays in leaf order, their partitioning, and what rebuilds the module around
-    other arrays."""
+    """One module: its arrays in leaf order, their partitioning, and its structure without
+    arrays."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parts of a model, and `width` and `dtype` of the activations between layers."""
+    """The parts of a model, and the `width` and `dtype` of activations between layers."""
 
     stem: Part
     layers: tuple[Part, ...]

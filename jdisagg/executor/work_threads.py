@@ -20,14 +20,14 @@ POLL_SECONDS = 2e-4
 
 
 class Waiting(Protocol):
-    """Work under way on the device."""
+    """Work in progress on the device."""
 
     in_order: bool
 
     def is_ready(self) -> bool: ...
 
     def result(self) -> StepResult:
-        """Blocks until ready. In-order results are read in the order of their issue."""
+        """Returns the result, and blocks until it is ready. Steps are read in order of issue."""
         ...
 
 
@@ -46,7 +46,7 @@ class WorkThreads:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._issued: queue.SimpleQueue[tuple[_Job, Waiting] | None] = queue.SimpleQueue()
         self._closed = False
-        self._asked = 0  # jobs under way, except those beside
+        self._asked = 0  # jobs in progress, except those with `beside`
         self._quiet_since = time.monotonic()
         self._threads = [
             threading.Thread(target=self._dispatch, name=f"{name}-dispatch", daemon=True),
@@ -81,7 +81,7 @@ class WorkThreads:
         return future
 
     async def quiet(self, seconds: float) -> None:
-        """Returns when no job is under way and none was for `seconds`."""
+        """Returns when no job has been in progress for `seconds`."""
         while self._asked or time.monotonic() - self._quiet_since < seconds:
             await asyncio.sleep(seconds / 4)
 
@@ -107,8 +107,9 @@ class WorkThreads:
         self._issued.put(None)
 
     def _complete(self) -> None:
-        """Blocks on results while there are no transfers; with transfers under way it polls both.
-        Keeps no reference to a finished job, which would keep its executor alive."""
+        """Waits for results and resolves their futures. Blocks if no transfers are in progress, and
+        polls otherwise. Keeps no reference to a finished job, which would keep its executor
+        alive."""
         steps: list[tuple[_Job, Waiting]] = []
         transfers: list[tuple[_Job, Waiting]] = []
         open_ = True
@@ -126,7 +127,7 @@ class WorkThreads:
     def _sort(
         self, steps: list[tuple[_Job, Waiting]], transfers: list[tuple[_Job, Waiting]], block: bool
     ) -> bool:
-        """Takes what was issued. Whether more may come."""
+        """Sorts newly issued jobs into the two lists. Returns False after the last job."""
         taken = self._take(block)
         for item in taken:
             if item is not None:
