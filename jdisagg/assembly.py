@@ -2,8 +2,8 @@
 
 `build_worker` makes the worker of a role; processes, embedded clusters, the simulator and tests all
 use it. `LocalCluster` connects workers of one process: it resolves peers, wraps ports with
-middleware and can kill a worker as `kill -9` would. Executors, channels and the request path come
-from the caller. Imports neither JAX nor gRPC."""
+middleware and can kill a worker as `kill -9` would. The caller makes executors, channels and the
+request path. Imports neither JAX nor gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -52,10 +52,10 @@ def build_worker(
     """Builds the worker of a role on its mesh.
 
     Args:
-        peers: Resolver of the workers that KV comes from.
-        mode: How a mesh that decodes runs prefill, too; unused by prefill workers.
+        peers: Function that returns the port of a worker from which KV is received.
+        mode: Whether and how a decode mesh also prefills; unused by prefill workers.
         fetches: Whether a prefill worker may fetch cached KV from peers.
-        decoder: Class of workers that decode.
+        decoder: Class of decode workers.
     """
     if role is WorkerRole.PREFILL:
         return PrefillWorker(context, executor, config, limits, peers if fetches else None)
@@ -63,12 +63,12 @@ def build_worker(
 
 
 class LocalCluster:
-    """Workers of one process by name, and the ports by which they are called.
+    """The workers of one process by name, and the ports through which they are called.
 
     Args:
         new_id: Source of fresh random 64-bit numbers.
         between: Middleware for each pair of worker and caller.
-        mortal: Whether workers can be killed; costs a little on every call.
+        mortal: Whether workers can be killed, which makes each call slightly slower.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class LocalCluster:
         fetches: bool = False,
         decoder: type[DecodeWorker] = DecodeWorker,
     ) -> Worker:
-        """Builds a worker whose peers are those of this cluster. It replaces an earlier worker of
-        the same name. Arguments as of `build_worker`."""
+        """Builds a worker whose peers are the other workers of this cluster. It replaces an earlier
+        worker of the same name. The arguments are those of `build_worker`."""
 
         def peers(source: HandoffSource) -> PeerPort:
             return self.peer(source, worker)
@@ -121,8 +121,8 @@ class LocalCluster:
         return worker
 
     def peer(self, source: HandoffSource, caller: Worker | None) -> PeerPort:
-        """The port by which `caller` pulls from a source. Raises HandoffError for unknown
-        workers."""
+        """Returns the port by which `caller` pulls from a source. Raises HandoffError for an
+        unknown worker."""
         worker = self.workers.get(source.worker)
         if worker is None:
             known = ", ".join(self.workers) or "none"
@@ -130,14 +130,14 @@ class LocalCluster:
         return self.called(PeerPort, worker, worker, caller)
 
     def ports(self, name: str) -> WorkerPorts:
-        """A worker's ports as the request path calls them."""
+        """Returns a worker's ports for the request path."""
         worker = self.workers[name]
         if isinstance(worker, PrefillWorker):
             return WorkerPorts(prefill=self.called(PrefillPort, worker, worker, None))
         return WorkerPorts(decode=self.called(DecodePort, worker, worker, None))
 
     def cluster_ports(self) -> ClusterPorts:
-        """Ports of all workers added so far, for a request path without membership."""
+        """Returns the ports of all current workers, for a request path without membership."""
         prefill: dict[str, PrefillPort] = {}
         decode: dict[str, DecodePort] = {}
         for name in self.workers:
@@ -153,12 +153,12 @@ class LocalCluster:
             await worker.start()
 
     async def drain(self) -> None:
-        """Returns when running requests have ended; new ones are refused."""
+        """Refuses new requests and returns when the running ones have ended."""
         for worker in reversed(self.workers.values()):
             await worker.drain()
 
     async def stop(self) -> None:
-        """Ends what runs. Executors stay open."""
+        """Stops all workers. Does not close executors."""
         for worker in reversed(self.workers.values()):
             await worker.stop()
 
@@ -166,7 +166,8 @@ class LocalCluster:
         """Kills a worker as `kill -9` would: calls to and from it fail from this moment on.
 
         Args:
-            lost: Drops the worker's KV from the channel; called before any other task runs.
+            lost: Callback that drops the worker's KV from the channel, called before any other task
+                runs.
         """
         worker = self.workers[name]
         self._crashes[worker].dead.set()
@@ -180,7 +181,7 @@ class LocalCluster:
     def called(
         self, protocol: type[Port], port: Port, worker: Worker, caller: Worker | None
     ) -> Port:
-        """A worker's port as `caller` calls it; None is the request path."""
+        """Returns a worker's port for `caller`; None is the request path."""
         if self._mortal:
             ends = (worker, caller) if caller else (worker,)
             crashes = (self._crashes[end] for end in ends)
@@ -191,11 +192,11 @@ class LocalCluster:
 
 
 class LocalAffinity:
-    """What workers of this process hold in their prefix caches. Implements
+    """The index of the prefix caches of this process's workers. Implements
     `router.decision.Affinity`.
 
-    It is the index that a router of processes feeds from heartbeats (`router/known_blocks.py`),
-    here fed before each placement, so that it is never behind.
+    It uses the same index as a router of separate processes (`router/known_blocks.py`). That router
+    updates it by heartbeats; this class updates it before each placement, so it is never stale.
 
     Args:
         secret: Key of the workers' block names.
@@ -217,15 +218,15 @@ class LocalAffinity:
 
 
 class Crash:
-    """Whether one simulated process has died."""
+    """Flag that is set when one simulated process has died."""
 
     def __init__(self) -> None:
         self.dead = asyncio.Event()
 
 
 class Crashable:
-    """Port middleware that fails calls once a process they need has died. Calls under way fail,
-    new calls fail, and nothing that the dead process still sends arrives.
+    """Port middleware that fails calls to and from processes that have died. Calls in progress
+    fail, too, and no reply of a dead process arrives.
 
     Args:
         crashes: Crash flags of the called worker and, between two workers, of the caller.
@@ -240,7 +241,7 @@ class Crashable:
                 raise UnavailableError("connection refused")
 
     async def unary(self, proceed: Callable[P, Awaitable[T]], *args: P.args, **kw: P.kwargs) -> T:
-        """Calls that are answered at once."""
+        """Wraps a call that has a single reply."""
         self._check()
         return await proceed(*args, **kw)
 
@@ -266,7 +267,7 @@ class Crashable:
                 await close_stream(items)
 
     async def _during(self, call: Awaitable[T]) -> T:
-        """What `call` returns, unless one of the processes dies first."""
+        """Returns the result of `call`. Raises an error if one of the processes dies first."""
         task = asyncio.ensure_future(call)
         deaths = [asyncio.ensure_future(crash.dead.wait()) for crash in self._crashes]
         try:
