@@ -1,7 +1,7 @@
 """Cuts the KV of a chunk's row into the blocks that are offered to a receiver, by tokens and by
 layers. The blocks have few shapes, so few programs are compiled.
 
-The shortest block has `granule_tokens` tokens, and every block is longer by a power of two. A row
+The shortest block has `granule_tokens` tokens, and the others are longer by a power of two. A row
 is cut from large to small blocks, and only its last block is padded, to the next multiple of
 `granule_tokens`. Rows start at such multiples in their chunk, so padding never reaches the next
 row. If several blocks cost more than padding, the last row of a chunk is sent as one padded block

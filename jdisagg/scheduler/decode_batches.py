@@ -34,7 +34,7 @@ from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 
-# a planned row of a step: its sequence, and how many tokens must come back
+# a planned row of a step: its sequence, and how many tokens the result must have
 _Issued = tuple[Sequence, int]
 
 
@@ -62,7 +62,7 @@ class DecodeBatches:
         self._stream_tokens = stream_tokens
         self._spans = spans
         self._issued: dict[int, list[list[_Issued]]] = {}
-        self.forced_tokens = 0  # tokens that came without a step of their own
+        self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
 
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float

@@ -42,7 +42,7 @@ class DecodeState:
         ]
         self.groups: dict[int, SequenceGroup] = {}
         self.ready: list[Sequence] = []  # READY, oldest first
-        # RUNNING, by slot
+        # RUNNING sequences of each rank, in order of their slots
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
         # numbers of running sequences with shaped logits, with non-greedy sampling, with a grammar
         self.shaped = self.sampled = self.masked = 0

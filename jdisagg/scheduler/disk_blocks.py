@@ -98,7 +98,7 @@ class DiskBlocks:
             self._blocks[name] = DiskBlock(name, written=True, written_at=written_at[name])
             self._blocks.move_to_end(name, last=False)
         for name in sorted(new[over:], key=written_at.__getitem__, reverse=True):
-            # older than everything written since
+            # blocks found at the start are older than all blocks written since
             self._by_age[name] = self._blocks[name]
             self._by_age.move_to_end(name, last=False)
         return tuple(new[over:]), tuple(new[:over])

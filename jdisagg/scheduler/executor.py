@@ -20,7 +20,7 @@ class MeshLimits:
         context_tokens: Largest number of positions of a sequence.
         chunk_buckets, batch_buckets: Compiled sizes, ascending.
         layer_groups: Number of layer groups whose KV is offered separately.
-        granule_tokens: Length of the shortest offered block. Every block is longer by a power of
+        granule_tokens: Length of the shortest offered block. Other blocks are longer by a power of
             two, and the rows of a packed chunk start at multiples of this length.
         pack_tokens: Limit of tokens when several prompts share a chunk; None is the largest bucket.
             A single prompt may always fill the largest bucket. With a smaller limit only whole
@@ -49,7 +49,7 @@ class MeshLimits:
     kv_spec: KVSpec
     pack_tokens: int | None = None  # None is the largest bucket
     whole_blocks: bool = False  # blocks may have any length, because nothing is compiled for it
-    block_bytes: int = 0  # smaller blocks carry several layer groups; with 0 each carries one
+    block_bytes: int = 0  # smaller blocks hold several layer groups; with 0 each holds one
     # Overhead of a block, as the number of tokens (of all layers) that take as long to send.
     block_cost_tokens: float = 0.0
     stages: int = 1  # pipeline stages, each of which computes a chunk

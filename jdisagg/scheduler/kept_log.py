@@ -11,7 +11,7 @@ from itertools import islice
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews
 
 EVENTS_ON_RECORD = 1 << 15
-MOST_EVENTS = 1 << 14  # in one message
+MOST_EVENTS = 1 << 14  # limit of one message
 # Limit of a snapshot. It lists the oldest blocks, because sequences start with them.
 MOST_BLOCKS = 1 << 16
 
@@ -21,7 +21,7 @@ class KeptLog:
 
     def __init__(self, events_on_record: int = EVENTS_ON_RECORD) -> None:
         self.epoch = 1
-        self.number = 0  # of the last event
+        self.number = 0  # number of the last event
         self._events: deque[tuple[bytes, bool]] = deque(maxlen=events_on_record)
         self._ranks: dict[bytes, int] = {}
 

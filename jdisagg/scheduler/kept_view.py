@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Residency
 
-SHOWN_BYTES = 8  # of a name
+SHOWN_BYTES = 8  # leading bytes of a name that are shown
 
 Listed = Iterable[tuple[int, bytes, int, bool]]
 

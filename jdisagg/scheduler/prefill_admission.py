@@ -48,7 +48,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """Free pages of a rank, tokens placed there but not in an issued chunk, and free state
+    """Free pages of a rank, tokens of its prompts that are in no issued chunk, and free state
     slots."""
 
     free_pages: int

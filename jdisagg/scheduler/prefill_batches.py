@@ -216,7 +216,7 @@ class PrefillBatches:
             for at, block_tokens, _ in blocks
             for offer in self._bands(offset + skipped + at, block_tokens)
         ]
-        # in the order of computation
+        # sorted by the order in which they are computed
         return sorted(offers, key=lambda offer: offer.group + offer.groups)
 
     def _bands(self, offset: int, block_tokens: int) -> list[OfferSpec]:

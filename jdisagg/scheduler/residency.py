@@ -49,8 +49,7 @@ class BlockNames:
     """The naming of blocks, equal on all workers of a fleet.
 
     Args:
-        secret: Key of all names, up to 64 bytes. Names reveal nothing about prompts without the
-            key.
+        secret: Key of all names, up to 64 bytes. Without it, names reveal nothing about prompts.
         model: Everything that must be equal for KV to be equal: model fingerprint and KV dtype.
         grain_tokens: Block size of the fleet.
         grid_tokens: Prefill chunks are cut, and computing continues after cached blocks, only at
@@ -118,7 +117,7 @@ class ResidencyTree:
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._indices: dict[bytes, int] = {}  # in their chains
         self._names: dict[int, bytes] = {}
-        self.evicted_blocks = 0  # for lack of room
+        self.evicted_blocks = 0  # blocks evicted for lack of room
         self.on_evicted: Evicted | None = None
         ledger.on_given_away(self._given_away)
 

@@ -51,7 +51,7 @@ class SideCalls:
     async def stop(self) -> None:
         """Starts no further attempts, and returns when all calls have ended."""
         self._stopping.set()
-        while self._tasks:  # an ending call may start another
+        while self._tasks:  # a call may start another one as it ends
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _send_again(self, message: Callable[[], Awaitable[None]]) -> None:

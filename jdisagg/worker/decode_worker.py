@@ -1,8 +1,8 @@
 """The decode worker: implements `DecodePort` and `PeerPort` over the schedulers and a mesh.
 
 In modes CHUNKED and UNIFIED it prefills in the same pages: `generate` without a source computes the
-prompt here. In mode DISAGGREGATED, KV comes from a prefill worker, except for short prompt parts
-that the mesh computes itself behind cached tokens (`MeshLimits.append_buckets`).
+prompt here. In mode DISAGGREGATED, KV comes from a prefill worker, except for short ends of prompts
+that the mesh computes itself after cached tokens (`MeshLimits.append_buckets`).
 `scheduler/step_policy.py` chooses the next command; `scheduler/reservations.py` and
 `decode_batches.py` assign pages and slots. Through `PeerPort`, running sequences migrate to other
 decode workers, and prefill workers fetch cached blocks. A failed KV source does not end a

@@ -25,10 +25,10 @@ from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_GIVEN = 16  # hand-offs at a time
-BETWEEN_STEPS = 16  # extractions of a decode mesh at a time
+MOST_GIVEN = 16  # limit of hand-offs at a time
+BETWEEN_STEPS = 16  # limit of extractions in flight on a decode mesh
 MOST_NAMES = 1 << 16
-# full chunks that are offered and not yet fetched
+# limits of full chunks that are offered and not yet fetched
 MOST_CHUNKS = 4
 MOST_CHUNKS_OF_DECODE = 1  # fewer on a decode mesh, whose sequences could use the pages
 

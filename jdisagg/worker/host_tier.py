@@ -1,10 +1,10 @@
 """The host-memory tier of a mesh: copies blocks out before their pages are reused, and restores
 them.
 
-A copy out takes its place in the mesh's command order at the moment when the pages are given away,
-so it reads them before a later command overwrites them. At most `MOST_WRITING` blocks are copied
-out at a time; further ones are dropped. `worker/host_pieces.py` moves the bytes and compares
-checksums; a block whose checksum differs is dropped and counts as a miss. The disk tier
+A copy out is placed in the mesh's command order at the moment when the pages get another owner, so
+it reads them before a later command overwrites them. At most `MOST_WRITING` blocks are copied out
+at a time; further ones are dropped. `worker/host_pieces.py` moves the bytes and compares checksums;
+a block whose checksum differs is dropped and counts as a miss. The disk tier
 (`worker/disk_tier.py`) reads and writes blocks through this one."""
 
 import asyncio
@@ -27,7 +27,7 @@ from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Re
 from jdisagg.worker.outgoing_kv import offers_of_pages
 from jdisagg.worker.step_loop import StepLoop
 
-BLOCKS_AT_ONCE = 4  # of one restore
+BLOCKS_AT_ONCE = 4  # blocks of one restore that are copied at a time
 
 
 class HostTier(KvSource):
@@ -61,7 +61,7 @@ class HostTier(KvSource):
         self._ids = ids
         self._counters = counters
         self._tasks = BackgroundTasks()
-        self._copies: dict[bytes, asyncio.Task[None]] = {}  # on their way out
+        self._copies: dict[bytes, asyncio.Task[None]] = {}  # blocks being copied out
         key = 0
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.

@@ -112,7 +112,7 @@ class IncomingKv:
             incoming.kept_tokens = self._close(incoming, "another source takes over")
         granule, wanted = self._state.limits.granule_tokens, len(group.known_tokens)
         kept = min(incoming.kept_tokens, wanted - 1) // granule * granule
-        # those pages are shared, so nothing may be written there
+        # cached pages are shared, so they must not be written
         kept = max(kept, group.cached_tokens)
         self._state.advance(group, HandoffEvent.NEW_SOURCE, group.until)
         incoming.firsts.update((first.child, first) for first in firsts)

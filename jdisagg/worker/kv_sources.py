@@ -32,7 +32,7 @@ from jdisagg.worker.background import BackgroundTasks
 
 Origin = Literal["host", "disk", "peer"]
 
-# counters of restored blocks and tokens, by where they came from
+# counters of restored blocks and tokens, by the source
 _RESTORED: dict[Origin, tuple[str, str]] = {
     "host": ("host_blocks_restored", "host_tokens_restored"),
     "disk": ("disk_blocks_restored", "disk_tokens_restored"),
