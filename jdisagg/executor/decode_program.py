@@ -157,7 +157,7 @@ class DecodePrograms:
         return Stepped(chosen, {row: run[1:] for row, run in runs.items()})
 
     def _forward(self, batch: jax.Array) -> jax.Array:
-        """Issues the forward pass of a step in two programs; returns logits [ranks, b, V]."""
+        """Issues the first program of a step in two programs. Returns logits [ranks, b, V]."""
         hot, ints, floats, _ = self._state
         program = self._program(batch.shape[1], None)
         kept, logits_BV = program(*self._model(), hot, (), ints, floats, batch)
@@ -250,8 +250,9 @@ class DecodePrograms:
         return self._programs.get(("decode runs", bucket), build)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """Issues the choice of a step in two programs. Arguments: hot, counts, ints, floats,
-        logits, batch, mask (uint32 [ranks, b, W]). Returns hot, the choice, counts."""
+        """Issues the second program of a step in two programs, which chooses the tokens. Arguments:
+        hot, counts, ints, floats, logits, batch, mask (uint32 [ranks, b, W]). Returns hot, the
+        choice, counts."""
         programs, rows, ending = self._programs, self._rows, self._ending(variant)
         counts_spec = RANK if variant.shaped else ()
 

@@ -112,7 +112,7 @@ def write_and_read(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
     """Writes a block by runs of tokens, then reads it back. `arrays` [1, C', G, T', x] are the
-    heads in parts, each as its codec's leaves. Returns the pages, this device's share of the sum
+    codec's leaves of each part of the heads. Returns the pages, this device's share of the sum
     (uint32 [2]), and whether the block is intact."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens, valid = parts[0].shape[2], places.valid

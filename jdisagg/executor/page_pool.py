@@ -88,10 +88,10 @@ class PageView:
 
 
 class Pools(NamedTuple):
-    """The pools of a mesh.
+    """The page pools of a mesh.
 
     Attributes:
-        pages: KV of positions.
+        pages: Pages with KV of positions.
         states: Recurrent states of sequences; a slot is a page of one token.
         rings: Sliding-window ring buffers, if windowed layers have pages of their own; each slot
             has `MeshLimits.ring_pages` consecutive pages.

@@ -66,7 +66,7 @@ class PageLedger:
         return tuple(self._held.get(owner) or self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` with `count` fresh pages. Returns None if fewer are free."""
+        """Creates `owner` with `count` fresh pages and returns them, or None if fewer are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -77,7 +77,7 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner` with these kept pages, in this order."""
+        """Creates `owner` as a holder of these kept pages, in this order."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):

@@ -58,7 +58,7 @@ class PrefillJob:
 
 
 class PrefillBatches:
-    """The prompts of one mesh that are not completely issued.
+    """Queues the prompts of one mesh until all their tokens are issued.
 
     Args:
         cut_tokens: Prompts are cut only at multiples of this; None allows any position.

@@ -69,7 +69,7 @@ class Memories:
 
 
 class BackendChoice:
-    """Chooses the backend for each sender process. The caller guards it by a lock."""
+    """Chooses the backend for each sender process. The caller must hold a lock."""
 
     def __init__(self, memories: Memories, backends: Sequence[Backend]) -> None:
         self._memories, self._backends = memories, backends

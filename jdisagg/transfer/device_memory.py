@@ -297,7 +297,7 @@ class DeviceInlet(Inlet):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One copy on `device`, from an address that it has opened to an array of its own."""
+    """One copy on `device`, from an opened address to an array of this process."""
 
     device: int
     to: jax.Array

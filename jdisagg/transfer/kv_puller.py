@@ -350,7 +350,7 @@ class KvPuller:
         self._unreported.clear()
 
     def _has_failed(self, transfer: Transfer) -> bool:
-        """Fails the pull if one of several senders failed while others have not answered yet."""
+        """Fails the pull if one of its senders has failed. Returns whether it did."""
         for sent in transfer.requests:
             if sent.arrays and sent.has_ended and (error := _error_of(sent.arrays)):
                 broken = HandoffError(

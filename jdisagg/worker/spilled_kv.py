@@ -98,7 +98,7 @@ class SpilledKv:
 
     def rest(self) -> None:
         """Swaps out the sequences of suspended requests whose KV has all arrived. A few are copied
-        at a time. Sequences for which host memory has no room end."""
+        at a time. Ends sequences that do not fit into host memory."""
         for key, group in list(self._suspended.items()):
             if key not in self._state.groups:
                 del self._suspended[key]
