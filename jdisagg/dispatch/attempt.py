@@ -389,8 +389,8 @@ class Attempt:
         return self._source
 
     def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
-        """Returns the worker from which `worker` may fetch cached KV (None: no worker), and the
-        number of tokens cached there."""
+        """Returns the worker from which `worker` may fetch cached KV, or None, and the number of
+        tokens cached there."""
         decision = self._placement.decision
         if decision.prefill != worker or not decision.peer or decision.peer in self.failed:
             return None, 0

@@ -319,7 +319,7 @@ class ClusterState:
         self.barred_until = max(self.barred_until, until)
 
     def hear(self, row: int, at: float) -> None:
-        """Sets the time at which the worker was last heard."""
+        """Sets the time of the worker's last report."""
         self.table["heard_at"][row] = at
         self._heard_since = min(self._heard_since, at)
 
