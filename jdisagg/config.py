@@ -442,8 +442,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """Assignment of the value `text` to the field at `names`. `path` is the path as the user wrote
-    it."""
+    """Assignment of `text` to the field at `names`. `path` is the path as the user wrote it."""
 
     names: tuple[str, ...]
     text: str

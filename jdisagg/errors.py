@@ -31,8 +31,7 @@ class ConfigError(JdisaggError):
 
 
 class LayoutError(ConfigError):
-    """The model or the number of devices is not divisible by a layout. The message gives the
-    numbers."""
+    """A layout does not fit the model's sizes or the devices. The message gives the numbers."""
 
 
 class CheckpointError(ConfigError):
@@ -86,8 +85,7 @@ class UnavailableError(JdisaggError):
 
 
 class ShutDownError(UnavailableError):
-    """The server shut down during the call. After a restart it, or another server, can resume the
-    stream."""
+    """The server shut down during the call. A restarted or another server can resume the stream."""
 
 
 class BrokenModelError(JdisaggError):

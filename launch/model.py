@@ -45,8 +45,7 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 
 
 def model_source(model: ModelConfig) -> ModelSource:
-    """Returns the description and loader of a model for a process. Raises the errors of
-    `load_config`."""
+    """Returns a model's description and loader. Raises the errors of `load_config`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
@@ -63,8 +62,7 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds an embedded cluster for the configuration's model, or for the shipped model if none is
-    configured."""
+    """Builds an embedded cluster for the configured model, by default the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
     source = model_source(replace(config.model, directory=str(directory)))
     source = replace(source, name=config.service.served_model_name or source.name)

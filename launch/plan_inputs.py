@@ -37,7 +37,7 @@ def modes_of(flags: Given) -> list[Mode]:
 
 
 def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], int]:
-    """Returns (requests, number of requests left out because they exceed the context). Raises
+    """Returns (requests, number of requests dropped because they exceed the context). Raises
     ConfigError, WorkloadError."""
     if bool(flags.trace) == bool(flags.mixture):
         raise ConfigError(

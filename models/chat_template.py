@@ -175,8 +175,7 @@ class ChatTemplate:
 
 
 class _Forms(NamedTuple):
-    """Whether a template displays content given as text, the first of several text parts, and all
-    parts."""
+    """Whether a template displays text content, the first of several text parts, and all parts."""
 
     text: bool
     one: bool

@@ -117,8 +117,7 @@ class AttentionConfig:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
         scale: Factor of the scores. None means one over the root of the head size.
         cap: Bound of the scores through a tanh. 0 means none.
-        sinks: Whether each head has an attention sink: a learned score in the softmax without a
-            value.
+        sinks: Whether each head has a sink: a learned score in the softmax without a value.
         latent: Latent attention, or None. It has one kv head and queries of `head_dim` values.
         gated: Whether outputs are multiplied by the sigmoid of a gate.
         value_norm: Whether each head of v has a norm without a weight.

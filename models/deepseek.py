@@ -116,8 +116,8 @@ def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]
 
 
 def _check_turned_part(hf: HfConfig) -> None:
-    """Checks that `partial_rotary_factor` agrees with the rotated part of a head. The field may be
-    among the rotary parameters or at the top level."""
+    """Checks that `partial_rotary_factor`, at the top level or among the rotary parameters, agrees
+    with the rotated part of a head."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     inner = given.get("partial_rotary_factor") if isinstance(given, dict) else None
     turned = hf.count("qk_rope_head_dim", MISTRAL_SIZES.rope_dim)

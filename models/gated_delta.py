@@ -47,8 +47,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] for the tokens `rows_R`. All other tokens only update the
-        state."""
+        """Returns [T, D], or [R, D] for the tokens `rows_R`. Others only update the state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TN = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]

@@ -72,8 +72,7 @@ def _parts(delta: DeltaConfig, size: int, first: int, count: int) -> tuple[int, 
 
 
 def _by_group(delta: DeltaConfig) -> tuple[int, ...]:
-    """Returns the tensor rows of all queries, keys and values in the order of our parameter, by key
-    head."""
+    """Returns the tensor rows of queries, keys and values in the parameter's order, by key head."""
     queries = delta.key_heads * delta.key_dim
     values = delta.values_per_key * delta.value_dim
     rows: list[int] = []

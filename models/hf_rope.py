@@ -193,8 +193,7 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """Returns the factor of the LongRoPE paper's code, which also applies within the original
-    context."""
+    """Returns the LongRoPE paper's factor, which also applies within the original context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

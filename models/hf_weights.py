@@ -154,8 +154,7 @@ FUSED_EXPERTS_DOWN = (
 
 
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """Returns the source of one parameter, in the form that matches the checkpoint's tensors
-    `found`."""
+    """Returns the source of one parameter, in the form of the checkpoint's tensors `found`."""
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)

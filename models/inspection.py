@@ -72,8 +72,7 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    """Returns the KV bytes of one token in one layer, for each kind of layer; 0 for kinds without
-    KV."""
+    """Returns the KV bytes of one token in one layer of each kind; 0 for kinds without KV."""
     kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token

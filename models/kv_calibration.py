@@ -48,8 +48,7 @@ def largest_kept(loaded: LoadedModel, sequences: Sequence[Sequence[int]]) -> KVS
     Args:
         loaded: Model whose KV is stored in the model's type.
         sequences: Token ids of whole sequences. Each distinct length compiles a program, and memory
-            grows with the square of the length, so use few lengths of at most a few thousand
-            tokens.
+            grows with the square of the length, so use few lengths, at most a few thousand.
 
     Raises:
         BrokenModelError: A value is not finite.

@@ -45,8 +45,7 @@ class Convolution(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Root mean square norm over each group of heads. The heads of a group may lie on several
-    devices."""
+    """Root mean square norm over each group of heads, which may span several devices."""
 
     def __init__(self, make: Make, config: DecoderConfig, mamba: MambaConfig) -> None:
         size = mamba.heads * mamba.head_dim
@@ -97,8 +96,7 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] for the tokens `rows_R`. All other tokens only update the
-        state."""
+        """Returns [T, D], or [R, D] for the tokens `rows_R`. Others only update the state."""
         mamba = self.mamba
         x_TC, bc_TC = self.x(x_TD, shards), self.bc(x_TD, shards)
         least, most = mamba.step_limits

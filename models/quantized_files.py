@@ -100,8 +100,7 @@ class QuantizedFiles:
 
 def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Index]]:
     """Splits a slice into pieces, because dequantizing needs several times the memory of the
-    result. Yields each piece's place in the result and in the matrix. A piece has at most one
-    expert."""
+    result. Yields each piece's place in the result and in the matrix. No piece spans experts."""
     experts, (rows, columns) = inside[:-2], inside[-2:]
     at_once = max(1, _AT_ONCE // shape[-1])
     stack = range(experts[0].start, experts[0].stop) if experts else (None,)

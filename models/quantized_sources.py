@@ -24,8 +24,7 @@ Bounds = tuple[tuple[int, int], ...]
 @dataclass
 class _Matrix:
     """One matrix, or a stack of experts, and its float source. Holds the quantized parts, by their
-    outputs, until values and scales are read. `stored` is set if the checkpoint holds the requested
-    form."""
+    outputs, until values and scales are read. `stored` is set if the checkpoint has this form."""
 
     source: Source
     shape: tuple[int, ...]
@@ -36,8 +35,7 @@ class _Matrix:
     kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the quantized values, for all inputs, and the scales of these outputs (and
-        experts)."""
+        """Returns quantized values, with all inputs, and scales of these outputs (and experts)."""
         bounds = tuple((part.start, part.stop) for part in outputs)
         if bounds not in self.kept:
             self.kept[bounds] = self._quantized(tensor, outputs)

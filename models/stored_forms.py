@@ -54,8 +54,7 @@ class StoredMatrix(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """`block` is the size (outputs, inputs) of a block that shares a scale. The last blocks may be
-    smaller."""
+    """`block` is the size (outputs, inputs) that shares a scale. The last blocks may be smaller."""
 
     values: str
     scale: str

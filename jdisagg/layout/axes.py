@@ -141,8 +141,7 @@ class Layout:
         return TP_AXES if self.ep == self.tp else MESH_AXES
 
     def axis_table(self) -> dict[str, tuple[str, ...]]:
-        """Returns, for each logical axis of a weight, the mesh axes that shard it. Empty means
-        replicated."""
+        """Returns the mesh axes that shard each logical axis. Empty means replicated."""
         experts = self.expert_axes()
         return {
             "vocab": TP_AXES,

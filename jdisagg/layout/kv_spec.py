@@ -238,8 +238,7 @@ class KVSpec:
         return part.values_per_token * DTYPE_BYTES[self.dtype_of(part)]
 
     def _units(self, part: KVComponent) -> int:
-        """Returns the number of values, in `row_dtype`, of one head, or of a component without
-        heads."""
+        """Returns the number of `row_dtype` values of one head, or of a component without heads."""
         return part.width * DTYPE_BYTES[self.dtype_of(part)] // self._row_bytes
 
     @classmethod

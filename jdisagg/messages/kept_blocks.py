@@ -24,8 +24,7 @@ class KeptScheme(Message, frozen=True):
 
 
 class KeptMark(Message, frozen=True):
-    """Last event of a worker that a router has processed. Epochs count from 1; epoch 0 means no
-    event."""
+    """Last event of a worker that a router has processed. Epochs count from 1; 0 means no event."""
 
     epoch: int = 0
     number: int = 0

@@ -197,8 +197,7 @@ class Pulled(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """The receiver gave up the pull. `ahead` means that the pull already waits in the transfer
-    engine."""
+    """The receiver gave up the pull. `ahead` means that it already waits in the transfer engine."""
 
     pull_id: int
     ahead: bool = False

@@ -35,8 +35,7 @@ class ReserveCall(Message, frozen=True):
         age_seconds: Time since the request arrived. Queues serve by arrival, so a preempted request
             precedes younger ones.
         whole: Whether all KV will be sent, including positions that the worker has cached.
-        computes: Whether the worker itself prefills the tokens that it has not cached, at least
-            one.
+        computes: Whether the worker itself prefills its uncached tokens, at least one.
     """
 
     request: Request
@@ -72,8 +71,7 @@ class HandoffSource(Message, frozen=True):
         worker: Name of the sender.
         handoff_id: Id of the hand-off at the sender.
         address: host:port of its `PeerPort`. Empty in the embedded cluster, which resolves names.
-        boot_id: Boot of the sender's process. With 0 (unknown), the receiver learns it from the
-            hello.
+        boot_id: Boot of the sender's process. 0 means unknown until the hello.
     """
 
     worker: str
@@ -230,8 +228,7 @@ class Offer(Message, frozen=True):
 
 
 class OfferChecksum(Message, frozen=True):
-    """Checksum that an offered block must have after its insertion. Sent once the block is
-    computed."""
+    """Checksum of an offered block, for its insertion. Sent once the block is computed."""
 
     offer_id: int
     checksum: int
@@ -362,7 +359,7 @@ class PeerPort(Protocol):
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        """Yields each offer when it is made, its checksum when the block is computed, and at last
+        """Yields each offer when made, its checksum when the block is computed, and at last
         HandoffEnd.
 
         Raises:

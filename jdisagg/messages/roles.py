@@ -56,8 +56,8 @@ class RolePort(Protocol):
         ...
 
     async def switch_report(self) -> SwitchReport:
-        """Returns the latest change. Raises UnavailableError while the worker's port is closed by a
-        change."""
+        """Returns the latest change. Raises UnavailableError while a change closes the worker's
+        port."""
         ...
 
 

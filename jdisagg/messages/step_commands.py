@@ -119,8 +119,7 @@ class ExtractBlock(Message, frozen=True):
 
 
 class ConnectPeer(Message, frozen=True):
-    """Allows pulls from `peer`, whose name contains the boot id and is never reused for another
-    mesh."""
+    """Allows pulls from `peer`, a name that contains the boot id and is never reused."""
 
     step: int
     peer: str
@@ -257,8 +256,7 @@ class SaveBlock(Message, frozen=True):
 
 
 class LoadBlock(Message, frozen=True):
-    """Reads a block from disk into host memory and offers it under `offer_ids`. The result has its
-    checksums."""
+    """Reads a block from disk into host memory and offers it. Its result has checksums."""
 
     step: int
     name: bytes

@@ -118,8 +118,7 @@ def routed_experts(
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp.
-    `experts` is the number of experts on all devices. `clamp` is the gate function; None means
-    silu."""
+    `experts` is the number on all devices. `clamp` is the gate function; None means silu."""
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)

@@ -55,8 +55,7 @@ class SamplingRows(NamedTuple):
 
 class VocabularyShard(NamedTuple):
     """The part of the vocabulary that a device's logits cover inside `shard_map`: ids from `first`
-    on. The other devices of `axes` hold the rest. Without axes the logits cover the whole
-    vocabulary."""
+    on. The other devices of `axes` hold the rest. Without axes it is the whole vocabulary."""
 
     axes: tuple[str, ...] = ()
     first: jax.Array | int = 0

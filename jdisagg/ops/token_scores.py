@@ -17,8 +17,7 @@ from jdisagg.ops.sampling import VocabularyShard
 
 
 class TokenScores(NamedTuple):
-    """Scores of each token. If the vocabulary has fewer than `top` ids, the remaining entries are
-    -inf."""
+    """Scores of each token. If fewer than `top` ids exist, the other entries are -inf."""
 
     logprob: jax.Array  # float32 [T]
     rank: jax.Array  # int32 [T]
