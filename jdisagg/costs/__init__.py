@@ -1,1 +1,1 @@
-"""Costs of a step, a transfer and a model on given hardware, as numbers. Pure."""
+"""Estimates time and memory of steps, transfers and models on given hardware. Pure."""

@@ -1,4 +1,5 @@
-"""Seconds by cause, the cost model's result, so that a decision can state its reason. Pure data."""
+"""The cost model's result: seconds split by cause, so that a decision can state its reason. Pure
+data."""
 
 from dataclasses import dataclass, fields
 
@@ -8,10 +9,10 @@ class Cost:
     """Seconds by cause.
 
     Attributes:
-      compute, memory: Operations bound by arithmetic, and by memory bandwidth.
+      compute, memory: Seconds of operations bound by arithmetic, and by memory bandwidth.
       communication: All-reduces of tensor parallelism and sends between stages, or a transfer.
       exchange: Exchange of tokens among experts.
-      overhead: Starts of operations, and the host's part.
+      overhead: Launch latency of operations, and host time that the device does not hide.
     """
 
     compute: float = 0.0
@@ -37,7 +38,7 @@ class Cost:
         return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
 
     def explain(self) -> str:
-        """Returns the terms as text, largest first, without those that are zero."""
+        """Returns the non-zero terms as text, largest first."""
         terms = sorted(
             ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
         )

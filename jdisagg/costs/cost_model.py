@@ -1,14 +1,14 @@
 """Seconds that an instance takes for a prefill, a decode step or a transfer, split by cause so that
 a placement decision can state its reason.
 
-Every class of operation is a roofline: max(FLOP / reached peak, bytes / reached bandwidth) plus its
-start, for one device of the fullest rank. Tensor parallelism adds two all-reduces a layer, each
-latency + bytes / bandwidth. The exchange of tokens among experts and the sends between pipeline
-stages are further terms. One layer of each kind is priced and multiplied. A mixture of experts
-reads only the experts that its batch touches: E (1 - (1 - active / E)^tokens).
+Every class of operation is a roofline: max(FLOP / reached peak, bytes / reached bandwidth) plus
+launch latency, for one device of the fullest rank. Tensor parallelism adds two all-reduces a layer,
+each latency + bytes / bandwidth. The exchange of tokens among experts and the sends between
+pipeline stages are further terms. One layer of each kind is priced and multiplied. A mixture of
+experts reads only the experts that its batch touches: E (1 - (1 - active / E)^tokens).
 
-Must not know requests, queues or time. Pure. A decode step is priced from two sums (sequences and
-their contexts) in a few microseconds, so that simulators can call it at every event."""
+Pure; must not import requests, queues or clocks. A decode step is priced from two sums (sequences
+and their contexts) in a few microseconds, so that simulators can call it at every event."""
 
 import math
 from collections.abc import Iterable
@@ -28,15 +28,15 @@ from jdisagg.costs.model_geometry import (
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 
-# Bits of a value (transfer/codec.py); None keeps the model's own type.
+# Bits of a value under each codec (transfer/codec.py); None keeps the KV's own type.
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 SCALE_BYTES = 4  # one float32 scale for each head and token of a component
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One weight matrix of a layer, or several that run as one: FLOP and activation bytes a token,
-    weight bytes, and columns of its result on one device."""
+    """One weight matrix of a layer, or several fused into one product. FLOP and activation bytes
+    are per token, and `columns` are the result's columns on one device."""
 
     flops: float
     weight_bytes: float
@@ -48,17 +48,17 @@ class _Product:
 class CostModel:
     """Prices the work of one instance.
 
-    A batch is that of the fullest dp rank. Where experts lie over all ranks, the other ranks are
-    assumed to be as full.
+    Batches passed to it are those of the fullest dp rank. If experts are spread over all ranks, the
+    other ranks are assumed to be as full.
 
     Args:
       geometry: Sizes of the model.
-      accelerator: The device that every rank runs on.
+      accelerator: Kind of all devices.
       layout: Layout of one pipeline stage.
       stages: Pipeline stages, each of `layout.devices` devices.
       dtype: Type of weights and activations.
-      kv_dtype: Type of KV; empty takes the model's, else `dtype`.
-      kernels: Properties of the kernels that run.
+      kv_dtype: Type of KV; if empty, the geometry's KV type, or `dtype` if it has none.
+      kernels: Properties of the engine's kernels.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CostModel:
         self._matrix_bytes = geometry.matrix_bits / 8 or self.value_bytes
         self._expert_bytes = kernels.expert_bits / 8 or self._matrix_bytes
         check_layout(geometry, self.layout, stages)
-        # The mean of all layers with attention, where they differ.
+        # Mean head size over all layers with attention.
         layers = max(1, geometry.attention_layers)
         self._mean_values = geometry.kv_values / layers
         self._mean_head = geometry.head_sizes / layers
@@ -95,8 +95,8 @@ class CostModel:
         self._attention_per_flop = 1 / (peak * reached.attention_compute)
         bandwidth = accelerator.memory_bytes_per_second
         self._attention_per_byte = 1 / (bandwidth * reached.attention_memory)
-        # By number of sequences: a decode step's compute, memory, communication, exchange, starts
-        # of operations, and host seconds, without what attention takes.
+        # By number of sequences: a decode step's compute, memory, communication, exchange, launch
+        # latency and host seconds, without attention.
         self._step_terms: dict[int, tuple[float, float, float, float, float, float]] = {}
         attention = geometry.attention
         windowed = not isinstance(attention, LatentAttention) and attention.window is not None
@@ -107,8 +107,8 @@ class CostModel:
     # ---- steps and transfers
 
     def prefill(self, rows: Iterable[tuple[int, int]]) -> Cost:
-        """Prices one packed prefill of rows (uncached tokens, cached tokens before them), from its
-        start to its sampled tokens."""
+        """Prices one packed prefill up to its sampled tokens. Each row is (uncached tokens, cached
+        tokens before them)."""
         tokens = count = 0
         pairs = context = 0.0
         for new, cached in rows:
@@ -118,8 +118,8 @@ class CostModel:
         return self.prefill_of(tokens, pairs, context, count)
 
     def prefill_of(self, tokens: int, pairs: float, context_tokens: float, rows: int) -> Cost:
-        """Prices a prefill from sums: `pairs` of positions that attend to each other,
-        `context_tokens` read, `rows` tokens sampled."""
+        """Prices a prefill from sums over its rows: `tokens` computed, `pairs` of positions that
+        attend to each other, `context_tokens` read from the cache, `rows` tokens sampled."""
         reached = self.accelerator.efficiency
         cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
         return self._issued(
@@ -136,8 +136,8 @@ class CostModel:
     def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
         """Prices a decode step from sums.
 
-        With a sliding window the mean context stands for all. `longest`, the longest context,
-        matters only with `Kernels.whole_contexts`; 0 means that all are equally long."""
+        For sliding windows all contexts are taken to be of mean length. `longest`, the longest
+        context, matters only with `Kernels.whole_contexts`; 0 means that all are equally long."""
         if not sequences:
             return Cost()
         reached = self.accelerator.efficiency
@@ -148,10 +148,10 @@ class CostModel:
         return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
-        """Returns `decode_of(...).seconds`, to the bit, without building a `Cost` for each part.
+        """Returns exactly `decode_of(...).seconds`, faster: it builds no `Cost` for each part.
 
-        A simulator calls it several times a request. Where attention is linear in the context, all
-        but two products are cached by `sequences`."""
+        A simulator calls it several times a request. If attention is linear in the context, all but
+        two multiplications are cached by `sequences`."""
         if not self._linear or not sequences:
             return self.decode_of(sequences, context_tokens, longest).seconds
         known = self._step_terms.get(sequences)
@@ -162,7 +162,7 @@ class CostModel:
                 cost.compute, cost.memory, cost.communication, cost.exchange, starts,
                 self.host_seconds(sequences),
             )  # fmt: skip
-        # The order of the sums is that of `decode_of`: results are equal to the bit.
+        # Sums are in the order of `decode_of`, so that results are equal to the bit.
         compute, memory, communication, exchange, overhead, host = known
         arithmetic = self._token_flops * context_tokens * self._attention_per_flop
         traffic = context_tokens * self._token_bytes * self._attention_per_byte
@@ -175,14 +175,14 @@ class CostModel:
         return device + (overhead + ((waited if waited > 0.0 else 0.0) + host))
 
     def _decode_layers(self, sequences: int) -> Cost:
-        """Prices a decode step without attention and the host's part."""
+        """Prices a decode step without attention and host time."""
         layers = self._layers_known.get(sequences)
         if layers is None:
             layers = self._layers_known[sequences] = self._layers(sequences, sequences)
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """Returns the part of a decode step in which no device works on it."""
+        """Returns the seconds of a decode step in which the host works and the devices are idle."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 
@@ -196,9 +196,9 @@ class CostModel:
         decode_context_tokens: float,
         elsewhere: int | None = None,
     ) -> Cost:
-        """Prices one step that carries a prefill chunk (as `prefill_of`) and decoding sequences (as
-        `decode_of`) through the layers together. `elsewhere`: tokens of all other dp ranks; None
-        means that each is as full."""
+        """Prices one step that runs a prefill chunk and decoding sequences together; see
+        `prefill_of` and `decode_of` for the sums. `elsewhere`: tokens in the step on all other dp
+        ranks together; None assumes that each has as many as this rank."""
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
@@ -219,7 +219,7 @@ class CostModel:
         state = self.state_bytes  # no codec packs recurrent state
         memory = 0.0
         if codec != "none":
-            # Each side reads one form and writes the other; all devices of the instance share that.
+            # Packing and unpacking each read and write the KV once, spread over tp and stages.
             memory = (
                 2
                 * (values * self.kv_value_bytes + wire)
@@ -233,8 +233,8 @@ class CostModel:
         )
 
     def interval_seconds(self, cost: Cost) -> float:
-        """Returns the seconds until the next batch may enter: a batch leaves the first pipeline
-        stage after its share of the time."""
+        """Returns the seconds after which the next batch may enter the first pipeline stage, given
+        the cost of a batch through all stages."""
         return cost.seconds / self.stages
 
     # ---- memory
@@ -243,10 +243,10 @@ class CostModel:
     def weight_bytes_per_device(self) -> float:
         """Bytes of weights on one device.
 
-        Experts are spread over ep, or cut by tp. The embedding and everything that tp divides are
-        spread over tp, and all of it over the stages. Every device holds a latent's own
-        projections, the router and at least one kv head whole. Every dp rank has its own copy of
-        all but the experts."""
+        Experts are spread over ep, or cut by tp. Other matrices and the embedding are cut by tp,
+        and all layers are spread over the stages. The router, the projections of an MLA latent and
+        at least one kv head are whole on every device. Every dp rank has its own copy of all but
+        the experts."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
@@ -258,14 +258,14 @@ class CostModel:
         ) / self.stages
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
-        """Returns how many tokens' KV fits one dp rank beside the weights, with the fraction
-        `reserve` of memory left for activations; 0 if the weights do not fit."""
+        """Returns the number of tokens whose KV fits one dp rank beside the weights, with the
+        fraction `reserve` of memory left for activations; 0 if the weights do not fit."""
         free = self.accelerator.memory_bytes * (1 - reserve) - self.weight_bytes_per_device
         return max(0, int(free / self.kv_bytes_per_device))
 
     @property
     def kv_bytes_per_device(self) -> float:
-        """Bytes of one token's KV on one device of its rank."""
+        """Bytes of one token's KV on each device of the dp rank that holds the token."""
         return self.geometry.attention_layers * self._kv_bytes() / self.stages
 
     @property
@@ -276,13 +276,14 @@ class CostModel:
 
     @property
     def state_bytes_per_device(self) -> float:
-        """`state_bytes` on one device of the rank, sharded as far as kv heads are."""
+        """The part of `state_bytes` on one device; the state is sharded over as many devices as kv
+        heads."""
         return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
 
     def _dense_products(self) -> tuple[_Product, ...]:
-        """Returns the matrices that every token goes through, as one device holds them: attention,
+        """Returns one device's part of the matrices that every token is multiplied with: attention,
         dense ffn, shared expert, router."""
         shape, tp = self.geometry, self.layout.tp
         attention = shape.attention
@@ -333,10 +334,10 @@ class CostModel:
         return tuple(products)
 
     def _projections(self) -> list[tuple[float, int, int, float, float]]:
-        """Returns the projections of attention by kind of layer, in the form of `_dense_products`.
+        """Returns the attention projections of each kind of layer as rows for `_dense_products`.
 
-        A device that holds more kv heads than tp could shard in all layers computes the queries of
-        all of them (`models/blocks.py`)."""
+        If layers with fewer kv heads limit the sharding, a device computes the queries of all kv
+        heads that it holds (`models/blocks.py`)."""
         shape, tp, shards, parts = self.geometry, self.layout.tp, self._kv_shards(), []
         for kind, layers in shape.attention_kinds:
             assert not isinstance(kind, LatentAttention)
@@ -352,8 +353,9 @@ class CostModel:
         return parts
 
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
-        """Prices everything but attention itself: products, activations between them, experts,
-        all-reduces, the head, and sends between stages."""
+        """Prices everything but attention itself: matrix products, element-wise operations,
+        experts, all-reduces, the output projection for `sampled` tokens, and sends between
+        stages."""
         shape = self.geometry
         compute = memory = 0.0
         operations = 0
@@ -393,8 +395,8 @@ class CostModel:
         return base + self._experts(tokens, elsewhere) if shape.experts else base
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
-        """Adds the host's part. The host issues layers ahead of the device, so only what exceeds
-        the device's time counts."""
+        """Adds host time to a device's cost. The host issues layers ahead of the device, so
+        `launch_seconds` a layer count only where they exceed the device's time."""
         waited = max(0.0, launch_seconds * self.geometry.blocks / 2 - device.seconds)
         return device + Cost(overhead=waited + host_seconds)
 
@@ -411,14 +413,14 @@ class CostModel:
         return (shape.dense_layers * shape.ffn + shape.expert_layers * routed) / shape.layers
 
     def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
-        """Prices the routed products of one device, and the exchange of tokens where experts lie
-        beyond the tensor-parallel group."""
+        """Prices the routed experts' products on one device, and the exchange of tokens if experts
+        are spread beyond the tensor-parallel group."""
         shape, layout, experts = self.geometry, self.layout, self.geometry.experts
         assert experts is not None
         across = layout.ep > layout.tp
         others = tokens * (layout.dp - 1) if elsewhere is None else elsewhere
         everyone = tokens + (others if across else 0)
-        # Experts are whole over ep, or each is cut by tp.
+        # ep distributes whole experts; otherwise tp cuts each expert.
         spread = layout.ep if layout.ep > 1 else layout.tp
         each = shape.matrices * experts.routed_width(shape.width) * experts.ffn
         kernels, per_flop = self._kernels, self._seconds_per_flop
@@ -445,7 +447,7 @@ class CostModel:
         if across:
             row = shape.width * self.value_bytes
             if self._kernels.exchange == "gather":
-                # What each device sends in a ring.
+                # Bytes that each device sends in a ring all-gather.
                 sent = (layout.dp - 1) / layout.dp * everyone * row
             else:
                 sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
@@ -492,8 +494,8 @@ class CostModel:
         )
 
     def _attention_of_token(self) -> tuple[float, float, int]:
-        """Returns FLOP and bytes of attending to one context token in a decode step, and the number
-        of layers that do."""
+        """Returns the FLOP and bytes that attention to one context token takes in a layer of a
+        decode step, and the number of attention layers."""
         shape, attention = self.geometry, self.geometry.attention
         heads = attention.query_heads / self.layout.tp
         if isinstance(attention, LatentAttention):
@@ -502,7 +504,8 @@ class CostModel:
         return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
-        """Prices recurrent layers, whose state is read and written `passes` times."""
+        """Prices the recurrent layers for `tokens` tokens, with their state read and written
+        `passes` times."""
         linear = self.geometry.linear
         assert linear is not None
         each = linear.chunk_flops() if chunked else linear.step_flops()
@@ -519,8 +522,8 @@ class CostModel:
         return Cost(memory=traffic * layers, overhead=overhead)
 
     def _kv_bytes(self, kind: GroupedAttention | None = None) -> float:
-        """Returns the KV bytes of one token that one device reads in a layer of `kind`, or of the
-        mean layer. Kv heads are sharded by tp as far as they go; a latent is not."""
+        """Returns the KV bytes of one token that one device reads in a layer of `kind`, or on
+        average over layers for None. tp shards kv heads but not an MLA latent."""
         values = kind.kv_values if kind else self._mean_values
         return values * self.kv_value_bytes / self._kv_shards()
 
@@ -554,8 +557,9 @@ class CostModel:
     def _collective(
         self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0
     ) -> float:
-        """Returns the seconds of a collective of `devices` devices spread among `among`. All run at
-        the pace of those whose path leaves the scale-up domain."""
+        """Returns the seconds of a collective of `devices` devices, evenly spaced among `among`
+        consecutive ones. If any path leaves the scale-up domain, the scale-out link sets the
+        pace."""
         if devices <= 1:
             return 0.0
         accelerator, reached = self.accelerator, self.accelerator.efficiency
@@ -567,8 +571,8 @@ class CostModel:
         return reached.collective_seconds * hops + sent_bytes / (path.bytes_per_second * part)
 
     def _hand_ons(self, size_bytes: float) -> float:
-        """Returns the seconds of sends between stages: over scale-up within a domain that holds
-        whole stages, over scale-out to the next domain."""
+        """Returns the seconds to send activations of `size_bytes` through all stages, over the
+        scale-up link within a domain and the scale-out link between domains."""
         accelerator = self.accelerator
         out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
         return (self.stages - 1 - out) * accelerator.scale_up.seconds(

@@ -1,11 +1,11 @@
 """Fits the constants of an accelerator (`hardware.Efficiency`) to measured steps.
 
 Gauss-Newton with Levenberg's damping on the logarithms of the constants, against the logarithm of
-predicted over measured seconds. Errors thus count in percent, and constants stay positive. Large
+predicted over measured seconds. Errors are thus relative, and constants stay positive. Large
 residuals count linearly (soft L1), because measurements have outliers. A weak prior holds constants
 that the steps do not determine near the accelerator's table: published fractions within about 30 %,
-times within an order of magnitude. A floor (`launch_seconds`) has no slope where it is not reached,
-so fits start both at and below the fastest step. Pure numpy."""
+times within an order of magnitude. `launch_seconds` is a floor of a step's time with no gradient
+above the floor, so fits start both at and below the fastest step. Pure numpy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 
-# Relative residual at which the loss turns from square to linear; one sigma of the prior weighs as
-# much.
+# Relative residual at which the loss turns from square to linear. One sigma of the prior weighs as
+# much as such a residual.
 NOISE = 0.05
 SIGMA_FRACTION, SIGMA_LINK, SIGMA_SECONDS = 0.3, 0.7, 2.3
 
-# op_seconds and attention_seconds stay as published: others measured them alone, and whole steps
-# cannot separate them from collectives.
+# op_seconds and attention_seconds are not fitted: the published values come from isolated kernels,
+# and whole steps cannot separate them from collectives.
 WHOLE_STEP_CONSTANTS = (
     "gemm_compute", "gemm_memory", "launch_seconds", "prefill_launch_seconds", "sequence_seconds",
     "collective_seconds", "collective_bandwidth", "large_bandwidth",
@@ -41,7 +41,7 @@ class Observation:
     Attributes:
       rows: (new, cached) tokens of each prompt for prefill, (sequences, context of each) for
         decode.
-      kernels: Kernels of the measured engine.
+      kernels: Kernel properties of the measured engine.
     """
 
     geometry: CostGeometry
@@ -117,7 +117,7 @@ def fit(
 ) -> Accelerator:
     """Returns the accelerator with the constants named in `free` fitted.
 
-    Needs at least one observation of each phase that uses them."""
+    Needs at least one observation of each phase (prefill, decode) that the constants affect."""
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
     fitted: list[tuple[float, Accelerator]] = []
@@ -134,8 +134,8 @@ def fit(
 
 
 def _floors(observations: Sequence[Observation], share: float) -> dict[str, float]:
-    """Returns start values for the host's seconds to issue a layer, from the fastest step of each
-    phase."""
+    """Returns start values for `launch_seconds` and `prefill_launch_seconds`: the fraction `share`
+    of the fastest step's seconds a layer in each phase."""
     found = {}
     for phase, name in (("decode", "launch_seconds"), ("prefill", "prefill_launch_seconds")):
         times = [
@@ -154,7 +154,7 @@ def _descend(
     free: tuple[str, ...],
     start: np.ndarray,
 ) -> tuple[float, Accelerator]:
-    """Returns (loss, accelerator)."""
+    """Runs one fit from the constants `start`; returns (loss, fitted accelerator)."""
     centre = np.log(np.maximum([getattr(accelerator.efficiency, name) for name in free], 1e-6))
     width = np.array([sigma(name) for name in free])
     # A floor has no published value; its prior is centred at its start.
@@ -184,9 +184,9 @@ def descend(
 ) -> tuple[float, np.ndarray]:
     """Minimises the soft L1 of `residuals(point)` and returns (loss, point).
 
-    Derivatives are differences of `step`, because the models have kinks. Stops when a round gains
-    nothing. A round evaluates one more point than there are unknowns, and up to eight further ones
-    if it does not gain."""
+    Derivatives are finite differences of width `step`, because the models have kinks. Stops when a
+    round does not reduce the loss. A round evaluates n + 1 points for n unknowns, and up to eight
+    more while the loss does not fall."""
 
     def loss(values: np.ndarray) -> float:
         return float(np.sum(2 * (np.sqrt(1 + values**2) - 1)))
@@ -199,7 +199,7 @@ def descend(
             [(residuals(point + step * unit) - values) / step for unit in np.eye(len(point))],
             axis=1,
         )
-        weights = 1 / np.sqrt(1 + values**2)  # of soft L1, held fixed for this round
+        weights = 1 / np.sqrt(1 + values**2)  # weights of soft L1, constant in this round
         normal = slopes.T @ (weights[:, None] * slopes)
         gradient = slopes.T @ (weights * values)
         improved = False

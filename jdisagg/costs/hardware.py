@@ -1,10 +1,10 @@
-"""Accelerators and links as the numbers that a cost model needs, with their sources, and the
-fractions of them that programs reach.
+"""Peak numbers of accelerators and links with their sources, and the fractions of these peaks that
+programs reach.
 
 Peaks are dense bfloat16, one direction of a link, decimal units. An `Efficiency` was measured on
-that accelerator, or copied from a related one where no measurement exists (marked there).
-`jdisagg measure_costs` writes one for the machine it runs on, and `accelerator_from_fields` reads
-such a file. Pure data."""
+that accelerator, or copied from a related one where no measurement exists (marked there). `jdisagg
+measure_costs` measures its machine and writes a file that `accelerator_from_fields` reads. Pure
+data."""
 
 import dataclasses
 import math
@@ -57,17 +57,19 @@ class Efficiency:
     max(FLOP / (peak x compute), bytes / (bandwidth x memory)) + op_seconds.
 
     Attributes:
-      op_seconds: Start of one operation on the device; a layer has about a dozen.
-      attention_seconds: Start of one attention kernel.
-      launch_seconds, prefill_launch_seconds: Host time to issue one layer, hidden behind a slower
-        device. Nearly zero for compiled programs, the floor of eager ones.
+      op_seconds: Launch latency of one operation on the device; a layer has about a dozen
+        operations.
+      attention_seconds: Launch latency of one attention kernel.
+      launch_seconds, prefill_launch_seconds: Host time to issue one layer of a decode step and of a
+        prefill; counts only if the device is faster. Nearly zero for compiled programs.
       step_seconds, prefill_seconds: Host time of a decode step and of a prefill that is never
         hidden.
-      sequence_seconds: Host time for each sequence of either.
+      sequence_seconds: Host time for each sequence of a decode step or prefill.
       collective_seconds: Latency of a collective over two devices; grows with the logarithm of
         their number.
       collective_bandwidth: Fraction of the scale-up link that a collective reaches.
-      large_bytes, large_bandwidth: The same fraction for messages of at least `large_bytes`.
+      large_bytes, large_bandwidth: As `collective_bandwidth`, for messages of at least
+        `large_bytes`.
     """
 
     gemm_compute: float
@@ -289,7 +291,8 @@ def accelerator_from_fields(
 def _built(
     kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]
 ) -> Built:
-    """Builds a `kind` from fields, which are numbers except the name, and from built `parts`."""
+    """Builds a `kind` from `value`'s fields, numbers except the name, and from `parts`, its nested
+    objects."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
     specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -321,7 +324,8 @@ def _built(
 
 
 def _is_number(item: object) -> bool:
-    """Whether a float can hold it: integers in JSON may be longer. NaN passes."""
+    """Returns whether `item` is a number within the range of floats, which JSON integers may
+    exceed. NaN passes."""
     if not isinstance(item, int | float) or isinstance(item, bool):
         return False
     return isinstance(item, float) or abs(item) < 1e300

@@ -1,5 +1,6 @@
-"""Properties of an engine's kernels that a cost model depends on: fusion, graph capture, arithmetic
-of products, exchange of tokens. The defaults describe this project's programs. Pure data."""
+"""Properties of an engine's kernels that affect costs: fusion, graph capture, precision of matrix
+products, exchange of tokens among experts. The defaults describe this project's programs. Pure
+data."""
 
 import math
 from dataclasses import dataclass
@@ -15,29 +16,29 @@ class Kernels:
     """Kernel properties of one engine.
 
     Attributes:
-      exchange: How tokens reach experts of other ranks: "gather" as this project's programs do,
-        "all_to_all" as specialised kernels do.
+      exchange: How tokens reach experts of other ranks: "gather" (this project's programs) or
+        "all_to_all" (specialised kernels).
       multiprocessors: Multiprocessors of a device. Dense products run in waves of tiles, and a
-        partial last wave takes as long as a full one. 0 means that time grows evenly.
+        partial last wave takes as long as a full one. With 0 time is proportional to work.
       matrix_speed: Speed of products with layer matrices relative to the bfloat16 peak: 2 for fp8,
         4 for fp4.
-      expert_speed, expert_bits: The same speed and the bits of a value for routed experts that are
-        quantized otherwise; 0 takes the matrices'.
-      fused: Norms with residuals, the activation with its gate, and rope with the KV write are one
-        operation each.
-      quantizes: Inputs of products are quantized by a separate operation.
-      expert_operations: Operations of one layer's routing, products and sums.
-      expert_memory: Bandwidth of reading routed experts relative to dense products.
-      expert_serial: Reading expert weights does not overlap with their arithmetic, as with few rows
-        an expert.
-      direct: Within a domain every device reads from all others at once, so that the latency of a
-        collective does not grow with their number.
-      gathers: Rows of routed tokens are copied to their experts and back.
-      captured_tokens: Steps with prompts are issued as a captured graph up to this many tokens, and
-        eagerly beyond.
-      whole_contexts: Decode attention has one block of threads for each head and sequence, which
-        reads the whole context (early vLLM, DistServe). A step then waits for the busiest
-        multiprocessor; needs `multiprocessors`.
+      expert_speed, expert_bits: Speed (as `matrix_speed`) and bits of a value for routed experts
+        with another quantization; 0 means as the other matrices.
+      fused: Whether norms with residuals, the activation with its gate, and rope with the KV write
+        are one operation each.
+      quantizes: Whether inputs of products are quantized by a separate operation.
+      expert_operations: Number of operations of one expert layer: routing, products and sums.
+      expert_memory: Bandwidth reached when reading routed experts' weights, relative to dense
+        weights.
+      expert_serial: Whether reading expert weights and the arithmetic with them do not overlap.
+      direct: Whether every device of a domain reads from all others at once, so that the latency of
+        a collective does not grow with their number.
+      gathers: Whether rows of routed tokens are copied to their experts and back.
+      captured_tokens: Largest step with prompts, in tokens, that is issued as a captured graph;
+        larger ones are issued eagerly.
+      whole_contexts: Whether one thread block reads the whole context of a head and sequence in
+        decode attention (early vLLM, DistServe). A step then waits for the busiest multiprocessor.
+        Needs `multiprocessors`.
     """
 
     exchange: Literal["gather", "all_to_all"] = "gather"
@@ -56,8 +57,8 @@ class Kernels:
     whole_contexts: bool = False
 
     def tiled(self, tokens: float, columns: float) -> float:
-        """Returns the tokens that would take as long with all multiprocessors busy, for the best
-        tile."""
+        """Returns the tokens that all multiprocessors, if always busy, would compute in the time of
+        this product with its best tile."""
         if not self.multiprocessors:
             return tokens
         at_once, best = self.multiprocessors, math.inf
@@ -69,12 +70,13 @@ class Kernels:
     def waited_for(
         self, sequences: float, context_tokens: float, longest: float, heads: float
     ) -> float:
-        """Returns the context tokens that all multiprocessors together could read while decode
-        attention runs; `context_tokens` if the work is split evenly.
+        """Returns the context tokens that the multiprocessors, if always busy, could read during
+        decode attention: `context_tokens` if the work is split evenly, more if some wait.
 
-        For whole contexts it is the lesser of two bounds. Graham's bound for list scheduling
-        ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the longest job.
-        Equally long jobs run in waves.
+        With `whole_contexts` the result is the lesser of two bounds. Graham's bound for list
+        scheduling ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the
+        longest job. The other bound assumes that all jobs are as long as the longest and run in
+        waves.
 
         Args:
             sequences: Sequences of the step.

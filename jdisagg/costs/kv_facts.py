@@ -1,4 +1,4 @@
-"""Sizes of a model's KV and the bandwidth of its transfer, as rows of text (name, figure)."""
+"""Formats the sizes of a model's KV and the bandwidth that its transfer needs, as rows of text."""
 
 from collections.abc import Iterable
 
@@ -19,15 +19,15 @@ def catalog_rows() -> list[Row]:
 
 
 def sent_part(shape: CostGeometry, prompt_tokens: int) -> float:
-    """Returns the fraction of a prompt's KV that a hand-off transfers. Layers with a window, beside
-    layers without one, send only positions inside it. With a prefix cache all is sent."""
+    """Returns the fraction of a prompt's KV that a hand-off transfers without a prefix cache. In a
+    model with both kinds of layers, windowed layers send only positions inside the window."""
     seen = min(prompt_tokens, max(0, shape.widest_window - 1))
     return 1 - shape.windowed_part * (1 - seen / prompt_tokens)
 
 
 def held_bytes(shape: CostGeometry, dtype: str, tokens: int, page_size: int) -> int:
-    """Returns the bytes that a decode worker holds for a sequence of `tokens` tokens, in whole
-    pages. Layers with a window, beside layers without one, hold at most a ring buffer."""
+    """Returns the bytes of the whole pages that a decode worker holds for a sequence of `tokens`
+    tokens. In a model with both kinds of layers, windowed layers hold at most a ring buffer."""
     pages, windowed = -(-tokens // page_size), shape.windowed_bytes_per_token(dtype)
     ring = min(pages, ring_pages(shape.widest_window, page_size))
     whole = shape.kv_bytes_per_token(dtype) - windowed
@@ -42,14 +42,15 @@ def kv_facts(
     tokens_per_second: float,
     page_size: int = 128,
 ) -> list[Row]:
-    """Returns rows on the model, one token, one prompt, and a rate of prompt tokens."""
+    """Returns rows (name, figure) with the KV sizes of the model, one token and one prompt, and the
+    bandwidth that `tokens_per_second` prompt tokens need."""
     value_bytes = dtype_bytes(shape.kv_dtype or dtype)
     wire = wire_bytes_per_token(shape, value_bytes, codec)
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
     kinds = (f"{layers} layers x {kind.kv_values} values" for kind, layers in shape.attention_kinds)
     sizes = f"{' and '.join(kinds)} x {value_bytes}"
-    state = shape.state_bytes(dtype)  # of recurrent layers, which hold no KV
+    state = shape.state_bytes(dtype)  # bytes of recurrent layers, which hold no KV
     beside = (
         [("state a sequence", f"{bytes_text(state)}, independent of its length")] if state else []
     )
@@ -87,8 +88,8 @@ def link_rows(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[Row]:
-    """Returns a row for each link: GB/s, reached GB/s, ms a prompt, and the share that the rate
-    needs. `parallel` links are used together; `wire_bytes` is of one token."""
+    """Returns a row for each link: GB/s, reached GB/s, ms a prompt, and the fraction in use at
+    `tokens_per_second`. `parallel` links are used together; `wire_bytes` are bytes a token."""
     rows = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel
@@ -100,7 +101,8 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Returns the weights of one instance and the tokens of KV that fit beside them."""
+    """Returns rows (name, figure): the weights of one instance, and the tokens whose KV fits beside
+    them."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

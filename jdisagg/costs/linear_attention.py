@@ -1,8 +1,8 @@
-"""Sizes and costs of recurrent layers, Gated DeltaNet (arXiv 2412.06464) and Mamba-2 (arXiv
-2405.21060): weights, state of a sequence, arithmetic of a step and of a chunk.
+"""Sizes and costs of recurrent layers: Gated DeltaNet (arXiv 2412.06464) and Mamba-2 (arXiv
+2405.21060).
 
-The state does not grow with the sequence. It is a float32 matrix for each value head, and the last
-inputs of a short convolution. Knows no hardware and no layout."""
+The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
+of a short convolution. This module is independent of hardware and layout."""
 
 from jdisagg.plain import Message
 
@@ -20,9 +20,9 @@ class LinearAttention(Message, frozen=True):
       key_heads: Key heads; each serves value_heads / key_heads value heads. Mamba-2 calls them
         groups.
       taps: Tokens that the convolution covers.
-      corrects: The state of a key is read before it is written (delta rule); Mamba-2 only adds.
-      key_copies: 0 where key heads are sharded. Otherwise every kv shard has all of them, and the
-        convolution's last inputs are held this many times.
+      corrects: Whether an update first reads the state at the key (delta rule); Mamba-2 only adds.
+      key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
+        key heads are sharded.
     """
 
     layers: int
@@ -45,12 +45,13 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def sharded_key_heads(self) -> int:
-        """Key heads that sharding divides; 0 where each shard has all of them."""
+        """Key heads if they are sharded; 0 if each shard has all of them."""
         return 0 if self.key_copies else self.key_heads
 
     @property
     def scalars(self) -> int:
-        """Scalars computed for each token: strength and gate of each value head, or a step size."""
+        """Scalars computed for each token: strength and gate of each value head (Gated DeltaNet),
+        or its step size (Mamba-2)."""
         return (1 + self.corrects) * self.value_heads
 
     @property
@@ -69,13 +70,13 @@ class LinearAttention(Message, frozen=True):
         return matrices + (self.taps - 1) * channels * value_bytes
 
     def step_flops(self) -> int:
-        """Returns FLOP of one layer and token: the state is multiplied by a key where it is
-        corrected, is written, and is multiplied by a query."""
+        """Returns the FLOP of one token in one layer when tokens run one by one: the update of the
+        state and its product with a query, and with a key for the delta rule."""
         return (4 + 2 * self.corrects) * self.value_heads * self.key_dim * self.value_dim
 
     def chunk_flops(self) -> int:
-        """Returns FLOP a token where tokens run in blocks of RUN_TOKENS, which adds products of the
-        block's tokens with each other and a triangular solve."""
+        """Returns the FLOP of one token in one layer when tokens run in blocks of RUN_TOKENS. A
+        block adds products of its tokens with each other and a triangular solve."""
         if not self.corrects:
             within = self.key_heads * self.key_dim + self.values
             return self.step_flops() + 2 * RUN_TOKENS * within

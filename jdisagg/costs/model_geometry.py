@@ -1,9 +1,9 @@
-"""The sizes of a model that its cost depends on: attention, feed-forward, experts, vocabulary.
+"""The sizes of a model that determine its cost: attention, feed-forward, experts, vocabulary.
 
 A geometry comes from a catalogue of published models, from the configuration of a model that
 `models/` serves, or from the fields of another family's config.json. Planning and simulation need
-no weights. Parameters and KV bytes are exact arithmetic on those sizes, without small tensors
-(norms, biases, the positions of OPT). Knows no hardware and no layout."""
+no weights. Parameters and KV bytes are exact, except that small tensors are left out (norms,
+biases, the positions of OPT). This module is independent of hardware and layout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,11 +19,12 @@ class GroupedAttention(Message, frozen=True):
     """MHA, GQA or MQA, depending on `kv_heads`.
 
     Attributes:
-      window: Positions that a token attends to, its own included, in `windowed_layers` layers.
-      gated: The output of the heads is multiplied by a gate.
-      full_kv_heads, full_head_dim: Sizes of the layers without a window, or 0 if they are equal.
-      keys_are_values: One matrix makes keys and values, in the layers without a window or, if all
-        layers are of one size, in all.
+      window: Positions that a token attends to in `windowed_layers` layers, including its own.
+      gated: Whether the output of the heads is multiplied by a gate.
+      full_kv_heads, full_head_dim: Sizes of the layers without a window; 0 if all layers have
+        `kv_heads` and `head_dim`.
+      keys_are_values: Whether one matrix computes both keys and values, in the layers without a
+        window, or in all layers if `full_kv_heads` is 0.
     """
 
     query_heads: int
@@ -38,7 +39,7 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def full(self) -> "GroupedAttention | None":
-        """The attention of the layers without a window, if it has other sizes."""
+        """Attention of the layers without a window, or None if all layers have the same sizes."""
         if not self.full_kv_heads:
             return None
         return GroupedAttention(
@@ -51,16 +52,16 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def made_heads(self) -> int:
-        """Heads of keys and values that projections compute."""
+        """Number of key and value heads that projections compute."""
         return self.kv_heads * (1 if self.keys_are_values and not self.full_kv_heads else 2)
 
     @property
     def shared_kv_heads(self) -> int:
-        """Most shards over which the kv heads of every layer can be divided."""
+        """Largest number of shards that divides the kv heads of every layer."""
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Returns the parameters of a layer with `kv_heads` and `head_dim`."""
+        """Returns the attention parameters of one layer with `kv_heads` and `head_dim`."""
         matrices = (2 + self.gated) * self.query_heads + self.made_heads
         return width * self.head_dim * matrices
 
@@ -105,7 +106,7 @@ class Experts:
     """A routed feed-forward: `active` of `count` experts of width `ffn` for each token.
 
     Attributes:
-      shared_ffn: Width of the shared expert; 0 for none.
+      shared_ffn: Width of the shared expert; 0 if there is none.
       shared_gate: Whether the shared expert has its own gate.
       latent: Width to which tokens are projected for routed experts; 0 for the model's width.
     """
@@ -129,8 +130,8 @@ class Experts:
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """Returns the expected number of experts that `tokens` tokens use with even, independent
-        routing."""
+        """Returns the expected number of experts that `tokens` tokens use if routing is uniform and
+        independent."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
@@ -140,12 +141,12 @@ class CostGeometry:
 
     Attributes:
       layers: All layers; `expert_layers` of them route tokens, the others have a dense ffn.
-      gated: The ffn has three matrices; otherwise two.
+      gated: Whether the ffn has three matrices instead of two.
       linear: Recurrent layers in place of attention, or None.
       without_mixer, without_ffn: Layers with neither attention nor recurrence, and without ffn.
       matrix_bits: Bits of a value of quantized matrices; 0 for the model's type. Their scales, one
         float32 an output, are not counted (below 0.4 % of int4 from a width of 2,048 on).
-      kv_dtype: Type of KV, where it is not the model's.
+      kv_dtype: Type of KV, if it differs from the model's type.
     """
 
     name: str
@@ -193,8 +194,7 @@ class CostGeometry:
 
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
-        """Each kind of attention with its number of layers, windowed layers first where they
-        differ."""
+        """Each kind of attention with its number of layers; windowed layers come first."""
         attention, layers = self.attention, self.attention_layers
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
@@ -208,7 +208,7 @@ class CostGeometry:
 
     @property
     def head_sizes(self) -> int:
-        """Head sizes, summed over the layers with grouped attention."""
+        """Sum of head sizes over the layers with grouped attention."""
         kinds = self.attention_kinds
         return sum(
             layers * kind.head_dim for kind, layers in kinds if isinstance(kind, GroupedAttention)
@@ -216,17 +216,18 @@ class CostGeometry:
 
     @property
     def attention_layers(self) -> int:
-        """Layers that hold KV of each token."""
+        """Number of layers with attention, which hold KV."""
         return self.layers - self.without_mixer - (self.linear.layers if self.linear else 0)
 
     @property
     def dense_layers(self) -> int:
-        """Layers with a dense feed-forward block."""
+        """Number of layers with a dense feed-forward block."""
         return self.layers - self.without_ffn - self.expert_layers
 
     @property
     def blocks(self) -> int:
-        """Mixers and feed-forward blocks; two a layer in most models."""
+        """Number of mixers (attention or recurrence) and feed-forward blocks; two a layer in most
+        models."""
         return 2 * self.layers - self.without_mixer - self.without_ffn
 
     @property
@@ -235,12 +236,12 @@ class CostGeometry:
 
     @property
     def parameters(self) -> int:
-        """All weights, as stored."""
+        """Number of all weights."""
         return self._always_read + self._of_experts(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with."""
+        """Number of weights that one token is multiplied with."""
         return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
 
     def _of_experts(self, count: int) -> int:
@@ -255,7 +256,7 @@ class CostGeometry:
 
     @property
     def embedding_parameters(self) -> int:
-        """Embedding, and the output projection if it is a separate matrix."""
+        """Parameters of the embedding, and of the output projection if it is a separate matrix."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
@@ -271,31 +272,34 @@ class CostGeometry:
         return self.kv_values * dtype_bytes(self.kv_dtype or dtype)
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Returns the KV bytes a token in windowed layers; 0 if no or every layer has a window."""
+        """Returns the KV bytes per token in layers with a window; 0 if no layer or every layer has
+        one."""
         return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
 
     @property
     def widest_window(self) -> int:
-        """Positions, the token's own included; 0 where no layer has a window."""
+        """Length of the widest window, including the token's own position; 0 if no layer has a
+        window."""
         return 0 if isinstance(self.attention, LatentAttention) else self.attention.window or 0
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV in windowed layers; 0 if no or every layer has a window."""
+        """Fraction of a token's KV in layers with a window; 0 if no layer or every layer has
+        one."""
         if isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
         return part if part < 1 else 0.0
 
     def state_bytes(self, dtype: str = "bfloat16") -> int:
-        """Returns the bytes of a sequence's recurrent state; 0 if all layers have attention."""
+        """Returns the bytes of a sequence's recurrent state; 0 without recurrent layers."""
         if not self.linear:
             return 0
         return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
     def kv_rows(self) -> list[tuple[int, int]]:
-        """Returns (rows, values in a row) of a token's KV for each kind of layer. A codec's scale
-        covers one row. MLA has latent and rope in one row."""
+        """Returns (rows, values in a row) of a token's KV for each kind of layer. A codec stores
+        one scale for each row. MLA has latent and rope part in one row."""
         return [
             (layers, kind.kv_values)
             if isinstance(kind, LatentAttention)
@@ -310,15 +314,15 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-# Families whose config.json omits that the output projection is the embedding, and families that
-# omit that every second, sixth or fourth layer attends to the whole context.
+# Families whose output projection is the embedding though config.json omits it, and families of
+# which every second, sixth or fourth layer attends to the whole context though it is omitted.
 TIED = ("opt", "bloom", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 
 
 def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> CostGeometry:
-    """Builds a geometry from a Hugging Face config.json of a family that `models/` does not serve;
-    for the others use `DecoderConfig.cost_geometry`.
+    """Builds a geometry from a Hugging Face config.json of a family that `models/` does not serve.
+    For served families use `DecoderConfig.cost_geometry`.
 
     Raises:
       ConfigError: A field is missing or not a count; the message names it.
@@ -357,7 +361,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         )
     else:
         head_dim = count("head_dim", default=max(1, width // heads))
-        # Qwen's families use a window only if it is switched on; others wherever one is given.
+        # Qwen families use the window only if a flag enables it; others use a window that is given.
         on = fields.get("use_sliding_window", not str(family).startswith("qwen"))
         window = count("sliding_window", default=0, least=0) if on else 0
         windowed = _windowed_layers(fields, layers, count) if window else 0
@@ -404,7 +408,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
 
 
 def _kv_heads(fields: Mapping[str, object], heads: int, count: Callable[..., int]) -> int:
-    """Returns the kv heads; Falcon and GPT-BigCode state them in other fields."""
+    """Returns the number of kv heads, which Falcon and GPT-BigCode state in fields of their own."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     return count("num_key_value_heads", "num_kv_heads", default=heads)
@@ -416,7 +420,7 @@ def _short(value: object) -> str:
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
-    """Counts windowed layers by `layer_types` if given, else by the family's rule."""
+    """Counts windowed layers by the field `layer_types`, or by the family's rule without it."""
     types, family = fields.get("layer_types"), fields.get("model_type")
     if isinstance(types, list):
         return types[:layers].count("sliding_attention")
@@ -426,8 +430,8 @@ def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[
     return max(0, layers - first)
 
 
-# Sizes as in each model's published config.json (named Hugging Face repository); Llama-2 and BLOOM
-# also in arXiv 2307.09288, 2211.05100.
+# Sizes are from the config.json in the named Hugging Face repository; Llama-2 and BLOOM also from
+# arXiv 2307.09288 and 2211.05100.
 CATALOG: dict[str, CostGeometry] = {
     geometry.name: geometry
     for geometry in (
@@ -583,7 +587,7 @@ CATALOG: dict[str, CostGeometry] = {
 
 
 def geometry(name: str) -> CostGeometry:
-    """Returns a model of the catalogue; raises ConfigError with the known names for another."""
+    """Returns the geometry of a model of the catalogue. Raises ConfigError for an unknown name."""
     if name not in CATALOG:
         raise ConfigError(
             f"no model named {name!r} in the catalogue; it has {', '.join(sorted(CATALOG))}, or"

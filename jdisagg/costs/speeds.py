@@ -1,12 +1,12 @@
 """The speed of one kind of instance, in vectorised form for decisions over a thousand workers.
 
 A `Speed` wraps the cost model of one (geometry, layout, hardware, stages). A decode step is
-interpolated from a grid over sequences and their mean context, within 3 % at kinks. A backlog of
-prompts is priced from two sums, and one prompt exactly. `speed_of` shares the instances, since a
-cluster has few kinds. Pure except for caches.
+interpolated from a grid over sequences and their mean context, within 3 %. A backlog of prompts is
+priced from two sums, and one prompt exactly. `speed_of` caches one `Speed` for each kind. Pure
+except for caches.
 
-With pipeline stages chunks follow each other one stage apart, so that a backlog takes its share of
-their seconds. Decoding sequences are spread over as many batches as there are stages."""
+With n pipeline stages chunks follow each other one stage apart, so that a backlog takes 1/n of the
+chunks' seconds. Decoding sequences are spread over n batches."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ from jdisagg.layout.axes import Layout
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Seconds = TypeVar("Seconds", float, Array)
 
-WHOLE_PROMPT_TOKENS = 2048  # chunk size of a worker that states none
+WHOLE_PROMPT_TOKENS = 2048  # chunk size of a worker that reports none
 GRANULE_TOKENS = 16  # prompt lengths are rounded up to multiples of this
 SEQUENCES = np.unique(np.round(np.geomspace(1, 4096, 49))).astype(float)
 CONTEXTS = np.concatenate([[0.0], np.geomspace(64, 1 << 20, 29)])
@@ -67,7 +67,7 @@ class Speed:
         self, new_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0
     ) -> float:
         """Returns the seconds of one prompt alone, in chunks. Attention grows linearly over the
-        chunks, so the first and the last one stand for all."""
+        chunks, so all are priced from the first and the last."""
         key = (-(-new_tokens // GRANULE_TOKENS) * GRANULE_TOKENS, cached_tokens, chunk_tokens)
         known = self._prefills.get(key)
         if known is None:
@@ -77,8 +77,8 @@ class Speed:
         return known
 
     def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
-        """Returns (seconds a token, seconds a pair of positions) of prompts packed into full chunks
-        of one dp rank."""
+        """Returns (seconds a token, seconds a pair of attending positions) for prompts that are
+        packed into full chunks of one dp rank."""
         chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
         if chunk not in self._rates:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
@@ -88,16 +88,16 @@ class Speed:
         return self._rates[chunk]
 
     def step_seconds(self, sequences: Array, contexts: Array) -> Array:
-        """Returns each worker's decode step seconds, for `sequences` of its fullest rank whose
-        contexts add up to `contexts`."""
+        """Returns the seconds of each worker's decode step. The fullest rank of worker i has
+        `sequences[i]` sequences with `contexts[i]` tokens of context in all."""
         sequences = np.minimum(np.maximum(sequences, SEQUENCES[0]), SEQUENCES[-1])
         return self._steps.between(sequences, contexts / sequences)
 
     def prefills_seconds(
         self, new_tokens: Array, cached_tokens: Array, chunk_tokens: int = 0
     ) -> Array:
-        """Vectorised `prefill_seconds`. Chunks up to the largest of `CHUNKS` are interpolated from
-        a grid, within 5 %."""
+        """Vectorised `prefill_seconds`, within 5 %: chunks up to the largest of `CHUNKS` are
+        interpolated from a grid."""
         if not 0 < chunk_tokens <= CHUNKS[-1]:
             pairs = zip(new_tokens, cached_tokens, strict=True)
             return np.array(
@@ -143,14 +143,14 @@ class Speed:
         return self._behind_each_other(seconds + left, left or last)
 
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
-        """Returns the seconds of chunks in a pipeline: the last one passes all stages, and those
-        before it are one stage ahead each."""
+        """Returns the seconds of chunks in a pipeline, where each follows one stage behind the
+        previous. `every`: seconds of all chunks one by one; `last`: seconds of the last chunk."""
         return (every - last) / self.kind.stages + last
 
 
 class _Grid:
-    """Bilinear interpolation of values over rows and columns. Everything that does not depend on
-    the query is precomputed, because every placement decision calls it."""
+    """Bilinear interpolation of values over rows and columns. All that is independent of the query
+    is precomputed, because every placement decision interpolates."""
 
     def __init__(self, values: Array, rows: Array, columns: Array) -> None:
         self._last, self._width = columns[-1], len(columns)
@@ -161,13 +161,13 @@ class _Grid:
         flat = values.ravel()
         rises = flat[1:] - flat[:-1]
         above = slice(len(flat) - len(columns) - 1)
-        # For each cell: its value, its rise to the next column, and both one row further down.
+        # For each cell: value and rise to the next column, in this row and in the next row.
         self._corners = np.array(
             [flat[above], rises[above], flat[len(columns) : -1], rises[len(columns) :]]
         )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
-        """Interpolates at points; rows must be within the grid, columns are clipped to it."""
+        """Interpolates at points. Rows must be within the grid; columns are clipped to the grid."""
         at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
         row = self._inner_rows.searchsorted(at_row, "right")
         column = self._inner_columns.searchsorted(at_column, "right")
@@ -182,7 +182,7 @@ class _Grid:
 
 @functools.lru_cache(maxsize=256)
 def speed_of(kind: Kind) -> Speed | None:
-    """Returns the shared `Speed` of a kind, or None if its layout cannot hold the model."""
+    """Returns the cached `Speed` of a kind, or None if its layout does not divide the model."""
     try:
         return Speed(kind)
     except (ConfigError, LayoutError):

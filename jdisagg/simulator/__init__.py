@@ -1,2 +1,2 @@
-"""The cluster on virtual time: workloads, cost-model executor and channel, reports, planner.
-Reaches neither JAX nor gRPC."""
+"""Simulates a cluster in virtual time: workloads, executor and channel priced by the cost model,
+reports, planner. Imports neither JAX nor gRPC."""

@@ -1,16 +1,15 @@
-"""The simulated transfer channel: offered blocks, and the time of pulls that share links.
+"""The simulated transfer channel: blocks on offer, and the seconds of pulls that share links.
 
-Each worker has, for each kind of link, one way out and one way in, as wide as the links of its
-devices together. A pull gets the lesser of its two ways' fair shares (width divided by the number
-of flows), and at most the links of the devices that its sequence lies on, those of one dp rank.
-Rates are recomputed whenever a flow begins or ends on a way. Unused bandwidth of a way is not
-redistributed further as in max-min fairness, which differs only where both ways are unevenly
-loaded.
+Each worker has one way out and one way in for each kind of link. A way's bandwidth is the sum of
+the links of the worker's devices. A pull's rate is the lesser of its fair shares of two ways
+(bandwidth divided by the number of flows), and at most that of the links of one dp rank. Rates are
+recomputed whenever a flow begins or ends on a way. Bandwidth that a flow cannot use is not
+redistributed, unlike in max-min fairness.
 
-Blocks are offered before they are computed. With `overlap` > 1 a chunk's layers are sent in that
-many groups, and all but the last may be transferred while the chunk computes, as with the live
-layer groups. With 1 the transfer waits for the whole chunk. Knows workers only by name, and no
-requests. Invariant: a way is never used beyond its width."""
+Blocks are offered before they are computed. With `overlap` n > 1 a chunk's layers are sent in n
+groups, and all but the last may be transferred while the chunk computes, as with the live layer
+groups. With 1 the transfer waits for the whole chunk. Independent of requests; workers are names.
+Invariant: flows never exceed a way's bandwidth."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """One direction of one kind of link of one worker. `slowed` < 1: a fault slows it."""
+    """One direction of one kind of link of one worker. `slowed`: factor on its speed, below 1
+    during a fault."""
 
     bytes_per_second: float
     flows: "dict[_Flow, None]" = field(default_factory=dict)
@@ -64,8 +64,8 @@ class ChannelEnd:
 
     Attributes:
       place: "rack/host/domain/process".
-      links: Devices, each with its own link.
-      lanes: Devices that a sequence lies on; 0 for all.
+      links: Number of devices, each with its own link.
+      lanes: Number of devices that hold one sequence (a dp rank); 0 for all.
     """
 
     place: str
@@ -74,15 +74,15 @@ class ChannelEnd:
 
 
 class SimulatedChannel:
-    """Blocks on offer, and pulls of them over shared links.
+    """Blocks on offer, and their pulls over shared links.
 
     Attributes:
-      stalled: Workers whose pulls never end, as a fault.
+      stalled: Workers with a fault by which their pulls never end.
       gone: Workers that died.
 
     Args:
       link: Returns the link between two places.
-      overlap: Layer groups of a hand-off.
+      overlap: Number of layer groups of a hand-off.
     """
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
@@ -106,7 +106,7 @@ class SimulatedChannel:
         }
 
     def slow(self, worker: str, factor: float) -> None:
-        """Runs all ways of a worker at `factor` of their speed from now on; 1 restores them."""
+        """Sets the speed of all ways of a worker to `factor` of the normal speed; 1 restores it."""
         self._slowed[worker] = factor
         for (name, _, _), way in self._ways.items():
             if name == worker:
@@ -114,7 +114,7 @@ class SimulatedChannel:
                 self._share_again((way,))
 
     def moved_bytes(self, worker: str) -> float:
-        """Returns the bytes that the worker has sent."""
+        """Returns the bytes that the worker has sent so far."""
         return sum(
             way.moved_bytes
             for (name, _, outward), way in self._ways.items()
@@ -124,7 +124,7 @@ class SimulatedChannel:
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
-        """Pulls an offered block and calls `done` when all of it has arrived."""
+        """Starts the pull of an offered block and calls `done` when the whole block has arrived."""
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return
@@ -180,8 +180,8 @@ class SimulatedChannel:
         flow.done()
 
     def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
-        """Returns the link, the ways that a pull takes (sender's out, receiver's in), and the cap
-        on one pull in bytes a second."""
+        """Returns (link, (sender's way out, receiver's way in), cap on one pull in bytes a
+        second)."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]

@@ -1,7 +1,7 @@
 """The simulated cluster: live workers on simulated meshes, a live membership that receives their
 heartbeats, and the live request path.
 
-It assembles a `LocalCluster` (`jdisagg/assembly.py`) and decides nothing. Build and use it inside a
+It assembles a `LocalCluster` (`jdisagg/assembly.py`) and makes no decisions. Build and use it on a
 virtual loop."""
 
 import asyncio
@@ -38,13 +38,13 @@ from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 
 SWEEP_SECONDS = 0.5
-SECRET = b"simulated"  # the key of block names needs no secrecy here
+SECRET = b"simulated"  # the key of block names; simulated prompts are not secret
 NEWS_A_BEAT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _NoText:
-    """Simulated tokens have no text."""
+    """Detokenizer without text, because simulated tokens have none."""
 
     stopped: bool = False
 
@@ -60,10 +60,10 @@ _NOTHING, _NO_TEXT = TextDelta("", 0, False), _NoText()
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One start of one worker.
+    """One process of one worker, from its start to its death.
 
     Attributes:
-        mark: How far the router has received the news of its prefix cache.
+        mark: Position in the prefix cache's change log up to which the router has received changes.
     """
 
     worker: Worker
@@ -75,7 +75,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker's name, role and place, which outlive the death and restart of its process."""
+    """A worker's name, role and place, which stay the same when its process is restarted."""
 
     name: str
     role: WorkerRole
@@ -90,7 +90,7 @@ class SimulatedCluster:
     (benchmarks/simulator_engines/cluster.py).
 
     Args:
-      mortal: Whether workers may be killed, which costs a little on every call.
+      mortal: Whether workers may be killed, which makes every call slightly slower.
     """
 
     executor: Callable[..., SimulatedExecutor] = SimulatedExecutor
@@ -149,7 +149,7 @@ class SimulatedCluster:
             await process.worker.stop()
 
     async def start_worker(self, name: str) -> None:
-        """Starts or restarts a worker and registers it."""
+        """Starts or restarts a worker and registers it with the membership."""
         if name in self.processes:
             self.former.append(self.processes[name])
         seat = self.seats[name]
@@ -163,7 +163,9 @@ class SimulatedCluster:
         self.channel.stalled.discard(name)
         fleet, instance = self.fleet, seat.pool.instance
         longest = min(30.0, fleet.limits.step_seconds / 4)
-        fused = fleet.fused and seat.role is not WorkerRole.PREFILL  # there is no step to join
+        fused = (
+            fleet.fused and seat.role is not WorkerRole.PREFILL
+        )  # prefill workers run no decode steps
         mesh = self.executor(
             name,
             self._limits[index],
@@ -201,7 +203,7 @@ class SimulatedCluster:
         await self.local.kill(name, lambda: self.channel.lose(name))
 
     def usage(self) -> tuple[WorkerUsage, ...]:
-        """Returns the device use of each worker name, over all its processes."""
+        """Returns the device use of each worker, summed over all processes of that name."""
         busy: dict[str, float] = {}
         for process in (*self.former, *self.processes.values()):
             busy[process.card.name] = busy.get(process.card.name, 0.0) + process.mesh.busy_seconds
@@ -240,7 +242,7 @@ class SimulatedCluster:
         return DecodeWorker
 
     def _policy(self) -> PlacementPolicy:
-        """The placement rules, with the network that the simulated fleet has."""
+        """Returns the placement policy for the network of the simulated fleet."""
         rules = rules_of(self.fleet.routing, self.fleet.limits.timeouts)
         return replace(rules, far=self.fleet.far)
 
@@ -250,7 +252,7 @@ class SimulatedCluster:
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Middleware before the ports of `worker`, for subclasses."""
+        """Returns middleware to wrap the ports of `worker`; subclasses override it."""
         return ()
 
     async def switch_role(
@@ -294,8 +296,8 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat from a timer. With a thousand workers beats are most events, and a task
-        for each would cost more."""
+        """Sends a heartbeat. Called by timers, because a task for each of a thousand workers would
+        be slower."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
@@ -306,8 +308,8 @@ class SimulatedCluster:
         self._beat_later(process)
 
     def _send_kept_news(self, process: Process) -> None:
-        """Reports changes of a worker's prefix cache, at most NEWS_A_BEAT messages a heartbeat, as
-        live."""
+        """Sends changes of a worker's prefix cache to the router, at most NEWS_A_BEAT messages a
+        heartbeat as live workers do."""
         for _ in range(NEWS_A_BEAT):
             news = process.worker.kept_news(process.mark)
             if news is None:
@@ -325,7 +327,8 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """Yields seats in the order of the pools; numbers continue over the pools of a role."""
+    """Yields the workers' seats in the order of the pools. Names are numbered through all pools of
+    a role."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL
@@ -336,7 +339,7 @@ def _seats(fleet: Fleet) -> Iterator[Seat]:
 
 
 def _names(fleet: Fleet, book: PromptBook) -> PromptNames | None:
-    """Returns block names, or None without a prefix cache."""
+    """Returns the namer of prompt blocks, or None without a prefix cache."""
     prefix = fleet.prefix
     if not prefix.reuse:
         return None

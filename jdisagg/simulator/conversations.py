@@ -1,8 +1,9 @@
-"""Workloads of conversations: each turn's prompt starts with all earlier turns and answers.
+"""Generates workloads of conversations: each turn's prompt starts with all earlier turns and
+answers.
 
-The blocks of each arrival are named, its answer's included, so that prefix caches find earlier
-turns. All conversations may share one system prompt. The loop is open: a turn arrives its think
-time after the previous turn's arrival, however long that turn takes."""
+The blocks of prompts and answers have names, so that prefix caches find earlier turns. All
+conversations may share one system prompt. The loop is open: a turn arrives one think time after the
+previous turn's arrival, however long the answer takes."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from jdisagg.errors import WorkloadError
 from jdisagg.simulator.workloads import Arrival, Lengths, poisson
 
-BLOCKS_OF_ONE = 24  # bits: blocks of one conversation
+BLOCKS_OF_ONE = 24  # bits of a block name that number the blocks of one conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,13 @@ class ConversationTurns:
     """Distribution of conversations.
 
     Args:
-        mean: Mean turns of a conversation, geometric, at least 1.
-        think_seconds: Mean seconds from a turn's arrival to the next one's, exponential.
+        mean: Mean number of turns of a conversation, geometrically distributed, at least 1.
+        think_seconds: Mean seconds between arrivals of consecutive turns, exponentially
+            distributed.
         system_tokens: Tokens of the shared system prompt.
-        block_tokens: Tokens of a named block.
-        context_tokens: Context that ends a conversation once a turn and its answer exceed it, or
-            None.
+        block_tokens: Block size in tokens.
+        context_tokens: Context length; a conversation ends before the first turn that would exceed
+            it. None means no limit.
 
     Raises:
         WorkloadError: A value is out of range.
@@ -62,7 +64,7 @@ def conversations(
     seed: int = 0,
 ) -> list[Arrival]:
     """Returns `count` requests at about `rate` a second in steady state. Conversations begin as a
-    Poisson process. `lengths` are those of a user's message and of an answer."""
+    Poisson process. `lengths`: distribution of (message, answer) tokens of a turn."""
     begins = poisson(rate / turns.mean, count, lengths, seed)
     random = np.random.default_rng((seed, 1))
     found: list[Arrival] = []

@@ -3,9 +3,9 @@
     result = simulate(fleet, arrivals, hooks=[elastic(ElasticConfig(slo=...), switch_seconds=20.0)])
 
 The controller, its inputs and its loop are the live router's (router/elastic.py,
-dispatch/roles/elastic_pools.py). Only the role change is simulated: the worker drains and is away
-for `switch_seconds`, in which a real one reshards its weights and warms up
-(benchmarks/results/role_switch.json has measured times)."""
+dispatch/roles/elastic_pools.py). Only the role change is simulated: the worker drains and is
+unavailable for `switch_seconds`, the time that a real worker takes to reshard its weights and to
+warm up (measured in benchmarks/results/role_switch.json)."""
 
 from collections.abc import Awaitable, Callable
 
@@ -23,8 +23,8 @@ DRAIN_SECONDS = 30.0
 
 
 class SimulatedSwitcher:
-    """Replaces the live `RoleSwitcher`. A worker that changes its role takes its new pool's layout
-    and ignores the given one."""
+    """Replaces the live `RoleSwitcher`. A worker that changes its role uses the layout of its new
+    pool; the `layout` argument is ignored."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False
@@ -34,8 +34,8 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Raises as the live switcher does. `seconds` is ignored: a simulated worker always
-        returns."""
+        """Switches a worker's role; raises the live switcher's errors. `seconds`, the live timeout,
+        is ignored."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()
@@ -56,8 +56,8 @@ def elastic(
     switch_seconds: float,
     say: Callable[[float, str], None] = lambda now, text: None,
 ) -> Callable[[SimulatedCluster], Awaitable[None]]:
-    """Returns the hook of `simulate`. It calls `say(virtual seconds, text)` for each change, and
-    raises ConfigError if the fleet's roles cannot change."""
+    """Returns a hook of `simulate` that runs the controller and calls `say(virtual seconds, text)`
+    for each role change. The hook raises ConfigError if the fleet's roles cannot change."""
 
     async def hook(cluster: SimulatedCluster) -> None:
         cluster.fleet.check_roles_change()

@@ -1,19 +1,20 @@
-"""A mesh without a device: an `Executor` (scheduler/executor.py) whose commands take the seconds of
-a cost model.
+"""A simulated mesh: an `Executor` (scheduler/executor.py) whose commands take the seconds that a
+cost model estimates.
 
 Commands run one after the other, as on a device, and pulls run beside them on the channel. Tokens
 are synthetic (`timeline`). Decode steps run as spans: a `DecodeSteps` of k steps is one event, and
-`interrupt` ends it early, at a step's boundary, when a sequence waits to join. The work of a
-simulated step therefore does not grow with its tokens.
+`interrupt` ends the span early, at a step's boundary, when a sequence waits to join. The
+simulator's work therefore does not grow with the number of tokens.
 
 The live loop issues a step ahead of the running one (worker/step_loop.py), so that a command
 submitted during a step takes effect `run_ahead` steps after the next boundary. Insertions and
-interruptions wait as long here, and insertions delay the steps behind them. With pipeline stages
-the step is that of the fullest batch (`turns`). `fused`: a prefill chunk and the decode step issued
-with it run as one step (chunked prefill as in Sarathi-Serve), not in turns as on the live mesh.
+interruptions are simulated with the same wait, and insertions delay the following steps. With
+pipeline stages a step takes the time of the fullest batch (`turns`). With `fused`, a prefill chunk
+and the decode step issued with it run as one step (chunked prefill as in Sarathi-Serve), not in
+turns as on the live mesh.
 
-Knows no requests, pages or schedulers. Invariant: commands end in the order of submission, except
-pulls."""
+Independent of requests, pages and schedulers. Invariant: commands except pulls end in the order of
+submission."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -50,13 +51,14 @@ from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.turns import Load, Turns, load_of
 
 Result = asyncio.Future[StepResult]
-# Turns of the event loop, more than reading a result and issuing the next command takes.
+# Turns of the event loop, more than the step loop needs to read a result and issue a command.
 ISSUE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
 class RunningSpan:
-    """Running decode steps. `steps` may be reduced; `delay`: seconds of insertions between them."""
+    """Decode steps that run. `steps`: their number, reduced by an interruption. `delay`: seconds
+    that insertions between the steps add."""
 
     command: DecodeSteps
     future: Result
@@ -77,7 +79,8 @@ class EngineTraits:
     Attributes:
       fused: A prefill chunk and a decode step run as one step.
       stages: Pipeline stages.
-      longest_span_seconds: Cap on a span, so that a hung mesh can be told from a busy one.
+      longest_span_seconds: Cap on a span's seconds, so that the worker can tell a busy mesh from a
+        hung one.
     """
 
     fused: bool = False
@@ -86,7 +89,7 @@ class EngineTraits:
 
 
 class SimulatedExecutor:
-    """Implements `InterruptibleExecutor` by a cost model on a virtual clock.
+    """Implements `InterruptibleExecutor` with a cost model on a virtual clock.
 
     Subclasses model other engines by overriding `_pace` and `_insert`
     (benchmarks/simulator_engines/executor.py)."""
@@ -119,7 +122,7 @@ class SimulatedExecutor:
         self._turns = [Turns(engine.stages, self._step_parts) for _ in range(staged)]
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
-        self._prefills = False  # whether chunks have run here
+        self._prefills = False  # whether any chunk has run
         self._span: RunningSpan | None = None
         self._held: tuple[PrefillChunk, Result] | None = None
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
@@ -152,12 +155,12 @@ class SimulatedExecutor:
                 self._reschedule(span)
 
     def break_down(self) -> None:
-        """Makes every further command fail, as a fault."""
+        """Injects a fault: every further command fails."""
         self._broken = True
         self._drop_span()
 
     def hang(self) -> None:
-        """Makes every running and later command hang, as a fault."""
+        """Injects a fault: every running and later command hangs."""
         self._hanging = True
         self._drop_span()
 
@@ -168,7 +171,7 @@ class SimulatedExecutor:
 
     def _prefill(self, command: PrefillChunk, future: Result) -> None:
         if self._fused:
-            # A decode step that is issued before the chunk begins joins it.
+            # Holds the chunk so that a decode step issued before its begin is fused with it.
             self._run_held()
             self._held = command, future
             self._loop.call_soon(self._release_held, command, ISSUE_TURNS)
@@ -176,8 +179,8 @@ class SimulatedExecutor:
             self._run_chunk(command, future, *self._prefill_seconds(command))
 
     def _release_held(self, command: PrefillChunk, turns: int) -> None:
-        """Runs a held chunk alone once the mesh is free and the step loop has had its turns to read
-        results and to issue a decode step."""
+        """Runs a held chunk alone once the mesh is free and no decode step has joined within
+        `turns` more turns of the event loop."""
         if self._held is None or self._held[0] is not command:
             return
         if self._loop.time() < self._free_at:
@@ -224,7 +227,8 @@ class SimulatedExecutor:
                 )
 
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
-        """Returns (seconds, interval) of the slowest rank."""
+        """Returns (seconds until the tokens, seconds until the next batch may begin) of the slowest
+        rank."""
         if self.limits.ranks == 1:
             return self._costs.prefill(_sizes(command.rows))
         ranks: dict[int, list[PrefillRow]] = {}
@@ -257,7 +261,7 @@ class SimulatedExecutor:
         self._reschedule(span)
 
     def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
-        """Returns the pace of a span that begins at `start`, and its number of steps."""
+        """Returns (pace, number of steps) of a span that begins at `start`."""
         sequences, tokens, longest = map(max, zip(*loads, strict=True))
         return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
 
@@ -266,8 +270,8 @@ class SimulatedExecutor:
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
     def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
-        """Runs the held chunk within the span's first step, which takes as long as on the slowest
-        rank."""
+        """Runs the held chunk within the span's first step, which lasts as long as the slowest
+        rank's."""
         assert self._held is not None
         chunk, future = self._held
         self._held = None
@@ -294,7 +298,7 @@ class SimulatedExecutor:
         span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
     def _boundary(self, span: RunningSpan) -> int:
-        """Returns after how many steps of the span a command issued now runs."""
+        """Returns the number of steps of the span that run before a command issued now."""
         begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
         return min(span.steps, max(1, begun) + self.run_ahead)
 
@@ -323,11 +327,11 @@ class SimulatedExecutor:
             self._span.timer.cancel()
             if self._broken:
                 self._loop.call_soon(_fail, self._span.future)
-            self._span = None  # an interruption must not set its timer again
+            self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a due command ends: a broken mesh fails it, a hanging one never ends
-        it."""
+        """Returns whether a due command succeeds. A broken mesh fails the command; a hanging mesh
+        never ends it."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -382,7 +386,7 @@ class SimulatedExecutor:
             at = max(self._loop.time(), self._free_at) + seconds
             self._free_at = at
         else:
-            # It runs between steps of the span and delays the rest.
+            # The insertion runs between steps of the span and delays the later ones.
             boundary = self._boundary(span)
             at = span.end_of(boundary) + seconds
             if boundary < span.steps:
@@ -394,8 +398,8 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """Copies pages out: of a running sequence between steps, of a prompt behind the chunks that
-        were issued before."""
+        """Copies pages out: those of a running sequence between steps, those of a prompt after its
+        chunks."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)
@@ -417,17 +421,17 @@ class SimulatedExecutor:
 
 
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-    """Returns (tokens to compute, tokens before them) of each row."""
+    """Returns (tokens to compute, earlier tokens of the prompt) of each row."""
     return [(len(row.tokens), row.start) for row in rows]
 
 
 def admitted(command: DecodeSteps, rank: int) -> list[int]:
-    """Returns the slots of a rank that the command admits."""
+    """Returns the slots of `rank` into which the command admits sequences."""
     return [admit.slot for admit in command.admits if admit.rank == rank]
 
 
 def _do_nothing(command: StepCommand, future: Result) -> None:
-    """Ends a command that has no effect on a simulated mesh at once."""
+    """Completes at once a command that has no effect on a simulated mesh."""
     future.set_result(Done(command.step))
 
 

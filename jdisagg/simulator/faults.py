@@ -4,8 +4,9 @@ clients cancel.
     simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0),
     SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
 
-Each fault names a worker and its time in seconds of the run. The live code handles the rest. The
-cluster counts faults under `faults`, so that a test can check that they happened."""
+Each fault names a worker and the virtual time in seconds at which it begins. Live code handles the
+consequences. The cluster counts faults under `faults`, so that a test can check that they
+happened."""
 
 import asyncio
 import random
@@ -19,7 +20,8 @@ from jdisagg.simulator.run import Hook
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Kills a worker as `kill -9` does, and restarts it `back_after` seconds later if given."""
+    """Kills a worker as `kill -9` does, and restarts it `back_after` seconds later; None never
+    does."""
 
     worker: str
     at_seconds: float
@@ -29,7 +31,7 @@ class Death:
 @dataclass(frozen=True, slots=True)
 class Stall:
     """Stops all commands and pulls of a mesh, which the live code detects by `limits.step_seconds`.
-    The process is restarted `back_after` seconds after the stall began, if given."""
+    The process is restarted `back_after` seconds after the stall began; None never restarts it."""
 
     worker: str
     at_seconds: float
@@ -38,7 +40,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Makes all programs of a mesh fail; the worker is restarted as after a stall."""
+    """Makes all programs of a mesh fail; `back_after` is as in `Stall`."""
 
     worker: str
     at_seconds: float
@@ -61,7 +63,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Cancels:
-    """Each client with a running request cancels it with probability `part`."""
+    """Each client with a running request cancels that request with probability `part`."""
 
     at_seconds: float
     part: float = 0.1
@@ -102,7 +104,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def schedule(faults: Sequence[Fault]) -> Hook:
-    """Returns the hook of `simulate` that causes the faults.
+    """Returns a hook of `simulate` that causes the faults at their times.
 
     Raises:
       ConfigError: A fault names a worker that the cluster lacks; names are "prefill-0", "mixed-2".
@@ -145,7 +147,7 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
 async def _replace(
     cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
 ) -> None:
-    """Kills the current process of a worker and starts another, unless it was replaced in the
+    """Kills a worker's current process and starts another, unless the process was replaced in the
     meantime."""
     process = cluster.processes[worker]
     if after is None:

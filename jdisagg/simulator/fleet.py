@@ -1,5 +1,5 @@
-"""Description of a simulated fleet: a model, pools of identical instances, their places, the links
-between them, and the workers' configuration.
+"""Describes a simulated fleet: a model, pools of identical instances, their places, the links
+between instances, and the workers' configuration.
 
 Workers are configured with the live `InstanceConfig` and `LimitsConfig`; the other fields describe
 hardware. Constructors raise ConfigError for impossible combinations. Pure data."""
@@ -32,8 +32,8 @@ INSTANCE = InstanceConfig(
     queue_limit=1_000_000,
 )
 HOSTS_PER_RACK = 4
-# No request is refused for waiting unless configured. Pulls of long prompts over slow links take
-# long, and there are no bytes to verify.
+# By default no request is refused for waiting. Timeouts are long because pulls over slow links are,
+# and checksums are off because there are no bytes.
 LIMITS = LimitsConfig(
     max_waiting_requests=1_000_000, default_deadline_seconds=3600.0, pull_seconds=60.0, verify=False
 )
@@ -41,14 +41,14 @@ LIMITS = LimitsConfig(
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Identical instances.
+    """A number of identical instances.
 
     Attributes:
       count: Number of instances.
-      hardware: The accelerator of every instance.
+      hardware: Accelerator of every instance.
       instance: Configuration of one instance, as a live worker reads it.
       stages: Pipeline stages; an instance has `stages` x `instance.layout.devices` devices.
-      costs: Step costs that replace the cost model's, or None.
+      costs: Step costs to use instead of the cost model's; None uses the cost model.
     """
 
     count: int
@@ -75,18 +75,18 @@ class Fleet:
     and mixed pools that way.
 
     Attributes:
-      decode: The decode pool, or the only pool in the one-mesh modes.
-      prefill: The prefill pool; None in the one-mesh modes, where `decode` does both.
-      host_devices: Devices that share the scale-up link; 0 takes the hardware's own number.
-      link: The link between any two instances; None uses scale-up within a host and scale-out
-        beyond it.
+      decode: Decode pool, or the only pool in the one-mesh modes.
+      prefill: Prefill pool; None in the one-mesh modes, where `decode` also prefills.
+      host_devices: Devices that share the scale-up link; 0 means as the hardware's description.
+      link: Link between any two instances; None uses scale-up within a host and scale-out between
+        hosts.
       overlap: Layer groups in which a hand-off is sent.
       fused: Whether a prefill chunk and a decode step run as one step.
-      context_tokens: Context length; None takes the model's.
+      context_tokens: Context length in tokens; None uses the model's.
       block_tokens: Tokens that one block name of the workload covers.
-      prefix: Prefix cache settings, as live workers take them.
+      prefix: Prefix cache settings of the workers.
       memory_reserve: Fraction of device memory left for activations.
-      heartbeat_seconds: Interval between the heartbeats of a worker.
+      heartbeat_seconds: Interval between a worker's heartbeats.
     """
 
     geometry: CostGeometry
@@ -140,12 +140,12 @@ class Fleet:
 
     @property
     def kept_dtype(self) -> str:
-        """Type of KV."""
+        """Dtype of the KV cache."""
         return self.kv_dtype or self.geometry.kv_dtype or self.dtype
 
     def check_roles_change(self) -> None:
-        """Raises ConfigError unless a worker of each pool could serve in the other, which needs as
-        many devices of the same kind."""
+        """Raises ConfigError unless both pools' instances have equal hardware and numbers of
+        devices, so that a worker of each pool could serve in the other."""
         if self.prefill is None:
             raise ConfigError(
                 f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use"
@@ -170,7 +170,7 @@ class Fleet:
         return sum(pool.count * pool.devices for pool in self.pools)
 
     def hardware_of(self, pool: Pool) -> Accelerator:
-        """The pool's accelerator with the fleet's scale-up domain."""
+        """Returns the pool's accelerator with the fleet's scale-up domain."""
         return (
             replace(pool.hardware, domain_devices=self.host_devices)
             if self.host_devices
@@ -206,7 +206,7 @@ class Fleet:
                     f" for KV in its {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"
                     " instance, or another accelerator"
                 )
-            # Pages beyond what all slots can use only serve a prefix cache.
+            # More pages than all slots can use would serve only a prefix cache.
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
             kept = pages if self.prefix.reuse else min(pages, most)
             instance = replace(instance, pages_per_rank=kept)
@@ -222,19 +222,19 @@ class Fleet:
 
     @property
     def tiers(self) -> TierRoom:
-        """Cache tiers of each worker."""
+        """Sizes of each worker's prefix cache tiers in host memory and on disk."""
         return TierRoom(self.prefix.host_bytes, always=self.prefix.restores == "always")
 
     def host_link(self, pool: Pool) -> HostLink:
-        """Returns the link between a dp rank's devices and their host."""
+        """Returns the host link of one dp rank's devices."""
         kept = self.geometry.kv_bytes_per_token(self.kept_dtype)
         return HostLink(pool.hardware.host, pool.devices // pool.instance.layout.dp, kept)
 
     def places(self) -> tuple[tuple[str, ...], ...]:
         """Returns each pool's instance places, "rack/host/domain/process".
 
-        Instances of all pools fill hosts of equal hardware in turn, in proportion to their counts,
-        so that a prefill and a decode instance share a host where both fit."""
+        Hosts of equal hardware are filled with instances of all pools in proportion to their
+        counts, so that a prefill and a decode instance share a host where both fit."""
         turns = sorted(
             ((index + 0.5) / pool.count, number, index)
             for number, pool in enumerate(self.pools)
@@ -260,14 +260,14 @@ class Fleet:
         )
 
     def hosts_of(self, pool: Pool) -> str:
-        """Returns the kind of host that `pool` uses; pools of one kind may share a host."""
+        """Returns the kind of host that `pool` uses; pools with equal kinds may share a host."""
         return pool.hardware.name
 
     def rack_of(self, pool: Pool, host: int) -> str:
         return f"rack{host // HOSTS_PER_RACK}"
 
     def link_between(self) -> Callable[[str, str], Link]:
-        """Returns a function from two places to the link between them."""
+        """Returns a function that maps two places to the link between them."""
         out = self._slowest(lambda hardware: hardware.scale_out)
         up = self._slowest(lambda hardware: hardware.scale_up)
 
@@ -278,8 +278,7 @@ class Fleet:
 
     @property
     def far(self) -> Link:
-        """The link that the router assumes between workers in different racks, for each device that
-        a sequence lies on."""
+        """The link per device that the router assumes between workers in different racks."""
         return self._slowest(lambda hardware: hardware.scale_out)
 
     def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:
@@ -288,7 +287,7 @@ class Fleet:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """Returns the KV layout of one token, as workers compare it at their hand-shake."""
+    """Returns the KV layout of one token, which workers compare at their hand-shake."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         return KVSpec.latent(geometry.layers, attention.kv_values, dtype)

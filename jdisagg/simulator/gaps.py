@@ -1,9 +1,9 @@
-"""A compact record of the gaps between one request's tokens, so that a hundred thousand requests of
+"""Records the gaps between one request's tokens compactly, so that a hundred thousand requests of
 hundreds of tokens fit into memory.
 
-A record holds count, sum, first, longest and the mean of the longest tenth exactly, and all gaps in
-buckets whose bounds grow by 2 %. Percentiles over many requests are then within 1 %
-(`merged_percentile`). Gaps are given as runs of equal length, (seconds, count), so that a span of k
+Exact are count, sum, first, longest and the mean of the longest tenth. A histogram with bounds that
+grow by 2 % holds all gaps. Percentiles over many requests are then within 1 %
+(`merged_percentile`). Gaps are passed as runs of equal gaps, (seconds, count), so that a span of k
 equal steps is one entry."""
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from jdisagg.plain import plain
 
 GROWTH = math.log(1.02)
-# Seconds below which a gap (tokens of one message) is in the lowest bucket and counts as 0.
+# Shorter gaps, in seconds, are in the lowest bucket and count as 0: tokens of one message.
 SHORTEST = 1e-6
 
 
@@ -21,8 +21,8 @@ class Gaps:
     """The gaps of one request.
 
     Attributes:
-      first: Gap from the first to the second token.
-      slowest_tenth: Mean of the longest 10 % of gaps, at least one.
+      first: Seconds from the first to the second token.
+      slowest_tenth: Mean of the longest 10 % of gaps, at least of one gap.
       buckets, counts: Histogram of all gaps.
     """
 
@@ -61,7 +61,7 @@ class Gaps:
 
     @classmethod
     def of_times(cls, times: Sequence[float]) -> "Gaps | None":
-        """Builds a record from the times of the tokens."""
+        """Builds a record from the tokens' times in seconds; None for fewer than two tokens."""
         return cls.of(
             (later - earlier, 1) for earlier, later in zip(times, times[1:], strict=False)
         )
@@ -74,13 +74,13 @@ def bucket_of(seconds: float) -> int:
 
 
 def bucket_seconds(bucket: int) -> float:
-    """Its geometric middle."""
+    """Returns the geometric mean of the bucket's bounds, in seconds."""
     return 0.0 if bucket == 0 else SHORTEST * math.exp((bucket - 0.5) * GROWTH)
 
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
-    """Percentiles of all gaps of all requests: nearest rank, the middle of its bucket, at most the
-    longest gap. Needs one gap."""
+    """Returns percentiles over the gaps of all requests: the middle of the nearest rank's bucket,
+    at most the longest gap. Needs at least one gap."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

@@ -1,8 +1,9 @@
-"""The host memory of a simulated mesh: which blocks it holds, and when copies out and back end.
+"""The host memory of a simulated mesh: the blocks that it holds, and the times at which copies to
+and from it end.
 
-Each dp rank uses its devices' links to the host, one direction out and one back. Copies in one
-direction run one after the other, beside the mesh's steps. A block has the size of its KV in pages.
-Knows no prefixes: the live host tier (`worker/`) decides which blocks are copied."""
+Each dp rank uses its devices' links to the host, with separate directions. Copies in one direction
+run one after the other, in parallel to the mesh's steps. A block has the size of its KV in pages.
+The live host tier (`worker/`) decides which blocks are copied."""
 
 from dataclasses import dataclass
 
@@ -11,15 +12,15 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """The host links of one dp rank: `devices` links of one kind. `bytes_per_token` is a token's KV
-    on all of them together."""
+    """The host links of one dp rank: `devices` links of one kind. `bytes_per_token`: KV bytes of a
+    token over all devices of the rank."""
 
     link: Link
     devices: int
     bytes_per_token: float
 
     def seconds(self, tokens: int) -> float:
-        """Returns the seconds to copy the KV of `tokens` tokens in either direction."""
+        """Returns the seconds to copy the KV of `tokens` tokens in one direction."""
         speed = self.link.bytes_per_second * self.link.efficiency * self.devices
         return self.link.latency_seconds + tokens * self.bytes_per_token / speed
 
@@ -37,13 +38,15 @@ class HostMemory:
         return len(self._tokens)
 
     def copied_out(self, offer_id: int, rank: int, tokens: int, now: float) -> float:
-        """Records a copy that starts at `now` and returns when it ends."""
+        """Records a copy to the host that is requested at `now`; returns the time at which the copy
+        ends."""
         self._tokens[offer_id] = tokens
         self._out[rank] = max(now, self._out[rank]) + self._link.seconds(tokens)
         return self._out[rank]
 
     def copied_back(self, offer_id: int, rank: int, now: float) -> float | None:
-        """Returns when a copy back to the device ends, or None if the block is not held."""
+        """Returns the time at which a copy back to the device ends, or None if the host does not
+        hold the block."""
         tokens = self._tokens.get(offer_id)
         if tokens is None:
             return None

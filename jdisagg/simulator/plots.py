@@ -1,8 +1,8 @@
-"""Plots of runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
+"""Plots runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
 
-matplotlib (extra `notebooks`) is imported only to draw, and through its object interface, so that a
-caller's pyplot state does not change. Every function returns a Figure, and `save` writes it by
-suffix (.png, .svg, .pdf). Knows outcomes, no cluster."""
+matplotlib (extra `notebooks`) is imported only when drawing. Its object interface is used, so that
+a caller's pyplot state does not change. Plots are returned as a Figure, which `save` writes in the
+format of the suffix (.png, .svg, .pdf). Must not depend on clusters."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ def goodput_curves(
     wanted: float = 0.9,
     unit: str = "requests a second",
 ) -> "Figure":
-    """Plots SLO attainment over rate, a line for each name. The legend has the rate at which a line
-    crosses `wanted`."""
+    """Plots SLO attainment over rate, one line for each name. The legend has the rate at which each
+    line crosses the attainment `wanted`."""
     figure, axes = _figure()
     for name, points in curves.items():
         rates, met = zip(*sorted(points), strict=True)
@@ -44,8 +44,8 @@ def goodput_curves(
 
 
 def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the cumulative distribution of TTFT. Requests without a token are missing at the
-    top."""
+    """Plots the cumulative distribution of TTFT over all requests; curves end below 1 if some
+    requests have no token."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
@@ -60,8 +60,8 @@ def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the share of longer gaps between tokens on two logarithmic axes; stalls are in the
-    tail."""
+    """Plots, for each gap length between tokens, the fraction of gaps that are longer, on
+    logarithmic axes."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         merged: dict[int, int] = {}
@@ -82,7 +82,7 @@ def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
     """Plots a row for each of the first `limit` requests: waiting and prefill, then decode. A cross
-    marks one that did not finish."""
+    marks a request that did not finish."""
     figure, axes = _figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):
@@ -99,7 +99,7 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
-    """Plots the number of requests before their first token, and decoding, over time."""
+    """Plots over time the numbers of requests that wait for their first token and that decode."""
     figure, axes = _figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)
@@ -122,7 +122,7 @@ def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Writes a plot; the suffix gives the format."""
+    """Writes a plot in the format of the path's suffix."""
     figure.savefig(path, dpi=120)
 
 

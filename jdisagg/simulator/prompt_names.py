@@ -1,14 +1,14 @@
-"""Block names of simulated prompts, derived from the workload's names in place of tokens.
+"""Computes block names of simulated prompts from the workload's block names, since there are no
+tokens.
 
-A simulated prompt has a length and no text. A trace names its blocks of `block_tokens` positions,
-where equal names mean equal tokens up to there. `PromptNames` turns them into the same keyed chain
-that live workers compute from tokens (`scheduler/residency.py`), in the fleet's block size. The
-live prefix caches and the router's index then handle simulated blocks like any other. A block is
-named by all trace blocks that it overlaps. If the workload also names an answer's blocks, behind
-the prompt's, decode workers cache what they generated.
+A simulated prompt has a length and no text. A trace names a prompt's blocks of `block_tokens`
+positions; equal names mean that all tokens up to the block's end are equal. `PromptNames` converts
+these names to the keyed chain that live workers compute from tokens (`scheduler/residency.py`), in
+the fleet's block size, for the live prefix caches and the router's index. A block's name is made of
+all trace blocks that the block overlaps. If the workload also names the answer's blocks, decode
+workers cache generated tokens.
 
-Requests are known by id while they run. Invariant: no block is named beyond the workload's
-names."""
+Invariant: blocks beyond the workload's names have no name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,8 @@ from jdisagg.simulator.workloads import Arrival
 
 
 class PromptBook:
-    """The trace blocks of running requests, `block_tokens` each, and their computed chains."""
+    """Trace blocks of `block_tokens` tokens, and computed chains, of running requests by request
+    id."""
 
     def __init__(self, block_tokens: int = 512) -> None:
         self.block_tokens = block_tokens
@@ -48,15 +49,15 @@ class PromptBook:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames(BlockNames):
-    """`BlockNames` of a simulated fleet. `book`: blocks of the running requests."""
+    """Implements `BlockNames` for a simulated fleet. `book`: blocks of the running requests."""
 
     book: PromptBook = field(default_factory=PromptBook)
 
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """Implements `BlockNames.chain`; only the number of `tokens` matters. For a request that
-        has ended it returns `known`."""
+        """Implements `BlockNames.chain`, but uses only the number of `tokens`. Returns `known` for
+        a request that has ended."""
         whole = self.book.chains.get(request.request_id)
         if whole is None:
             whole = self._named(request)

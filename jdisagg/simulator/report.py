@@ -1,15 +1,15 @@
-"""Outcomes of requests and the figures of a run: percentiles, goodput, cost. Simulated and live
-runs use the same definitions.
+"""Computes the figures of a run from its requests' outcomes: percentiles, goodput, cost. Simulated
+and live runs use the same definitions.
 
 TTFT: arrival to first token. TPOT: (finish - first token) / (output tokens - 1), undefined for one
-token. TBT: each gap between tokens as the receiver sees it, with equal weight for all gaps of all
-requests. Hand-off gap: first to second token. A percentile is numpy's "linear" (between order
-statistics, Hyndman and Fan's type 7). TBT percentiles come from histograms (`gaps`). A request
-attains its SLO when it finished and each limit holds; attainment is over all requests that arrived,
-refused ones included. Goodput is attainment x the rate of arrivals. Rates divide by the time of
-arrivals, tokens and utilisation by the time from first arrival to last finish.
+token. TBT: each gap between tokens at the receiver, with equal weight for all gaps of all requests.
+Hand-off gap: first to second token. A percentile is numpy's "linear" (between order statistics,
+Hyndman and Fan's type 7). TBT percentiles come from histograms (`gaps`). A request attains its SLO
+when it finished and each limit holds; attainment is over all requests that arrived, refused ones
+included. Goodput is attainment x the rate of arrivals. Request rates are per second from first to
+last arrival; token rates and utilisation are over the time from first arrival to last finish.
 
-Pure data, seconds throughout; knows no cluster."""
+Pure data; all times are in seconds. Must not depend on clusters."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,11 +33,11 @@ class RequestOutcome:
 
     Attributes:
       first_token: Time of the first token, or None if there was none.
-      output_tokens: Tokens that were delivered.
-      prefill, decode: Names of the workers, empty if unknown.
-      reason: Why it did not finish, or why it was placed as it was.
-      queue_seconds: Wait before the prefill, if it finished.
-      cached_tokens: Cached tokens of its prompt, if it finished.
+      output_tokens: Number of delivered tokens.
+      prefill, decode: Names of the prefill and the decode worker, empty if unknown.
+      reason: Reason why the request did not finish or, if it did, the reason for its placement.
+      queue_seconds: Wait before the prefill, if the request finished.
+      cached_tokens: Prompt tokens found in the prefix cache, if the request finished.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class RequestOutcome:
     prefill: str = ""
     decode: str = ""
     reason: str = ""
-    # Not in the repr: digests of runs are made of it and compared with those of older commits.
+    # Not in the repr, because run digests are made of reprs and must equal those of older commits.
     queue_seconds: float = field(default=0.0, repr=False)
     cached_tokens: int = field(default=0, repr=False)
 
@@ -73,8 +73,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SloLimits:
-    """Limits in seconds; None is no limit. A request of one token has no TPOT and no gaps, and
-    meets those limits."""
+    """Limits in seconds; None means no limit. A request of one token meets the limits on TPOT and
+    gaps, since it has neither."""
 
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
@@ -103,8 +103,8 @@ class SloLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """Use of one worker. `busy_seconds`: busy time of its devices. `dollars_per_hour`: price of one
-    device, or None if no price is known."""
+    """Device use of one worker. `busy_seconds`: time in which the worker's devices were busy.
+    `dollars_per_hour`: price of one device, or None if unknown."""
 
     worker: str
     role: str
@@ -116,7 +116,7 @@ class WorkerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles in seconds of `count` values; all None if there are none."""
+    """Percentiles in seconds of `count` values; all are None if `count` is 0."""
 
     count: int
     mean: float | None
@@ -146,8 +146,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The figures of a run. `attainment` and `utilisation` are fractions. A figure is None if it is
-    not defined (no SLO, no usage, no price)."""
+    """The figures of a run. `attainment` and `utilisation` are fractions. Figures that need a
+    missing input (SLO, usage, price) are None."""
 
     requests: int
     ends: Mapping[str, int]
@@ -170,7 +170,7 @@ class Report:
     dollars_per_million_tokens: float | None
 
     def as_fields(self) -> dict[str, object]:
-        """Returns plain data for JSON."""
+        """Returns the figures as plain data for JSON."""
         return asdict(self)
 
 
@@ -227,14 +227,14 @@ def summarise(
 
 
 def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
-    """Returns the fraction of all requests that attained their SLO."""
+    """Returns the fraction of all requests that attained the SLO."""
     return sum(map(slo.attained, outcomes)) / len(outcomes)
 
 
 def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
-    """Returns the highest rate up to which attainment stays at `wanted`, from the (rate,
-    attainment) points of a curve, interpolated linearly. Returns 0 if the lowest rate fails, and
-    the highest rate tried if none fails."""
+    """Returns the highest rate up to which attainment is at least `wanted`, by linear interpolation
+    between (rate, attainment) points. Returns 0 if the lowest rate fails, and the highest rate if
+    none fails."""
     good = 0.0
     ordered = sorted(points)
     for index, (rate, met) in enumerate(ordered):
@@ -249,7 +249,7 @@ def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.
 
 
 def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, float]:
-    """Returns the attainment of each tenant."""
+    """Returns the attainment of each tenant's requests."""
     mine: dict[str, list[bool]] = {}
     for item in outcomes:
         mine.setdefault(item.tenant, []).append(slo.attained(item))
@@ -257,7 +257,7 @@ def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, fl
 
 
 def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, float]:
-    """Returns busy device-seconds over device-seconds for each role."""
+    """Returns the busy fraction of device-seconds for each role."""
     busy: dict[str, float] = {}
     there: dict[str, float] = {}
     for item in usage:
@@ -267,7 +267,8 @@ def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, flo
 
 
 def _dollars(usage: Sequence[WorkerUsage], duration: float) -> float | None:
-    """Returns the price of all accelerators over the run, or None if a price is missing."""
+    """Returns the dollars that all accelerators cost over `duration` seconds, or None if a price is
+    unknown."""
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):
         return None

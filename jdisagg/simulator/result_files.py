@@ -1,4 +1,4 @@
-"""Writes a simulation's results to one folder: a table of requests, all figures, plots."""
+"""Writes a simulation's results to one folder: a table of requests, all figures, and plots."""
 
 import dataclasses
 import importlib.util
@@ -14,10 +14,10 @@ from jdisagg.simulator.tables import check_table, write_outcomes
 
 
 class ResultFolder:
-    """The output folder, created before the run.
+    """The output folder; the constructor creates it, so that errors appear before the run.
 
     Raises:
-      ConfigError: The folder cannot be created, or `table_format` cannot be written.
+      ConfigError: The folder cannot be created, or tables of `table_format` cannot be written.
     """
 
     def __init__(self, path: str, table_format: str) -> None:
@@ -34,7 +34,7 @@ class ResultFolder:
     def write(
         self, result: Result, report: Report, slo: SloLimits | None, flags: Mapping[str, object]
     ) -> None:
-        """Writes figures and table. `flags` are the run's flags, stored beside its figures."""
+        """Writes the figures and the table. `flags`: the run's flags, stored with the figures."""
         figures = {
             "report": report.as_fields(),
             "usage": [dataclasses.asdict(item) for item in result.usage],
@@ -45,7 +45,7 @@ class ResultFolder:
         write_outcomes(result.outcomes, self._table, slo)
 
     def draw(self, name: str, result: Result) -> None:
-        """Writes plots of the run `name`; needs matplotlib."""
+        """Writes plots titled `name`; needs matplotlib."""
         from jdisagg.simulator import plots  # imports matplotlib
 
         runs = {name: result.outcomes}
@@ -56,8 +56,8 @@ class ResultFolder:
 
 
 def can_draw(asked: bool) -> bool:
-    """Returns whether matplotlib is installed. Without it, prints a note to stderr, or raises
-    ConfigError if plots were `asked` for."""
+    """Returns whether matplotlib is installed. If not, prints a note to stderr, or raises
+    ConfigError if the user `asked` for plots."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     if asked:

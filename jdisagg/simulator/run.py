@@ -1,15 +1,14 @@
-"""`simulate(fleet, arrivals, seed) -> Result` runs a workload on a fleet in virtual time, through
-the live request path.
+"""Runs a workload on a simulated fleet in virtual time, through the live request path.
 
     pool = Pool(2, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=4)))
     fleet = Fleet(geometry("llama-3.1-70b"), prefill=pool, decode=pool)
     result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
     report.summarise(result.outcomes, report.SloLimits(ttft_seconds=1.0), result.usage)
 
-One client for each arrival sends its request at its time and waits for all tokens. Outcomes are in
-the order of arrival, and their gaps are those between the steps that made the tokens. The same
-arguments give the same result. `hooks` are coroutines that run beside the clients and receive the
-cluster: faults (`faults`), controllers, samplers."""
+Each arrival has a client that sends the request at its arrival time and receives all tokens.
+Outcomes are in the order of arrival. Their gaps are those between the steps that computed the
+tokens. Equal arguments give equal results. `hooks` are coroutine functions that receive the cluster
+and run concurrently with the clients: faults (`faults`), controllers, samplers."""
 
 import asyncio
 import contextlib
@@ -39,8 +38,8 @@ from jdisagg.simulator.timeline import NUMBER_BITS, gap_runs
 from jdisagg.simulator.virtual_time import VirtualClock, run_virtually
 from jdisagg.simulator.workloads import Arrival
 
-# Objects live long or briefly and cycles are few, so Python's default collection would cost a tenth
-# of the time.
+# Thresholds of the garbage collector. With Python's defaults it takes a tenth of the time, though
+# cycles are few.
 COLLECT_AFTER = (500_000, 50, 50)
 
 Hook = Callable[[SimulatedCluster], Awaitable[None]]
@@ -53,15 +52,15 @@ class Result:
     """The result of a simulated workload.
 
     Attributes:
-      outcomes: One for each request, in the order of arrival.
+      outcomes: One outcome for each request, in the order of arrival.
       usage: Device use of each worker.
       seconds: Virtual seconds until the last request ended.
       steps: Decode steps of all meshes.
-      counters: Counters of path and workers, summed over all processes. Prefix cache counters of
-        decode workers have the prefix "decode_".
-      pages_lost: Pages that were not free after the run; more than 0 is a leak.
-      stopped: `enough` ended the run. Outcomes are those of requests that had ended, and
-        `pages_lost` is 0.
+      counters: Counters of request path and workers, summed over all processes. Names of decode
+        workers' prefix cache counters begin with "decode_".
+      pages_lost: Number of pages that were not free after the run; more than 0 is a leak.
+      stopped: Whether `enough` ended the run. Outcomes are then those of requests that had ended,
+        and `pages_lost` is 0.
     """
 
     outcomes: tuple[RequestOutcome, ...]
@@ -87,21 +86,22 @@ def simulate(
     concurrency: int | None = None,
     cluster: Callable[..., SimulatedCluster] = SimulatedCluster,
 ) -> Result:
-    """Runs until every request has ended. Blocks.
+    """Simulates a workload until every request has ended. Blocks.
 
     Args:
       fleet: The fleet to simulate.
       arrivals: The workload.
-      seed: Seed of ids; workloads have their own.
-      hooks: Coroutines that run beside the clients.
+      seed: Seed of request ids; workloads have seeds of their own.
+      hooks: Coroutine functions that receive the cluster and run concurrently with the clients.
       mortal: Whether hooks may kill workers.
-      events: Receives every decision of the router, as `observe/decision_log.py` does.
-      progress: Called with (ended, all) after each request.
-      settle_seconds: Virtual seconds to run on after the last request.
-      enough: Called with each outcome, whose id is its index among the arrivals; True ends the run.
-      concurrency: Users of a closed loop. Each sends the next arrival, in order, when its previous
-        request has ended; arrival times are ignored.
-      cluster: The cluster class; studies pass a subclass.
+      events: Listener of every decision of the router, such as `observe/decision_log.py`.
+      progress: Called with (ended requests, all requests) after each request.
+      settle_seconds: Virtual seconds for which the run continues after the last request.
+      enough: Called with each outcome, whose request id is its index in the arrivals; returns True
+        to end the run.
+      concurrency: Number of users of a closed loop, each of which sends the next arrival when its
+        previous request has ended; arrival times are ignored. None means an open loop.
+      cluster: Class of the cluster; studies pass a subclass.
 
     Raises:
       WorkloadError: The workload is empty, or `concurrency` is below 1.
@@ -140,7 +140,7 @@ class _Run:
         self._over: asyncio.Future[None] | None = None
         self.enough: Enough | None = None
         self.users: int | None = None
-        self._begun = 0  # requests of a closed loop
+        self._begun = 0  # index of the closed loop's next request
 
     async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
         cluster, loop = self.cluster, asyncio.get_running_loop()
@@ -165,7 +165,7 @@ class _Run:
         seconds = loop.time()
         outcomes = tuple(outcome for outcome in self._outcomes if outcome is not None)
         stopped = self._left > 0
-        if stopped:  # errors of interrupted requests do not matter
+        if stopped:  # ignores errors of interrupted requests
             loop.set_exception_handler(lambda loop, context: None)
         for hook in running:
             hook.cancel()
@@ -177,7 +177,7 @@ class _Run:
         lost = 0
         for process in cluster.processes.values():
             if not cluster.local.is_dead(process.worker):
-                # A failed mesh without a restart took its pages along.
+                # The pages of a failed mesh that was not restarted are not counted.
                 with contextlib.suppress(UnavailableError):
                     status = process.worker.status_now()
                     lost += sum(status.total_pages) - sum(status.free_pages)
@@ -190,7 +190,8 @@ class _Run:
         return Result(outcomes, usage, seconds, steps, dict(counters), lost, stopped)
 
     def _begin(self, first: int, started: float) -> None:
-        """Starts the clients from `first` on that are due, and sets a timer for the next."""
+        """Starts all clients from index `first` on that are due, and sets a timer for the next
+        one."""
         loop = asyncio.get_running_loop()
         for number in range(first, len(self._arrivals)):
             arrival = self._arrivals[number]
@@ -211,8 +212,8 @@ class _Run:
         task.add_done_callback(functools.partial(self._gone, number))
 
     def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
-        """Ends the run with the last request, or with an unexpected error of a client."""
-        if self._outcomes[number] is None and client.cancelled():  # cancelled before it began
+        """Handles a client's end. The last client's end, or an unexpected error, ends the run."""
+        if self._outcomes[number] is None and client.cancelled():  # cancelled before its first turn
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
             self._outcomes[number] = RequestOutcome(
                 str(number),
@@ -286,12 +287,12 @@ class _Run:
             self._progress(len(self._arrivals) - self._left, len(self._arrivals))
 
     def _made_by(self, token: int) -> str:
-        """Returns the worker whose step made a token."""
+        """Returns the name of the worker that computed a token."""
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        """Builds a request. Raises InvalidRequestError, as the live frontend does, before it builds
-        the prompt, because a trace may state lengths that exceed memory."""
+        """Builds a request. Raises InvalidRequestError for a prompt that is too long before
+        building it, because a trace may state lengths that exceed memory."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
             raise InvalidRequestError(
@@ -308,8 +309,8 @@ class _Run:
 
 
 def _counted(role: WorkerRole, counters: Mapping[str, int]) -> Mapping[str, int]:
-    """Renames a decode worker's prefix counters: its hits save transfer, a prefill worker's save
-    computation."""
+    """Renames prefix counters of decode workers, because their hits save transfer whereas those of
+    prefill workers save computation."""
     if role is not WorkerRole.DECODE:
         return counters
     return {

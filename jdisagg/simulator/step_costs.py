@@ -1,9 +1,9 @@
-"""Seconds of the commands to a mesh, which a simulated executor takes from a cost model.
+"""Estimates the seconds of a simulated executor's commands from a cost model.
 
 Rows and sequences are those of the fullest dp rank, as in `costs/cost_model.py`; ranks step
-together. A span of decode steps is described by its first step and a constant growth per step,
-since contexts grow by a token a step. That is exact where the model is linear in the context, and
-the line through the first and the last step elsewhere. Pure."""
+together. A span of decode steps is described by its first step's seconds and a constant increase
+per step, since contexts grow by a token a step. This is exact if the cost is linear in the context,
+and otherwise the line through the first and the last step. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,13 @@ from typing import Protocol
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.plain import plain
 
-MOST_REMEMBERED = 1 << 16  # cached prefills; workloads repeat lengths
+MOST_REMEMBERED = 1 << 16  # size of the cache of prefill costs; workloads repeat lengths
 
 
 @plain
 class Pace:
-    """Seconds of a span's first step, and by how much each step is longer than the previous one."""
+    """Seconds of a span's first step, and seconds by which each step is longer than the previous
+    one."""
 
     first: float
     growth: float = 0.0
@@ -27,11 +28,10 @@ class Pace:
         return steps * (self.first + self.growth * (steps - 1) / 2)
 
     def steps_begun(self, seconds: float) -> int:
-        """Returns the number of steps that have begun after `seconds`, without one that begins at
-        that moment."""
+        """Returns the number of steps that begin in less than `seconds`."""
         if seconds <= 0:
             return 0
-        # growth/2 n^2 + linear n = seconds, solved in the form without cancellation for small
+        # Solves growth/2 n^2 + linear n = seconds in the form without cancellation for small
         # growth.
         linear = self.first - self.growth / 2
         steps = (
@@ -43,22 +43,22 @@ class Pace:
 
 
 class StepCosts(Protocol):
-    """Seconds of one instance's work. `rows` are (uncached tokens, tokens before them) of the
-    fullest rank."""
+    """Seconds of one instance's commands. `rows`: (uncached tokens, cached tokens before them) of
+    each prompt on the fullest rank."""
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """Returns (seconds until its tokens, seconds until the next batch may begin)."""
+        """Returns (seconds until the sampled tokens, seconds until the next batch may begin)."""
         ...
 
     def decode(
         self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
     ) -> Pace:
-        """Returns the pace of `steps` steps. `context_tokens` is the sum of contexts at the first
-        step, and `longest` the longest of them (0: all are equal)."""
+        """Returns the pace of `steps` steps. `context_tokens`: sum of contexts at the first step.
+        `longest`: the longest context; 0 means that all are equally long."""
         ...
 
     def host(self, sequences: int) -> float:
-        """Returns the part of a decode step in which no device works on it."""
+        """Returns the seconds of a decode step in which no device computes."""
         ...
 
     def mixed(
@@ -69,11 +69,11 @@ class StepCosts(Protocol):
         elsewhere: int = 0,
     ) -> float:
         """Returns the seconds of one step with a prefill chunk and decoding sequences. `elsewhere`:
-        tokens of all other ranks in it."""
+        tokens in the step on all other ranks."""
         ...
 
     def insert(self, tokens: int) -> float:
-        """Returns the seconds to write received KV into pages."""
+        """Returns the seconds to write the received KV of `tokens` tokens into pages."""
         ...
 
     def wire_bytes(self, tokens: int) -> float:
@@ -84,14 +84,14 @@ class StepCosts(Protocol):
 class ModelCosts:
     """Step costs from a cost model.
 
-    A decode step is that of one batch through all pipeline stages. A prefill lets the next one in
-    when it leaves the first stage.
+    A decode step takes one batch through all pipeline stages. The next prefill may begin when the
+    previous one leaves the first stage.
 
     Args:
       model: The cost model of the instance.
-      codec: Codec of received KV.
-      insert_bytes_per_second: Speed of each device if pages are written directly from the sender;
-        None if they are written from memory.
+      codec: Codec of transferred KV.
+      insert_bytes_per_second: Write speed of each device if received KV is written directly into
+        pages; None if it is staged in device memory first.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ModelCosts:
             * model.accelerator.memory_bytes_per_second
             * model.accelerator.efficiency.gemm_memory
         )
-        # Read once in wire form and written once in page form, by all devices of a rank.
+        # The devices of a rank together read the wire form once and write the pages once.
         self._insert_seconds_per_token = (self._bytes_per_token + kept) / spread
         if insert_bytes_per_second is not None:
             self._insert_seconds_per_token = self._bytes_per_token / (

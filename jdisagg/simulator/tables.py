@@ -1,7 +1,7 @@
-"""Writes a run: one row a request as CSV or parquet, and the report's figures as aligned text.
+"""Writes a run's requests as CSV or parquet, and its figures as aligned text.
 
-Column names carry their units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), which is
-imported only for it. Numbers have nine digits, which keeps the microseconds of a day's trace."""
+Column names include units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), which is
+imported only then. Numbers have nine digits, enough for microseconds in a day's trace."""
 
 import csv
 import importlib
@@ -25,7 +25,7 @@ COLUMNS = (
 def row_of(
     item: RequestOutcome, slo: SloLimits | None = None
 ) -> tuple[str | int | float | bool | None, ...]:
-    """Returns the values of COLUMNS; None if a value is not defined."""
+    """Returns the values of COLUMNS for one request; undefined values are None."""
     gaps = item.gaps
     return (
         item.request_id, item.tenant, item.arrival, item.first_token, item.finish,
@@ -39,7 +39,7 @@ def row_of(
 def write_outcomes(
     outcomes: Sequence[RequestOutcome], path: str | Path, slo: SloLimits | None = None
 ) -> None:
-    """Writes one row a request to a .csv or .parquet file. Raises as `check_table` does."""
+    """Writes one row per request to a .csv or .parquet file. Raises the errors of `check_table`."""
     path = Path(path)
     check_table(path)
     if path.suffix == ".parquet":
@@ -70,8 +70,8 @@ def check_table(path: Path) -> None:
 
 
 def reuse_text(counters: Mapping[str, int]) -> str:
-    """Returns a line on prefix cache hits, as fractions of all prompt tokens that were looked
-    up."""
+    """Returns a line of text on prefix cache hits, as fractions of the prompt tokens that were
+    looked up."""
 
     def part(prefix: str) -> str:
         asked = counters.get(f"{prefix}prefix_asked_tokens", 0)
@@ -87,7 +87,7 @@ def reuse_text(counters: Mapping[str, int]) -> str:
 
 
 def fleet_text(fleet: Fleet) -> str:
-    """Returns one line on the simulated fleet: model, mode, and each pool's instances."""
+    """Returns a line of text on the simulated fleet: model, mode, and each pool's instances."""
     pools = {
         "prefill": fleet.prefill,
         "decode" if fleet.prefill else "prefill and decode": fleet.decode,

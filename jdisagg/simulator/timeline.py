@@ -1,8 +1,8 @@
-"""Times of simulated tokens. A synthetic token is the number of the step that made it, so that its
-time can be looked up later, for any worker, without work for each token during the run.
+"""Stores the times of simulated tokens. A synthetic token id encodes its worker's index and the
+number of its step on that worker, so that a token's time is looked up after the run instead of
+being recorded for each token.
 
-A token id holds its worker's index and the step's number there. Steps of one span share one entry.
-Pure."""
+Steps of one span share one entry. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ class Timeline:
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """Records a span that began at `start` and returns its tokens."""
+        """Records a span of `steps` steps that began at `start`; returns the token ids of its
+        steps."""
         first = self._next
         self._next += steps
         self._numbers.append(first)
@@ -37,8 +38,8 @@ class Timeline:
         return tuple(range(self._base + first, self._base + first + steps))
 
     def spans(self, token: int, count: int) -> list[tuple[float, float, int]]:
-        """Returns (time of the first, time of the last, number) by span, for `count` tokens of this
-        mesh from `token` on."""
+        """Returns (time of the first, time of the last, number) of each span's tokens, for `count`
+        tokens of this mesh from the id `token` on."""
         first = token & NUMBERS
         last = first + count - 1
         begin, end = bisect_right(self._numbers, first) - 1, bisect_right(self._numbers, last) - 1
@@ -54,10 +55,10 @@ class Timeline:
 
 
 def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, int]]:
-    """Returns the gaps between a request's tokens as runs of (seconds, number).
+    """Returns the gaps between a request's tokens as runs of equal gaps, (seconds, number).
 
-    All gaps of a span count as its mean. Consecutive spans without a pause and with equal pace
-    (within 1 %) form one run. The first gap is a run of its own."""
+    All gaps of a span count as the span's mean gap. Consecutive spans without a pause and with
+    equal pace (within 1 %) form one run. The first gap is a run of its own."""
     gaps: list[tuple[float, int]] = []
     before: float | None = None
     seconds, times = 0.0, 0  # the current run
@@ -93,8 +94,8 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
 
 
 def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, float, int]]:
-    """Returns the spans of tokens that may come from several meshes in turn. Numbers of one mesh
-    may have gaps: a prefill's token stands alone."""
+    """Returns the spans (first time, last time, number) of a request's tokens, which may come from
+    several meshes in turn."""
     spans: list[tuple[float, float, int]] = []
     at, total = 0, len(tokens)
     while at < total:
@@ -105,8 +106,8 @@ def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[f
 
 
 def _consecutive(tokens: Sequence[int], at: int) -> int:
-    """Returns how many tokens from `at` on have consecutive numbers, by bisection, because numbers
-    rise on one mesh."""
+    """Returns the number of tokens from index `at` on with consecutive ids, by bisection, because
+    ids increase on one mesh."""
     first, low, high = tokens[at], 1, len(tokens) - at
     if tokens[-1] - first == high - 1:
         return high

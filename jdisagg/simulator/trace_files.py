@@ -1,11 +1,11 @@
-"""Reads traces: Azure, Mooncake, Splitwise, DistServe and vLLM runs, and files of one's own, as CSV
+"""Reads traces of Azure, Mooncake, Splitwise, DistServe and vLLM, and this project's format, as CSV
 or JSONL, plain or gzipped.
 
-`read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag names its source. A
-file of one's own has columns at_seconds, prompt_tokens, output_tokens, and optionally tenant,
-priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL may leave
-optional ones out. Times are rebased to 0 and rows sorted by time. Files are UTF-8, with or without
-a byte order mark. Errors in rows name file, row and column."""
+`read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag names its source.
+This project's format has columns at_seconds, prompt_tokens, output_tokens, and optionally tenant,
+priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL may omit
+optional fields. Rows are sorted by time, and times start at 0. Files are UTF-8, with or without a
+byte order mark. Errors in rows name file, row and column."""
 
 import csv
 import gzip
@@ -63,10 +63,11 @@ Row = Mapping[str, object]
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
-    """Returns the first `limit` requests, by time, of a .csv or .jsonl file, optionally .gz.
+    """Returns the first `limit` requests, by time, of a .csv or .jsonl file, optionally .gz. None
+    returns all.
 
     Raises:
-      WorkloadError: The file is missing, unreadable, empty or has unknown columns; a value is no
+      WorkloadError: The file is missing, unreadable, empty or has unknown columns; a value is not a
         number or out of range; `limit` is below 1.
     """
     if limit is not None and limit < 1:
@@ -89,7 +90,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
 
 
 def _opened(path: Path) -> TextIO:
-    # Other programs may write a byte order mark, and the machine's locale must not matter.
+    # Accepts a byte order mark, which other programs may write, and ignores the machine's locale.
     opened = gzip.open if path.suffix == ".gz" else open
     return cast(TextIO, opened(path, "rt", newline="", encoding="utf-8-sig"))
 
@@ -132,7 +133,8 @@ def _parsed(line: str, path: Path, number: int) -> Row:
 
 
 def _needed(row: Row, path: Path) -> dict[str, str]:
-    """Returns each field's column, by the first row."""
+    """Maps each required field to its column's name in `row`. Raises WorkloadError if one is
+    missing."""
     names = {}
     for field, known in COLUMNS.items():
         column = next((name for name in known if name in row), None)
@@ -147,7 +149,7 @@ def _needed(row: Row, path: Path) -> dict[str, str]:
 
 
 def _optional(row: Row) -> dict[str, str]:
-    """Returns the optional fields' columns of one row; rows of JSONL may differ."""
+    """Maps each optional field that `row` has to its column's name; rows of JSONL may differ."""
     return {field: name for field, known in OPTIONAL.items() for name in known[::-1] if name in row}
 
 
@@ -183,8 +185,8 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
 
 
 def _time(value: object, where: str) -> float:
-    """Parses seconds, or an ISO 8601 date and time, in UTC without an offset. Azure's 7 digits of a
-    second are cut to 6."""
+    """Parses a number of seconds or an ISO 8601 date and time, and returns seconds. Times without
+    an offset are UTC, and Azure's 7 decimals are cut to 6."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
         with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())
@@ -216,7 +218,7 @@ def _count(value: object, where: str, least: int | None) -> int:
 
 
 def _block(value: object, where: str) -> int:
-    """Parses the name of a block, an integer of any size."""
+    """Parses a block's name, an integer of any size."""
     name = _integer(value)
     if name is None or name < 0:
         raise WorkloadError(

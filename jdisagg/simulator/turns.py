@@ -1,36 +1,35 @@
-"""Decode through pipeline stages: which sequences step together, and which of these batches is the
+"""Models decode through pipeline stages: which sequences form a batch, and which batch is the
 fullest.
 
-With m stages m batches run, each in another stage, and a batch steps again when it returns from the
-last stage. Batches do not overtake, so a cycle of all turns takes as long as the slowest batch
-needs through all stages. A newcomer joins the batch whose turn is next. The other batches follow
-the slowest one through its last stage and the host, each one stage time after the previous one. Few
-newcomers therefore meet a short batch, the fullest batch gains most, and batches stay uneven. An
-empty batch takes the next newcomer.
+With m stages m batches run, each in another stage, and a batch starts its next step when it leaves
+the last stage. Batches do not overtake, so all cycle at the pace of the slowest batch. A new
+sequence joins an empty batch if there is one, else the batch whose turn is next. Since other
+batches follow the slowest one closely, most new sequences arrive before the slowest batch's turn
+and join it, so that batches stay uneven.
 
-A newcomer's moment within a cycle is taken from multiples of the golden ratio, which are spread
-evenly without randomness. Knows slots and seconds, no requests. Pure."""
+A new sequence's arrival within a cycle is taken from multiples of the golden ratio, which are
+evenly spread without randomness. Pure; independent of requests."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 GOLDEN = 0.6180339887498949
 
-# Seconds of all stages, and of the host, during which no stage works on the batch.
+# Seconds of a batch's step in all stages, and in the host while no stage works on the batch.
 Parts = tuple[float, float]
 
 
-# Sequences of a step, their tokens, tokens of the longest; the step's own tokens included.
+# Number of sequences in a step, sum of their contexts, longest context, all after the step.
 Load = tuple[int, int, int]
 
 
 def load_of(slots: Collection[int], positions: Sequence[int]) -> Load:
-    """Returns the load of a step of these slots."""
+    """Returns the load of a decode step of the sequences in `slots`."""
     held = [positions[slot] for slot in slots]
     return len(held), len(held) + sum(held), max(held, default=-1) + 1
 
 
 class Turns:
-    """The batches of one dp rank. `step_parts(*load)` returns the seconds of a batch's step."""
+    """The batches of one dp rank. `step_parts(*load)` returns the `Parts` of a batch's step."""
 
     def __init__(self, stages: int, step_parts: Callable[[int, int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
@@ -40,8 +39,8 @@ class Turns:
     def fullest(
         self, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
     ) -> Load:
-        """Returns the load of the slowest batch when these slots step. `admitted`: the new ones
-        among them."""
+        """Assigns admitted slots to batches; returns the load of the largest batch. `admitted`: new
+        sequences' slots, a part of `slots`."""
         new = set(admitted)
         stay = set(slots) - new
         for batch in self._batches:
@@ -58,7 +57,7 @@ class Turns:
         ]
 
     def _next(self, positions: Sequence[int]) -> int:
-        """Returns the batch that a sequence arriving now joins."""
+        """Returns the index of the batch that a new sequence joins."""
         for index, batch in enumerate(self._batches):
             if not batch:
                 return index

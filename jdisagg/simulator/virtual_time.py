@@ -1,14 +1,14 @@
-"""An event loop whose time jumps to the next timer: hours of waiting run in milliseconds, always in
-the same order.
+"""An event loop whose time jumps to the next timer, so that hours of waiting run in milliseconds
+and always in the same order.
 
 `run_virtually(main)` runs a coroutine function to its end on a fresh loop. It raises `Stuck` if no
 task can run and no timer is set, or if time passes `limit_seconds`, so that a lost wake-up fails
 instead of hanging.
 
-The loop is as lean as asyncio allows: a queue of ready callbacks and a heap of timers, without
-selector, threads, signals or debugging. Ready callbacks, and timers of the same instant, run in the
-order in which they were scheduled. Time stands still while callbacks run. All callbacks share one
-context, so a context variable that one sets is visible to all."""
+For speed the loop has only a queue of ready callbacks and a heap of timers, without selector,
+threads, signals or debugging. Ready callbacks, and timers of the same instant, run in the order in
+which they were scheduled. Time stands still while callbacks run. All callbacks share one context,
+so a context variable set by one is visible to all."""
 
 import asyncio
 import contextlib
@@ -24,21 +24,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Cancelled timers stay in the heap until their time. They are removed when more than this many make
-# up most of the heap.
+# Cancelled timers stay in the heap until their time. They are removed earlier when they are more
+# than this many and the majority.
 MOST_CANCELLED = 4096
 
 
 class Stuck(AssertionError):
-    """No task can run and no timer is set, or the time limit has passed."""
+    """Raised if no task can run and no timer is set, or if the time limit has passed."""
 
 
 class _Handle(list[typing.Any]):
     """A scheduled callback: [when, number, callback, arguments, loop]. `loop` is set only while a
     timer waits.
 
-    Each simulated request makes dozens. A list is the fastest mutable object in Python, and lists
-    compare by time and then number, as the heap of timers needs."""
+    Each simulated request schedules dozens of callbacks. A list is the fastest mutable object in
+    Python, and lists compare by time and then number, as the heap of timers needs."""
 
     __slots__ = ()
 
@@ -117,7 +117,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle  # type: ignore[return-value]
 
     def count_cancelled(self) -> None:
-        """Counts a cancelled timer and compacts the heap when most of it is cancelled."""
+        """Counts a cancelled timer, and compacts the heap when most of its timers are cancelled."""
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
             self._timers = [handle for handle in self._timers if handle[_CALLBACK] is not _nothing]
@@ -208,7 +208,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             self.run_forever()
         finally:
-            # Otherwise a later cancellation of it would stop whatever runs then.
+            # Otherwise a later cancellation of this task would stop the loop's next run.
             task.remove_done_callback(self._end)
         return task.result()
 
@@ -229,7 +229,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
 
-    # asyncio calls it for each future; `bool()` is False and fast.
+    # asyncio calls `get_debug` for each future; `bool()` returns False and is fast.
     get_debug = staticmethod(bool)  # type: ignore[assignment]
 
     def set_debug(self, enabled: bool) -> None:
@@ -276,7 +276,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualClock:
-    """The clock of the loop that runs when it is created, or when it is first read."""
+    """The clock of the event loop that runs when the clock is created or, if none does, first
+    read."""
 
     def __init__(self) -> None:
         if _runs_a_loop():
@@ -293,7 +294,8 @@ class VirtualClock:
 def run_virtually(
     main: Callable[[], Coroutine[object, object, T]], limit_seconds: float = 10_000.0
 ) -> T:
-    """Runs `main()` to its end on a fresh loop, then cancels what is left and closes the loop.
+    """Runs `main()` to its end on a fresh loop, then cancels remaining tasks and closes the loop.
+    Returns the result of `main()`.
 
     Blocks. If this thread already runs a loop, as in a notebook, `main` runs on another thread."""
     if _runs_a_loop():
@@ -330,7 +332,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         for task in tasks - cancelled:  # once: a second cancel would interrupt its clean-up
             task.cancel()
         cancelled |= tasks
-        # A task that received KeyboardInterrupt re-raises it here; the others still have to end.
+        # A task that received KeyboardInterrupt raises it again; the other tasks still have to end.
         with contextlib.suppress(KeyboardInterrupt):
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())

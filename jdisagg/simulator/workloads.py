@@ -1,8 +1,8 @@
-"""Workloads: lists of arrivals drawn from distributions, and transformations of such lists.
+"""Generates workloads, which are lists of arrivals, from distributions, and transforms them.
 
-An `Arrival` has lengths, no text, and times in a list do not decrease. Every function returns a new
-list. All randomness comes from a seed, so that the same call gives the same list. `trace_files`
-reads traces. Knows no cluster, no model, no clock."""
+An `Arrival` has lengths but no text. A workload is sorted by time. Every function returns a new
+list. All randomness comes from a seed, so that equal calls give equal lists. Must not depend on
+clusters, models or clocks. `trace_files` reads traces."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from jdisagg.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request.
+    """One request of a workload.
 
     Attributes:
-      block_hashes: Names (0 or more) of its prompt's blocks in order, the last of which may be
-        partial. Equal names mean equal tokens up to there.
+      block_hashes: Non-negative names of the prompt's blocks in order; the last block may be
+        partial. Equal names mean that all tokens up to the block's end are equal.
       priority: Priority as in `Request`.
-      deadline: Seconds after the arrival, or None.
+      deadline: Seconds after the arrival, or None for no deadline.
     """
 
     at_seconds: float
@@ -61,15 +61,15 @@ class Arrival:
 
 
 class Lengths(Protocol):
-    """A distribution of (prompt, output) tokens. `draw` returns two int arrays [count] with values
-    of at least 1."""
+    """A distribution of (prompt, output) lengths. `draw` returns two int arrays [count] of token
+    counts, at least 1."""
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The same lengths for every request."""
+    """Equal lengths for all requests."""
 
     prompt_tokens: int
     output_tokens: int
@@ -100,8 +100,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """Pairs drawn with replacement from a trace, which keeps the correlation of prompt and output
-    but not their order."""
+    """Draws (prompt, output) pairs from a trace with replacement, which keeps the correlation
+    between prompt and output but not the trace's order."""
 
     arrivals: Sequence[Arrival]
 
@@ -115,8 +115,8 @@ class Resampled:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Each request from one of `parts`, (weight, lengths), chosen by weight; weights need not sum
-    to 1."""
+    """Draws each request from one of `parts`, (weight, lengths), chosen by weight. Weights need not
+    sum to 1."""
 
     parts: tuple[tuple[float, Lengths], ...]
 
@@ -141,15 +141,15 @@ class Mixture:
 def poisson(
     rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Returns `count` requests at `rate` a second with exponential gaps; the first comes at 0."""
+    """Returns `count` requests at `rate` a second with exponential gaps; the first arrives at 0."""
     return gamma(rate, count, lengths, 1.0, seed, tenant)
 
 
 def gamma(
     rate: float, count: int, lengths: Lengths, variation: float, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Returns requests with gamma-distributed gaps of coefficient of variation `variation`: 0 is
-    evenly spaced, 1 Poisson, above 1 bursty."""
+    """Returns requests with gamma-distributed gaps. `variation`, the gaps' coefficient of
+    variation, is 0 for even spacing, 1 for Poisson, and above 1 for bursts."""
     _check_rate(rate)
     if count < 1:
         raise WorkloadError(f"a workload must have at least 1 request, got {count}")
@@ -171,7 +171,7 @@ def gamma(
 
 
 def merge(*workloads: Sequence[Arrival]) -> list[Arrival]:
-    """Merges workloads by time; for equal times, in the order of the arguments."""
+    """Merges workloads by time; equal times keep the order of the arguments."""
     return sorted(
         (item for workload in workloads for item in workload), key=lambda item: item.at_seconds
     )
@@ -184,14 +184,13 @@ def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Returns the same requests with times scaled to `rate` a second on average. Bursts keep their
-    shape."""
+    """Returns the same requests with times scaled to a mean of `rate` requests a second."""
     _check_rate(rate)
     return faster(arrivals, rate / mean_rate(arrivals))
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Returns requests a second, n - 1 gaps over the time from first to last arrival. Raises
+    """Returns the mean requests a second: (n - 1) / (last arrival - first arrival). Raises
     WorkloadError unless two requests have different times."""
     first, last = _some(arrivals)[0].at_seconds, arrivals[-1].at_seconds
     if last <= first:
@@ -216,10 +215,11 @@ def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arr
 
 
 def spread_ticks(arrivals: Sequence[Arrival], tick_seconds: float, seed: int = 0) -> list[Arrival]:
-    """Spreads the requests of one tick uniformly at random over it and keeps their order.
+    """Spreads the requests of each tick of the trace's clock uniformly at random over the tick, in
+    order.
 
-    For traces with a coarse clock (Mooncake's conversation: 3 s). Given their number, this is a
-    Poisson process."""
+    Meant for traces with a coarse clock (Mooncake's conversation: 3 s). Within a tick arrivals are
+    then a Poisson process."""
     _check_rate(tick_seconds)
     random = np.random.default_rng(seed)
     ticks = np.floor(np.array([item.at_seconds for item in _some(arrivals)]) / tick_seconds + 1e-9)

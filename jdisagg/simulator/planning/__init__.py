@@ -1,1 +1,1 @@
-"""The planner and the web page's guide, on top of the simulator."""
+"""The planner and the web page's planning guide, which run the simulator."""

@@ -1,12 +1,12 @@
-"""Upper bounds on the rate of a candidate by arithmetic, which rank candidates before simulation.
+"""Computes upper bounds on a candidate's request rate by arithmetic, to rank candidates before
+simulation.
 
-Each limit is a rate of requests of the whole candidate, named by its cause: prefill compute, TTFT,
-TPOT, KV memory, the link. Prefill ranks, and those of one pool for their prefill work, share an
-M/G/c queue whose waiting time has an exponential tail. A decode rank steps a batch of mean
-contexts. Decode steps of one pool are slowed by the share of time that prefill takes, or, where
-chunks run within steps, by what they add (`fused`). Bursts within a batch, packing and scheduling
-are left out; the simulator models those and decides. Pure numbers; knows lengths (`Demand`), not
-arrivals."""
+Each limit is a request rate of the whole candidate, named by its cause: prefill compute, TTFT,
+TPOT, KV memory, the link. Ranks that prefill share an M/G/c queue whose waiting time has an
+exponential tail. A decode rank runs a batch of mean contexts. In one-pool modes decode steps are
+slowed by the fraction of time that prefill takes, or by fused chunks (`fused`). Bursts within a
+batch, packing and scheduling are ignored; the simulator models those and decides. Pure; depends on
+request lengths (`Demand`), not on arrival times."""
 
 import copy
 import math
@@ -26,13 +26,14 @@ from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
 SAMPLE = 128  # requests of the sample that is priced one by one
-HEADROOM = 1.1  # factor on KV pages for growth granted ahead and prompts in transfer
+HEADROOM = 1.1  # factor on KV pages for pages allocated ahead and prompts in transfer
 FULL = 0.98  # usable fraction of a server's time
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a plan: the fraction `attainment` of requests meets both limits."""
+    """The goal of a plan: at least the fraction `attainment` of requests meets both limits, in
+    seconds."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -56,8 +57,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """A workload's lengths: all of them for means, and an even sample of `SAMPLE` for pricing one
-    by one."""
+    """A workload's request lengths: all of them for means, and an evenly spaced sample of `SAMPLE`
+    requests that are priced one by one."""
 
     prompts: np.ndarray
     outputs: np.ndarray
@@ -84,12 +85,13 @@ class Demand:
 
     @property
     def steps_mean(self) -> float:
-        """Mean decode steps of a request; its first token comes from the prefill."""
+        """Mean decode steps of a request, one less than its output tokens: the prefill computes the
+        first."""
         return float((self.outputs - 1).mean())
 
     @property
     def context_mean(self) -> float:
-        """Mean context of a decoding sequence over all steps."""
+        """Mean context length, in tokens, over all decode steps."""
         steps = self.outputs - 1
         if not steps.sum():
             return self.prompt_mean
@@ -98,8 +100,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Requests a second of the whole candidate by each limit. `link_share`: fraction of the link's
-    reached speed that a rate of 1 needs."""
+    """Highest requests a second of the whole candidate under each limit. `link_share`: fraction of
+    the link's reached speed that one request a second needs."""
 
     limits: tuple[tuple[str, float], ...]
     link_share: float = 0.0
@@ -114,8 +116,9 @@ class Bounds:
 
 
 class Estimator:
-    """Prices candidates of one site and workload, and caches what depends on a layout alone.
-    `fused`: a chunk of one pool runs within a decode step, not in turns with it."""
+    """Computes bounds of candidates for one site and workload, and caches results by layout.
+    `fused`: in one-pool modes a prefill chunk runs within a decode step instead of between
+    steps."""
 
     def __init__(
         self,
@@ -136,13 +139,13 @@ class Estimator:
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
-        """Returns an estimator for another goal that shares the caches independent of goals."""
+        """Returns an estimator for another goal that shares this one's goal-independent caches."""
         other = copy.copy(self)
         other.goal, other._known = goal, {}
         return other
 
     def bounds(self, candidate: Candidate) -> Bounds:
-        """Returns the bounds of a candidate. Raises KeyError for a layout that does not fit."""
+        """Returns the bounds of a candidate. Raises KeyError if a layout does not fit."""
         decode_ranks = candidate.decode_instances * candidate.decode.dp
         if candidate.prefill is None:
             key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
@@ -180,8 +183,8 @@ class Estimator:
         return self._known[key]
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
-        """Returns the prefill seconds of each prompt of the sample. Long prompts are cut into
-        chunks; short ones share a chunk with equal prompts."""
+        """Returns the prefill seconds of each sampled prompt. Long prompts are cut into chunks; a
+        short one is assumed to share a chunk with equal prompts."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
             self._times[layout, chunk] = np.array(
@@ -190,7 +193,8 @@ class Estimator:
         return self._times[layout, chunk]
 
     def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits of one of `ranks` dp ranks that prefill and decode in turns."""
+        """Returns the limits (name, requests a second) for one of `ranks` dp ranks that alternate
+        between prefill and decode."""
         model, demand, goal = self.models[layout], self.demand, self.goal
         times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
         each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
@@ -198,13 +202,14 @@ class Estimator:
 
         def free(rate: float, step: float) -> float:
             """Returns the fraction of time left for decode steps. All dp ranks of an instance wait
-            for a chunk on any rank; with few prompts the other ranks have nothing to prefill then.
+            for a chunk on any rank; with few prompts the other ranks are idle meanwhile.
             """
             together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
             return 1 - rate * layout.dp * each / together
 
         def batch(rate: float) -> float:
-            """Returns the sequences that decode on a rank at `rate`; inf if it cannot keep up."""
+            """Returns the mean number of sequences that decode on a rank; inf if `rate` is too
+            high."""
 
             def following(count: float) -> float:
                 step = _step(model, count, context)
@@ -215,7 +220,7 @@ class Estimator:
 
         def tpot_met(rate: float) -> bool:
             if not steps:
-                return True  # there are no tokens after the first
+                return True  # outputs of one token have no TPOT
             count = batch(rate)
             step = _step(model, count, context) if count < math.inf else math.inf
             return count < math.inf and step <= goal.tpot_seconds * free(rate, step)
@@ -226,7 +231,7 @@ class Estimator:
         def ttft_met(rate: float) -> bool:
             count = batch(rate)
             between = _step(model, count, context) if 0.5 <= count < math.inf else 0.0
-            waits = times * (0.5 if layout.dp > 1 else 0.0)  # for the chunk of another rank
+            waits = times * (0.5 if layout.dp > 1 else 0.0)  # waits for another rank's chunk
             return (
                 count < math.inf
                 and _attained(times + waits + chunks * between, rate, ranks, goal)
@@ -243,7 +248,8 @@ class Estimator:
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits of one of `ranks` dp ranks whose chunks run within decode steps."""
+        """Returns the limits (name, requests a second) for one of `ranks` dp ranks with fused
+        chunks."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
         if (layout, chunk) not in self._steps:
             if layout not in self._tables:
@@ -281,17 +287,17 @@ class Estimator:
             ("TPOT", lambda rate: kept(rate, tpot_met)),
             ("KV memory", lambda rate: kept(rate, pages_met)),
         )
-        # A thousandth is more precise than this arithmetic.
+        # 11 bisections: a thousandth is more precise than this arithmetic.
         return tuple((name, _largest(met, most, 11)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits of one of `ranks` dp ranks of prefill instances. All ranks of an
-        instance wait for the fullest chunk on any, so it serves in batches, which are more uneven
-        the fewer prompts share a chunk."""
+        """Returns the limits (name, requests a second) for one of `ranks` dp ranks of prefill
+        instances. All ranks of an instance wait for the slowest rank's chunk; ranks differ more if
+        few prompts share a chunk."""
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
-        occupied = times * ((1 + uneven) / dp)  # of the busy instance's time
+        occupied = times * ((1 + uneven) / dp)  # seconds of the instance per prompt
         most = FULL / float(occupied.mean()) / dp
 
         def ttft_met(rate: float) -> bool:
@@ -341,13 +347,14 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Returns the seconds of a step of `count` sequences; a fraction below 1 counts as one."""
+    """Returns the seconds of a decode step of `count` sequences, rounded up, with `context` tokens
+    each."""
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 
 
 def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
-    """Returns the requests a second that a rank completes with `count` decoding sequences."""
+    """Returns the requests a second that a rank completes while it decodes `count` sequences."""
     if not demand.steps_mean:
         return math.inf
     return (
@@ -386,8 +393,8 @@ def _longest(times: np.ndarray, count: float) -> float:
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    """Returns the prompts of a batch, at most one a rank: those that arrive at `rate` a second
-    while the previous batch runs."""
+    """Returns the mean number of prompts in a batch, 1 to `ranks`: those that arrive at `rate` a
+    second while the previous batch runs."""
     count = 1.0
     for _ in range(rounds):
         count = min(float(ranks), max(1.0, rate * _longest(times, count)))
@@ -399,9 +406,9 @@ def _attained(
 ) -> float:
     """Returns the fraction of requests whose waiting and service meet the TTFT limit.
 
-    The servers share a queue, with `rate` requests a second for each: M/G/c with Sakasegawa's
-    (1977) probability and mean of waiting, exact in mean for one server, and an exponential tail.
-    `times` are the server's times, and `spent` the request's own, if different."""
+    The servers share a queue with `rate` requests a second for each server: M/G/c with Sakasegawa's
+    (1977) probability and mean of waiting, and an exponential tail. `times`: seconds for which each
+    request occupies a server. `spent`: seconds from service to first token; None means `times`."""
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:
@@ -415,8 +422,8 @@ def _attained(
 
 
 def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    """Returns the batch size at which a rank admits as many sequences as it completes; inf if it
-    grows without bound."""
+    """Returns the batch size at which a rank admits as many sequences as it completes, found by
+    iterating `next_count`; inf if the batch grows without bound."""
     count = 0.0
     for _ in range(rounds):
         following = next_count(count)

@@ -1,12 +1,12 @@
-"""The planner's choices: modes, layouts and counts of instances on a number of accelerators, and
-the links between them.
+"""Enumerates the planner's candidates: modes, layouts and counts of instances on a site's
+accelerators.
 
 `Site` describes the accelerators, and `Candidate` one way to use them. `fitting_layouts` lists the
-layouts that divide the model and fit memory, or raises `NothingFits` with the reason. A dense
-model's dp ranks are separate instances, so dp = 1. Experts lie over all devices of an instance, or
-are cut by tp. tp stays within a scale-up domain. dp ranks that share experts may span domains, and
-then exchange tokens over the slower link. Pure; of the workload it knows only the longest
-request."""
+layouts that divide the model and fit memory, or raises `NothingFits` with the reason. For dense
+models dp is 1, since dp ranks would equal separate instances. Experts are spread over all devices
+of an instance, or cut by tp. tp stays within a scale-up domain. dp ranks that share experts may
+span domains, and then exchange tokens over the slower link. Pure; the only property of the workload
+in use is its longest request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,12 +34,12 @@ class NothingFits(ConfigError):
 
 @dataclass(frozen=True)
 class Site:
-    """The accelerators of a plan. Fields that are None are taken from the hardware's description.
+    """The accelerators of a plan. For None the hardware's description supplies the value.
 
     Attributes:
       accelerators: Number of accelerators in all.
       devices_per_node: Accelerators of a host. By default a domain of up to 8 is one host, and a
-        larger one consists of hosts of 4.
+        larger domain consists of hosts of 4.
       domain_devices: Accelerators joined by the scale-up link (NVLink, ICI).
       scale_out: Link of each device to other domains.
     """
@@ -79,8 +79,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to use the accelerators. In the one-pool modes `prefill` is None, and the decode
-    instances also prefill."""
+    """A mode with layouts and counts of instances. In the one-pool modes `prefill` is None, and
+    decode instances also prefill."""
 
     mode: Mode
     decode: Layout
@@ -103,7 +103,7 @@ class Candidate:
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
-        """Returns the devices of the smallest unit with the same ratio of prefill to decode
+        """Returns the devices of the fewest instances that keep the ratio of prefill to decode
         instances."""
         return (
             self.devices // gcd(self.prefill_instances, self.decode_instances)
@@ -113,7 +113,7 @@ class Candidate:
 
 
 def short(layout: Layout) -> str:
-    """Returns a layout as text without its ones: "tp4", "dp8 ep8", "1 device"."""
+    """Returns a layout as text, omitting axes of size 1: "tp4", "dp8 ep8", "1 device"."""
     parts = [
         f"{name}{value}" for name in ("dp", "tp", "ep") if (value := getattr(layout, name)) > 1
     ]
@@ -123,8 +123,9 @@ def short(layout: Layout) -> str:
 def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     """Returns (link, parallel links) for the hand-off of one prompt.
 
-    It stays within a scale-up domain if a domain holds whole units of prefill and decode instances.
-    Each device has its own link, so the dp rank with fewer devices bounds their number."""
+    The link is scale-up if one domain holds a whole `unit_devices` of prefill and decode instances.
+    Each device has its own link, so the links in parallel are as many as the smaller dp rank's
+    devices."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -134,7 +135,7 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """A layout whose weights fit, with room for `kv_tokens` tokens of KV on each dp rank."""
+    """A layout whose weights fit, with memory for `kv_tokens` tokens of KV on each dp rank."""
 
     layout: Layout
     model: CostModel
@@ -144,8 +145,8 @@ class Fitting:
 def fitting_layouts(
     geometry: CostGeometry, site: Site, longest_tokens: int, dtype: str = "bfloat16"
 ) -> list[Fitting]:
-    """Returns the layouts of one instance that hold the weights and, on a dp rank, one request of
-    `longest_tokens`. Raises NothingFits if there is none."""
+    """Returns the layouts of one instance that hold the weights and, on each dp rank, one request
+    of `longest_tokens` tokens. Raises NothingFits if there is none."""
     most = site.accelerators if geometry.experts else min(site.accelerators, site.domain)
     weights_least, room_most, refused = float("inf"), 0, ""
     found: list[Fitting] = []
@@ -188,8 +189,8 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Returns whether `found` has a layout of equal cost and memory: whole experts spread over a
-    tensor-parallel group cost as much as experts cut over it."""
+    """Returns whether `found` has a layout of equal cost and memory: spreading whole experts over a
+    tensor-parallel group costs as much as cutting each expert over the group."""
     return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 
@@ -210,7 +211,8 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
 
 
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
-    """Yields one-pool candidates with as many instances of a layout as the site holds."""
+    """Yields a one-pool candidate for each mode and layout, with as many instances as the site
+    holds."""
     for item in fitting:
         count = site.accelerators // item.layout.devices
         if Mode.UNIFIED in modes:

@@ -1,8 +1,7 @@
-"""Converts a candidate to the simulator's fleet and to the configuration of the live system.
+"""Converts a candidate to a simulated fleet and to a configuration of the live system.
 
-Both get the same sizes, so that the configuration is what was predicted. A search uses more slots
-than any candidate needs, and the configuration as few as carry the prediction (`sized`). Decides
-nothing."""
+Both have the same sizes, so that predictions hold for the configuration. A search uses more slots
+than any candidate needs; a configuration has the fewest that reach the predicted rate (`sized`)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
 MIN_CHUNK = 256
-# Layer groups of a hand-off: all but the last are transferred while the chunk computes.
+# Number of layer groups of a hand-off; all but the last are transferred while the chunk computes.
 LAYER_GROUPS = 4
 MOST_SLOTS = 512
 
@@ -31,11 +30,11 @@ class FleetMaker:
     """Makes fleets and configurations of candidates.
 
     Attributes:
-      fused: A prefill chunk and a decode step of one pool run as one step, as in Sarathi-Serve;
-        otherwise in turns, as in this engine.
-      reuse: Whether workers have a prefix cache.
+      fused: Whether one-pool modes run a prefill chunk and a decode step as one step, as in
+        Sarathi-Serve, instead of alternately as in this engine.
+      reuse: Whether workers use a prefix cache.
       hardware: Name of the accelerator in a written configuration.
-      slots: Most sequences that decode on a dp rank at once.
+      slots: Maximum number of sequences that decode on a dp rank at once.
       weights: Quantization of the weights of `geometry`; empty for none.
     """
 
@@ -51,8 +50,9 @@ class FleetMaker:
     weights: str = ""
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """Returns a maker with the fewest slots for which the finding still `holds` in simulation:
-        a power of two, and at least 1.5 times the mean of decoding sequences on a rank."""
+        """Returns a maker with the fewest slots for which `holds` confirms the finding in
+        simulation. The number is a power of two and at least 1.5 times a rank's mean number of
+        decoding sequences."""
         decoding = max(
             0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
         )
@@ -92,7 +92,8 @@ class FleetMaker:
     def run(
         self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
     ) -> TrialRun:
-        """Implements the planner's `Runner`."""
+        """Simulates a candidate on arrivals until `lost` reports a lost goal; implements the
+        planner's `Runner`."""
         result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 

@@ -1,14 +1,14 @@
-"""Arithmetic of one pool whose steps carry a prefill chunk and the decoding sequences together, the
-strongest rival of two pools.
+"""Estimates one-pool instances whose steps run a prefill chunk together with the decoding
+sequences, the strongest alternative to disaggregation.
 
-A dp rank's mean step is a decode step, plus what a chunk adds in those steps in which any rank of
-the instance has one. A chunk adds less than it takes alone, because weights are read once for both
-and small matrices leave arithmetic idle. Small chunks may therefore carry more than large ones. A
-chunk holds at least a prompt or a piece of it, and at most the prompts that arrive during a step. A
-sequence's mean time per token varies with the number of chunks that it meets, so that long chunks
-and short answers can miss a limit that the mean meets.
+A mean step lasts as long as a decode step, plus the time that a chunk adds if any rank of the
+instance has one. A chunk adds less than its time alone, because weights are read once for both and
+small matrices leave arithmetic idle. Small chunks may therefore allow a higher rate than large
+ones. A chunk holds one prompt or a piece of one, or all prompts that arrive during a step. A
+sequence's time per token varies with the number of chunks during its decode, so that with long
+chunks some short answers miss a limit that the mean meets.
 
-Pure numbers; knows lengths and a cost model, no arrivals."""
+Pure; depends on request lengths and a cost model, not on arrival times."""
 
 import math
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class FusedPace:
-    """A rank under a steady rate.
+    """The steady state of one dp rank at a constant request rate.
 
     Attributes:
-      sequences: Sequences that decode.
+      sequences: Mean number of decoding sequences.
       decode: Seconds of a step without a chunk.
       step: Mean seconds of a step.
-      chunk: Seconds that a chunk adds.
+      chunk: Seconds that a chunk adds to a step.
       busy: Fraction of the steps in which the rank has a chunk.
       met: Fraction of the steps in which any rank of the instance has one.
-      held: Seconds of the rank's prefill that each prompt of the sample occupies.
-      spent: Seconds from the first chunk to the first token of each prompt of the sample.
+      held: Seconds of prefill capacity that each sampled prompt takes from the rank.
+      spent: Seconds from first chunk to first token of each sampled prompt.
     """
 
     sequences: float
@@ -48,8 +48,8 @@ class FusedPace:
 
 
 class StepTable:
-    """Seconds of a layout's steps without attention to context, interpolated: by tokens with a
-    chunk, by sequences without one."""
+    """Interpolated seconds of a layout's steps without attention: steps with a chunk by their
+    tokens, decode steps by their sequences."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -63,7 +63,7 @@ class StepTable:
         return float(np.interp(sequences, TOKENS, self._decode))
 
     def decode(self, sequences: float, context: float) -> float:
-        """Returns the seconds of a decode step with `context` tokens each."""
+        """Returns the seconds of a decode step of sequences with `context` tokens each."""
         whole = max(1, math.ceil(sequences))
         if whole > COARSE * COARSE:
             whole = COARSE * math.ceil(whole / COARSE)  # bounds the cache
@@ -71,7 +71,7 @@ class StepTable:
 
 
 class FusedChunks:
-    """One layout with chunks of up to `chunk` tokens and a sample of prompt lengths."""
+    """Estimates one layout with chunks of up to `chunk` tokens for a sample of prompt lengths."""
 
     def __init__(
         self, table: StepTable, chunk: int, prompts: np.ndarray, context: float, steps: float
@@ -84,7 +84,7 @@ class FusedChunks:
         self._known: dict[float, FusedPace | None] = {}
 
     def _attended(self, prompt: int) -> float:
-        """Returns the seconds that attention to the prompt's own tokens adds to its chunks."""
+        """Returns the seconds that attention within the prompt adds to the prompt's chunks."""
         done, seconds = 0, 0.0
         while done < prompt:
             new = min(self._chunk, prompt - done)
@@ -94,14 +94,14 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the pace at `rate` requests a second on the rank, or None if it cannot keep
-        up."""
+        """Returns the steady state at `rate` requests a second on the rank, or None if the rate is
+        too high."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
 
     def _settled(self, rate: float) -> FusedPace | None:
-        # Iterates from below: from the pace of a lower rate, or from one sequence.
+        # Iterates upwards from the result for a lower rate, or from one sequence.
         lower = [known for known, pace in self._known.items() if known < rate and pace]
         near = self._known[max(lower)] if lower else None
         step = near.step if near else self._table.decode(1, self._context)
@@ -116,7 +116,8 @@ class FusedChunks:
         return found if found is not None and found.step <= 1.05 * step else None
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
-        """Returns the pace that follows from steps of `step` seconds."""
+        """Returns the state at `rate` if steps took `step` seconds; one round of the fixed-point
+        iteration."""
         count = rate * self._steps * step
         if count > 1e6:
             return None
@@ -141,13 +142,13 @@ class FusedChunks:
             busy=busy,
             met=met,
             held=parts * decode + added,
-            # A chunk waits for the running step and is issued behind the next one.
+            # A chunk waits for the running step and for the step that was issued ahead.
             spent=whole_parts * decode + added * np.maximum(1.0, 1 / parts) + step,
         )
 
     def within(self, pace: FusedPace, limit: float, outputs: np.ndarray) -> float:
-        """Returns the fraction of requests whose mean time per token meets `limit`. Chunks lengthen
-        a random fraction `met` of a request's steps (normal approximation)."""
+        """Returns the fraction of requests whose mean time per token meets `limit`. Each step of a
+        request has a chunk with probability `met` (normal approximation)."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))
         kept = 0.0
         for count in outputs - 1:
@@ -161,7 +162,7 @@ class FusedChunks:
 
 
 def _mixed(model: CostModel, tokens: float) -> float:
-    """Returns the seconds of a step of `tokens` tokens without attention."""
+    """Returns the seconds of a step with a chunk and `tokens` tokens in all, without attention."""
     return model.mixed_of(round(tokens), 0.0, 0.0, 1, 0, 0.0).seconds
 
 

@@ -1,12 +1,12 @@
-"""The interactive guide of the web page: one workload on the same accelerators in three modes.
+"""Computes the web page's planning guide: one workload on the same accelerators in three modes.
 
-Unified instances prefill whole prompts between decode steps. Chunked ones prefill in pieces, each
-fused with a step. Disaggregated ones have a mesh for each role, and a link between. All get the
-same arrivals: short prompts, and every fourth a long one, whose prefill delays the others. The
-answer has percentiles for each mode, and the times of all tokens of the first requests.
+Unified instances prefill whole prompts between decode steps. Chunked instances prefill in pieces,
+each fused with a step. Disaggregated instances prefill and decode on meshes joined by a link. All
+modes serve the same arrivals, in which every fourth prompt is long and its prefill delays others.
+The answer has percentiles for each mode, and the token times of the first requests.
 
-Pure except for `main`, which runs in a process of its own to keep the load off the server: it reads
-the question as JSON from stdin and writes the answer to stdout."""
+Pure except for `main`, which reads the question as JSON from stdin and writes the answer to stdout,
+in a process of its own to keep the load off the server."""
 
 import math
 import os
@@ -32,7 +32,7 @@ from jdisagg.simulator.timeline import gap_runs
 from jdisagg.simulator.workloads import Fixed, Mixture, poisson
 
 MODEL, HARDWARE = "llama-3.1-8b", "h100"
-INSTANCES = 2  # each of one accelerator
+INSTANCES = 2  # of one accelerator each
 SHORT_TOKENS, OUTPUT_TOKENS = 200, 128
 LONG_PART = 0.25
 CHUNK_TOKENS = 512
@@ -53,7 +53,7 @@ GUIDE_LINKS = (
 
 class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The user's choices. `prompt_tokens`: length of the long prompts. `rate`: requests a second.
-    `link`: link between prefill and decode."""
+    `link`: name of the link between prefill and decode."""
 
     prompt_tokens: Annotated[int, msgspec.Meta(ge=256, le=16384)] = 4096
     rate: Annotated[float, msgspec.Meta(ge=0.5, le=16.0)] = 4.0
@@ -67,8 +67,8 @@ class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GuideRequest(msgspec.Struct, frozen=True):
-    """One request, in seconds since the first arrival. `gaps`: runs of (seconds between tokens,
-    number), in order from the first token on."""
+    """Times of one request in seconds since the first arrival. `gaps`: runs of equal gaps between
+    tokens, (seconds, number), in order."""
 
     arrival: float
     first_token: float | None
@@ -78,7 +78,7 @@ class GuideRequest(msgspec.Struct, frozen=True):
 
 
 class GuideWay(msgspec.Struct, frozen=True):
-    """Results of one mode. `ttft`, `tbt`: seconds at p50 and p99, and the longest."""
+    """Results of one mode. `ttft`, `tbt`: (p50, p99, maximum) in seconds."""
 
     mode: str
     ttft: tuple[float | None, float | None, float | None]
@@ -99,7 +99,7 @@ class GuideAnswer(msgspec.Struct, frozen=True):
 
 
 def parse_question(body: bytes) -> GuideQuestion:
-    """Parses the question. Raises InvalidRequestError."""
+    """Parses a question in JSON. Raises InvalidRequestError for invalid fields."""
     try:
         return msgspec.json.decode(body, type=GuideQuestion)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -109,7 +109,7 @@ def parse_question(body: bytes) -> GuideQuestion:
 
 
 def answer(question: GuideQuestion) -> GuideAnswer:
-    """Simulates all modes. Takes seconds of processor time."""
+    """Simulates all modes, which takes seconds of processor time."""
     count = max(12, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (
@@ -151,7 +151,7 @@ def answer(question: GuideQuestion) -> GuideAnswer:
 
 @dataclass(slots=True)
 class _Watched:
-    """Wraps the cluster's path and records the tokens of each request."""
+    """Wraps the cluster's request path and records the token ids of each request."""
 
     front: ServingPath
     tokens: dict[str, list[int]]
@@ -205,7 +205,8 @@ def _shown(outcome: RequestOutcome, runs: Sequence[tuple[float, int]]) -> GuideR
 
 
 def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Merges the most similar neighbours, with their mean gap, until SHOWN_RUNS are left."""
+    """Merges the most similar adjacent runs into one of their mean gap, until SHOWN_RUNS runs are
+    left."""
     while len(runs) > SHOWN_RUNS:
         at = min(range(len(runs) - 1), key=lambda at: abs(runs[at][0] - runs[at + 1][0]))
         (one, times), (other, more) = runs[at : at + 2]

@@ -1,7 +1,7 @@
-"""Measures a candidate: the highest rate at which it attains the goal in the simulator.
+"""Finds the highest rate at which a candidate attains the goal in the simulator.
 
-`Measurer` holds what all candidates share and can be pickled to another process. Candidates are
-independent. Knows the simulator only as a `Runner`. Deterministic by seed."""
+`Measurer` can be pickled to another process, and measures each candidate independently of others.
+Accesses the simulator only through `Runner`. Deterministic by seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class Task:
     """A candidate to measure.
 
     Attributes:
-      bounds: Its bounds by arithmetic.
-      kv_tokens: Room for KV on a dp rank.
-      rival_rate: Rate to beat; the search stops if the candidate does not carry more.
+      bounds: The candidate's bounds by arithmetic.
+      kv_tokens: Tokens whose KV fits a dp rank.
+      rival_rate: Rate to beat; the search stops once the candidate cannot carry more.
       tolerance: Relative tolerance of the rate at which the search ends.
-      trials: Trials of an earlier search, which this one continues.
+      trials: Trials of an earlier search to continue from.
     """
 
     candidate: Candidate
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Measurer:
-    """Measures candidates of one site under one goal and workload."""
+    """Measures candidates of one site for one goal and workload."""
 
     goal: Goal
     workload: Sequence[Arrival]
@@ -49,14 +49,15 @@ class Measurer:
     seed: int = 0
 
     def trial(self, candidate: Candidate, rate: float, runner: Runner | None = None) -> Trial:
-        """Tries one rate, in requests a second (`trials`)."""
+        """Tries one rate, in requests a second; see `trials`."""
         tries = Trier(
             self.goal, self.workload, self.demand, self.most_requests, self.arrivals, self.seed
         )
         return tries.trial(runner or self.runner, candidate, rate)
 
     def measured(self, task: Task) -> Finding | None:
-        """Searches the highest rate; returns None if it does not beat the task's rival."""
+        """Searches the highest rate of the task's candidate; returns None if it is below
+        `rival_rate`."""
         trials = list(task.trials)
 
         def trial(rate: float) -> float:
@@ -66,7 +67,7 @@ class Measurer:
         above = task.rival_rate * (1 + TOLERANCE)
         if above and trial(above) < self.goal.attainment:
             return None
-        # With a bound of 0 the simulator may still attain the goal at a low rate.
+        # Even if the bound is 0, the simulator may attain the goal at a low rate.
         demand = self.demand
         lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
         guess = max(task.bounds.rate, lowest)
@@ -120,15 +121,15 @@ def highest_rate(
 ) -> float:
     """Returns the highest tried rate at which `attained(rate)` is at least `wanted`.
 
-    Assumes that attainment falls with the rate, and calls `attained` at most MOST_RUNS times.
+    Assumes that attainment decreases with the rate. Calls `attained` at most MOST_RUNS times.
 
     Args:
       attained: Returns the attainment at a rate.
-      guess: Rate to start from; the result is 0 if a hundredth of it fails.
+      guess: Rate to start from; the result is 0 if a hundredth of this rate fails.
       wanted: Attainment to reach.
-      carried: Rate known to attain it; the search starts near it.
-      tolerance: Relative distance to a failing rate at which the search ends.
-      known: (rate, attainment) of earlier trials, with one that attains and one that fails.
+      carried: Rate known to reach `wanted`, from which the search starts; 0 if none is known.
+      tolerance: Relative distance between result and lowest failing rate at which the search ends.
+      known: (rate, attainment) of earlier trials, of which one reached `wanted` and one failed.
     """
     runs = 0
 

@@ -1,17 +1,17 @@
-"""Whether to disaggregate, with how many instances of each role, in which layouts: all candidates
-by arithmetic, the best few of each mode by simulation.
+"""Plans whether to disaggregate, with how many instances of each role in which layouts. Prices all
+candidates by arithmetic and simulates the best few of each mode.
 
 `Planner.plan` lists the layouts that fit (`candidates`), ranks candidates by their bounds
-(`bounds`), and keeps the best `finalists` of each mode. For each it finds by bisection the highest
-rate at which the simulator attains the goal (`measure`, `trials`): roughly first, then closely for
-the best of each mode and those that may carry as much. Then it tries neighbours of the best
-candidates until none carries more. A `Plan` ranks all by that rate for each accelerator of the
-site, idle ones included, with the binding limit of each and a verdict as text (`verdict`).
+(`bounds`), and keeps the best `finalists` of each mode. For each finalist, bisection finds the
+highest rate at which the simulator attains the goal (`measure`, `trials`): roughly first, then
+closely for those that may be the best of their mode. Then it tries neighbours of the best
+candidates until none is better. A `Plan` ranks all by their rate per accelerator of the site, idle
+ones included, with each one's binding limit and a verdict as text (`verdict`).
 
-Goals that no rate attains are refused by arithmetic first (`never`): no prompt is faster than alone
-in one chunk, and no decode step faster than that of one sequence.
+Unattainable goals are refused by arithmetic first (`never`): no prompt is faster than alone in one
+chunk, and no decode step faster than one of a single sequence.
 
-Knows the simulator only as a `Runner`; prints nothing. Deterministic by seed."""
+Accesses the simulator only through `Runner`; prints nothing. Deterministic by seed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner
 from jdisagg.simulator.planning.verdict import Finding, Trial, first_answer, no_rate, verdict
 from jdisagg.simulator.workloads import Arrival
 
-# Relative tolerance of the first search: enough to drop candidates that cannot reach the best rate.
+# Relative tolerance of the first search, which drops candidates that cannot reach the best rate.
 ROUGHLY = 0.15
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
@@ -52,9 +52,9 @@ class Plan:
 
     Attributes:
       findings: Simulated candidates, best first.
-      considered: Candidates priced by arithmetic.
+      considered: Number of candidates priced by arithmetic.
       verdict: The result as text.
-      left_out: Modes without a candidate, with the reason.
+      left_out: Modes without a candidate, each with the reason.
     """
 
     findings: tuple[Finding, ...]
@@ -71,15 +71,16 @@ class Search:
         dtype: Type of weights and KV.
         codec: Codec of KV between two pools.
         modes: Modes to compare.
-        finalists: Candidates of each mode that are simulated.
+        finalists: Number of candidates of each mode to simulate.
         most_requests: Cap on the requests of one simulated run.
-        fused: Whether chunked prefill runs a chunk and a decode step in one program, the best that
-            one pool can do, instead of in turns as this engine does. The runner must do the same.
+        fused: Whether chunked prefill runs a chunk and a decode step in one program, the fastest
+            for one pool, instead of alternately as this engine does. Must equal the runner's
+            setting.
         arrivals: Arrival process.
-        seed: Seed of everything random.
+        seed: Seed of all random numbers.
 
     Raises:
-        ConfigError: No search is possible with these values.
+        ConfigError: A value is invalid.
     """
 
     dtype: str = "bfloat16"
@@ -104,7 +105,7 @@ class Search:
 
 
 class Told:
-    """Receives a planner's progress and preliminary results."""
+    """Callbacks for a planner's progress and preliminary results; these do nothing."""
 
     def progress(self, text: str, done: int, total: int) -> None: ...
 
@@ -117,18 +118,18 @@ Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None
 
 
 def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-    """Measures tasks one after the other; yields (index of the task, finding)."""
+    """Measures tasks one after the other. Yields (index of the task, its finding or None)."""
     for index, task in enumerate(tasks):
         yield index, measurer.measured(task)
 
 
 class Planner:
-    """Searches the best use of a site for a model, goal and workload.
+    """Searches the best candidate of a site for a model, goal and workload.
 
     Args:
       runner: Simulates a candidate.
       told: Receives progress.
-      spread: Measures tasks, possibly on several cores; results do not depend on it.
+      spread: Function that measures tasks, possibly on several cores.
     """
 
     def __init__(
@@ -145,8 +146,8 @@ class Planner:
         self._search, self._told, self._spread = search, told, spread
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
-        """Returns the plan. Raises NothingFits, with the reason, if no candidate fits or attains
-        the goal at any rate. Blocks for all simulations."""
+        """Returns the plan; blocks until all simulations have ended. Raises NothingFits, with the
+        reason, if no candidate fits or attains the goal at any rate."""
         fitting, estimator = self._estimated(workload)
         cached = any(item.block_hashes for item in workload)
         if reason := never(fitting, estimator.demand, self._goal, cached):
@@ -180,8 +181,8 @@ class Planner:
     def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
         """Simulates every candidate of every mode, the exhaustive search that `plan` avoids.
 
-        Returns those that carry `TOLERANCE` more than `rate` requests a second in all, best first,
-        and the number of candidates."""
+        Returns the findings of those that carry more than (1 + TOLERANCE) x `rate` requests a
+        second, best first, and the number of candidates."""
         fitting, estimator = self._estimated(workload)
         tasks = [
             Task(candidate, limits, estimator.rooms[candidate.decode], rate)
@@ -218,8 +219,8 @@ class Planner:
     def _chosen(
         self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
     ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
-        """Returns the best of each mode by arithmetic, and the modes without a candidate. Of each
-        chunked layout only the best chunk size counts."""
+        """Returns the best of each mode by arithmetic, and the modes without a candidate. Only the
+        best chunk size of each chunked layout is considered."""
         chosen: list[list[tuple[Candidate, Bounds]]] = []
         left_out: list[str] = []
         chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
@@ -257,7 +258,8 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether another runner also attains the goal at the finding's rate."""
+        """Returns whether `runner`, in place of the planner's, also attains the goal at the
+        finding's rate."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -271,7 +273,7 @@ class Planner:
 
 
 class _Found:
-    """Candidates that were tried, and their findings."""
+    """The candidates measured so far, and the findings of those that beat their rival rate."""
 
     def __init__(self, site: Site, told: Told) -> None:
         self._told = told
@@ -295,8 +297,7 @@ class _Found:
         )
 
     def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
-        """Returns tasks to measure closely: in each mode the best and those that may carry as
-        much."""
+        """Returns tasks for closer measurement: candidates that may turn out best of their mode."""
         tasks: list[Task] = []
         best: dict[Mode, float] = {}
         for item in self.ranked:
@@ -311,7 +312,8 @@ class _Found:
 
     @property
     def ranked(self) -> list[Finding]:
-        """Findings, best first; among equals one pool first, then by arithmetic."""
+        """Findings, best first. Ties are resolved in favour of one pool, then of the higher
+        bound."""
         return sorted(
             self._findings.values(),
             key=lambda item: (
@@ -327,8 +329,8 @@ def neighbours(
     found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
 ) -> list[tuple[tuple[Candidate, Bounds], float]]:
     """Returns untried neighbours of the best chunked candidate (adjacent chunk sizes) and of the
-    best pair of pools (one prefill instance more or less), each with the rate to beat. The
-    arithmetic that ranked them is coarser than the simulator."""
+    best disaggregated one (one prefill instance more or less), each with the rate to beat.
+    Simulation may rank them higher than arithmetic did."""
     chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
     for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
         best = next((item for item in found.ranked if item.candidate.mode is mode), None)
@@ -354,12 +356,12 @@ def beside(one: Candidate, other: Candidate) -> bool:
     return abs(one.prefill_instances - other.prefill_instances) == 1
 
 
-# ---- goals that no load attains
+# ---- unattainable goals
 
 
 def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
-    """Returns why a single request misses the goal on every layout, with its least seconds, or ""
-    if it may attain it. `cached`: prompts may be cached, which says nothing about TTFT."""
+    """Returns the reason why requests miss the goal on every layout even when alone, or "" if the
+    goal may be attainable. `cached`: whether prompts may be cached; TTFT is then not checked."""
     wanted = goal.attainment - 1 / SAMPLE  # resolution of the sample
     prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
     reasons = []
@@ -371,7 +373,7 @@ def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) 
         )
     decoding = prompts[steps > 0]
     part = len(decoding) / len(prompts)
-    # Requests that never decode meet a limit on decoding.
+    # Requests of one output token always meet the TPOT limit.
     needed = 1 - (1 - wanted) / part if part else 0.0
     if part and (found := _missed(fitting, decoding, _step, goal.tpot_seconds, needed)):
         seconds, layout, tokens = found
@@ -395,11 +397,11 @@ def _missed(
     limit: float,
     wanted: float,
 ) -> tuple[float, str, int] | None:
-    """Returns (seconds, layout, tokens) of the prompt that must meet the limit and misses it on the
-    fastest layout, or None if enough prompts meet it."""
+    """Returns (seconds, fastest layout, tokens) of the prompt at quantile `wanted` of the lengths
+    if it misses the limit on the fastest layout; None if it meets the limit."""
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])
-    # Seconds grow with the length: enough prompts meet the limit if this one does.
+    # Seconds increase with length: if this prompt meets the limit, so do all shorter ones.
     best = min(fitting, key=lambda item: seconds_of(item.model, tokens))
     seconds = seconds_of(best.model, tokens)
     return (seconds, short(best.layout), tokens) if seconds > limit else None

@@ -1,24 +1,25 @@
-"""One rate tried: how many requests are sent, which of them count, and whether the cluster carries
-the rate or a queue only begins to grow.
+"""Tries one rate: chooses the number of requests, which of them to judge, and tells a rate that the
+cluster carries from an overload whose queue only begins to grow.
 
-Requests come in the workload's order, as a Poisson process (the same random numbers at every rate,
-so that curves do not jump) or with the trace's own times, scaled. Requests that arrive while the
+Requests arrive in the workload's order, as a Poisson process (with the same random numbers at every
+rate, so that curves do not jump) or at the trace's scaled times. Requests that arrive while the
 empty cluster fills, at most a third, are served but not judged.
 
-Attainment alone would accept an overload if a run ends before its queue has grown to the TTFT
-limit. A rate therefore counts as carried only if
+Attainment alone would accept an overload if a run ends before the wait in its queue reaches the
+TTFT limit. A rate therefore counts as carried only if
 
 - arrivals last `STAYS` times as long as a request stays, so that decode batches have filled within
   that third, and
-- they last `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the arrivals
+- arrivals last `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the arrivals
   passes the limit, or the wait for the first token grows by less than `GROWTH` seconds a second,
-  which is the fraction of the arrivals that stays behind.
+  which equals the fraction of the arrivals that queue up.
 
-A run ends early when more of the judged requests have missed the goal than may. An inconclusive run
-is repeated with more requests, up to `EXTENDS` times `most_requests`. If that is still too few, or
-the workload has no more, the trial is `short`, and its rate does not count as carried.
+A run ends early once more judged requests than the goal allows have missed a limit. An inconclusive
+run is repeated with more requests, up to `EXTENDS` times `most_requests`. If that is still
+inconclusive, or the workload has no more requests, the trial is `short`, and its rate does not
+count as carried.
 
-Knows the simulator only as a `Runner`; does not choose rates. Deterministic by seed."""
+Accesses the simulator only through `Runner`; does not choose rates. Deterministic by seed."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from jdisagg.simulator.workloads import Arrival, at_rate
 
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
 GROWTH = TOLERANCE / 2
-STAYS = 3  # `settled` leaves out a third
+STAYS = 3  # `settled` drops up to a third
 EXTENDS = 8
 LEAST_REQUESTS = 400
 LONGEST_SECONDS = 3600  # virtual
@@ -43,8 +44,9 @@ LONGEST_SECONDS = 3600  # virtual
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The simulator's result of one run. `stopped`: it ended early because its goal was lost; the
-    outcomes are of the requests that had ended, and their ids are indices of the arrivals."""
+    """The simulator's result of one run. `stopped`: the run ended early because the goal was lost;
+    outcomes are then those of the requests that had ended. A request's id is its index in the
+    arrivals."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()
@@ -52,14 +54,15 @@ class TrialRun:
 
 
 Lost = Callable[[RequestOutcome], bool]
-# Runs a candidate on arrivals; `Lost` returns after each outcome whether the goal is lost.
+# Simulates a candidate on arrivals. `Lost` is called with each outcome and returns whether to stop.
 Runner = Callable[[Candidate, Sequence[Arrival], Lost], TrialRun]
 Process = Literal["poisson", "trace"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trier:
-    """Tries rates of one workload against one goal. `most_requests`: cap for a conclusive run."""
+    """Tries rates of one workload against one goal. `most_requests`: cap on the requests of a run
+    that is not extended."""
 
     goal: Goal
     workload: Sequence[Arrival]
@@ -72,7 +75,7 @@ class Trier:
         """Tries `rate` requests a second, with longer runs if the first is inconclusive."""
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
-        # Long enough to settle, but bounded in time at low rates.
+        # Long enough to reach a steady state, but bounded in time at low rates.
         count = int(
             min(
                 np.clip(4 * rate * filling, LEAST_REQUESTS, self.most_requests),
@@ -92,7 +95,7 @@ class Trier:
                 return trial
             last = len(arrivals) < count or count >= most
             seconds = arrivals[-1].at_seconds - arrivals[0].at_seconds
-            stay = min(filling, _mean_stay(judged))  # bounded by an attained goal
+            stay = min(filling, _mean_stay(judged))  # if the goal is attained, at most `filling`
             growth, doubt = (
                 wait_growth(judged) if seconds < goal.ttft_seconds / TOLERANCE else (0.0, 0.0)
             )
@@ -108,7 +111,8 @@ class Trier:
 
 
 class Loss:
-    """Returns True once more of a run's judged requests have missed the goal than may."""
+    """Called with each outcome of a run; returns True once enough judged requests have missed a
+    limit to lose the goal."""
 
     def __init__(self, goal: Goal, arrivals: Sequence[Arrival], filling_seconds: float) -> None:
         first, last = arrivals[0].at_seconds, arrivals[-1].at_seconds
@@ -116,7 +120,7 @@ class Loss:
         counted = [index for index, item in enumerate(arrivals) if item.at_seconds >= begin]
         self.judged: list[RequestOutcome] = []
         self._slo, self._from = goal.slo, counted[0]
-        # One more than may miss: the first judged request may be rounded to either side.
+        # One more than allowed, because rounding decides whether the first request is judged.
         self._may_miss = (1 - goal.attainment) * len(counted) + 1
         self._missed = 0
 
@@ -150,7 +154,7 @@ def requests_at(
     workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
 ) -> list[Arrival]:
     """Returns the first `count` requests of the workload at `rate` a second. A shorter workload is
-    repeated unless it names blocks, whose repetition would add cache hits."""
+    repeated, except one with block names, because repetition would add cache hits."""
     if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
@@ -166,8 +170,8 @@ def requests_at(
 
 
 def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[RequestOutcome]:
-    """Returns the outcomes of requests that arrived after the cluster had filled: after
-    `filling_seconds`, or a third of the time of arrivals if that is less."""
+    """Returns the outcomes of requests that arrived after the first `filling_seconds`, or after the
+    first third of the arrivals' time if that is less."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, (last - first) / 3)
@@ -175,11 +179,11 @@ def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[
 
 
 def wait_growth(outcomes: Sequence[RequestOutcome]) -> tuple[float, float]:
-    """Returns (growth of the wait for a first token in seconds a second of arrivals, its
-    uncertainty), from the mean waits of the earlier and the later half.
+    """Returns (growth of the wait for a first token, in seconds per second of arrivals; the
+    growth's uncertainty), from the mean waits of the earlier and the later half.
 
-    The waits of a queue that never empties are a random walk. Its slope over n requests has a
-    standard error of about sqrt(2 / n) for similar lengths; the uncertainty is twice that."""
+    Waits in a queue that never empties are a random walk. The slope over n requests of similar
+    length has a standard error of about sqrt(2 / n); the uncertainty is twice that."""
     waits = sorted((item.arrival, item.ttft) for item in outcomes if item.ttft is not None)
     half = len(waits) // 2
     if not half:

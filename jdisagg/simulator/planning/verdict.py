@@ -1,6 +1,6 @@
-"""A planner's findings as text: what binds a candidate, which mode wins, by how much, and why.
+"""Describes a planner's findings as text: each candidate's binding limit, the best mode, and why.
 
-Reads figures (`Finding`) and runs nothing. A reason is named only if a figure shows it."""
+Uses only the figures of a `Finding`; states a reason only if a figure supports it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class Trial:
     """One rate tried.
 
     Attributes:
-      attainment: Fraction of the judged requests that attained the goal.
-      late_first, late_tokens: Fractions that missed TTFT and TPOT.
-      unfinished: Fraction that did not finish; `reason` is the most frequent reason.
-      overload: Attained only because arrivals ended before the growing queue was long enough.
-      short: Arrivals ended too soon for a conclusion.
+      attainment: Fraction of the judged requests that met both limits.
+      late_first, late_tokens: Fractions of them that missed the TTFT and the TPOT limit.
+      unfinished: Fraction of them that did not finish; `reason` is the most frequent reason.
+      overload: Whether the queue grew so that the goal would have been lost with more arrivals.
+      short: Whether arrivals ended too soon for a conclusion.
     """
 
     rate: float
@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def lasting_attainment(self) -> float:
-        """Attainment that lasts as long as requests arrive; 0 in an overload."""
+        """Attainment if arrivals went on for ever; 0 in an overload."""
         return 0.0 if self.overload or self.short else self.attainment
 
 
@@ -58,11 +58,11 @@ class Finding:
     """A simulated candidate.
 
     Attributes:
-      rate: Requests a second of the whole candidate at the wanted attainment.
-      report: Report at the highest tried rate that attains it, or at the lowest tried rate.
-      link_share: Fraction of the link in use at that rate.
+      rate: Highest requests a second of the whole candidate that attain the goal.
+      report: Report at `rate`, or at the lowest tried rate if none attains the goal.
+      link_share: Fraction of the link in use at `rate`.
       kv_share: Fraction of the decode side's KV room that requests held on average.
-      short: Arrivals ended too soon to tell whether a higher rate is carried.
+      short: Whether arrivals ended too soon to tell whether a higher rate is possible.
     """
 
     candidate: Candidate
@@ -79,8 +79,8 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """Returns what fails first just beyond the rate: the limit that the simulator missed most, with
-    its cause by arithmetic."""
+    """Returns the limit that binds at `trial`, a failed trial just above the rate: the one that
+    most requests missed, with its cause by arithmetic."""
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -107,7 +107,8 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 
 
 def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """Returns the best of each mode by arithmetic as text. `chosen`: mode by mode, best first."""
+    """Describes the best candidate of each mode by arithmetic. `chosen`: candidates of each mode,
+    best first."""
     best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
     lines = [
         f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
@@ -118,7 +119,7 @@ def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    """Returns which mode wins, by how much and why; `findings` are ranked."""
+    """Describes which mode is best, by how much and why. `findings` are ranked, best first."""
     said = _compared(findings, estimator, left_out)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
         said += f" {FUSED if estimator.fused else TURNS}"
@@ -171,7 +172,7 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
-    """Returns why no candidate attains the goal."""
+    """Describes why no candidate attains the goal."""
     best = max(findings, key=lambda item: max(trial.attainment for trial in item.trials))
     trial = max(best.trials, key=lambda item: item.attainment)
     name = f"{best.candidate.mode.value} {best.candidate.name}"
@@ -205,7 +206,7 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """Returns the reasons that the figures show, or ""."""
+    """Describes the reasons why `one` (one pool) beats `two` (two pools), or returns ""."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
