@@ -10,9 +10,9 @@ TTFT limit. A rate therefore counts as carried only if
 
 - arrivals last `STAYS` times as long as a request stays, so that decode batches have filled within
   that third, and
-- arrivals last `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the arrivals
-  passes the limit, or the wait for the first token grows by less than `GROWTH` seconds a second,
-  which equals the fraction of the arrivals that queue up.
+- arrivals last `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the
+  arrivals passes the limit, or the wait for the first token grows by less than `GROWTH` seconds a
+  second, which equals the fraction of the arrivals that queue up.
 
 A run ends early once more judged requests than the goal allows have missed a limit. An inconclusive
 run is repeated with more requests, up to `EXTENDS` times `most_requests`. If that is still
