@@ -1,2 +1,2 @@
-"""Assembly of an embedded cluster in one process, and the research API. May import every package of
-jdisagg but the service."""
+"""Assembles an embedded cluster in one process, and contains the research API. May import every
+package of jdisagg except `jdisagg.service`."""

@@ -1,6 +1,6 @@
-"""JAX's persistent compilation cache, on by default in the user's cache folder and safe for many
-processes at once. Entries are written atomically. Of processes that need the same program at the
-same time, one compiles it while the others wait for its entry."""
+"""JAX's persistent compilation cache, made safe for concurrent processes. By default it lies in the
+user's cache folder. Entries are written atomically. If several processes need the same program at
+the same time, one compiles while the others wait for the entry."""
 
 import fcntl
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import jax
 
-# JAX has no public interface for another cache. Versions 0.10 to 0.12 have these names, and tests
-# fail for a JAX that does not use them.
+# JAX has no public API to replace the cache. Versions 0.10 to 0.12 have these private names, and
+# tests fail for a JAX without them.
 from jax._src import compilation_cache as jax_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
@@ -26,8 +26,8 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Keeps compiled programs in `directory` ('' switches the cache off). Programs are found by
-    content, versions and devices. Raises ConfigError if the folder cannot be created."""
+    """Makes JAX cache compiled programs in `directory`; '' disables the cache. Keys cover content,
+    versions and devices. Raises ConfigError if the folder cannot be created."""
     if not directory:
         jax.config.update("jax_compilation_cache_dir", None)
         return
@@ -49,10 +49,10 @@ def _program_cache(path: str) -> tuple[CacheInterface, str]:
 
 
 class ProgramCache(CacheInterface):
-    """One file per program. JAX reads an entry, compiles if there is none, and writes it, all in
-    one thread. In between the thread holds a lock on the key, and others that need the entry wait.
-    It is a kernel lock, which ends with its process. A thread holds at most one lock, and none
-    while it waits, so that there is no deadlock."""
+    """Cache with one file per program. JAX reads an entry and, if there is none, compiles and
+    writes the program, all in one thread. Meanwhile the thread holds a lock on the key, and others
+    that need the entry wait. The kernel releases a process's locks when the process ends. A thread
+    holds at most one lock, and none while it waits, so that there is no deadlock."""
 
     def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
         self._path = path
@@ -63,8 +63,7 @@ class ProgramCache(CacheInterface):
         self._unlock()  # the thread's earlier compilation failed or could not be written
         entry = self._read(key)
         if entry is not None or jax.process_count() > 1:
-            # An instance of several processes compiles in lockstep, so none may wait for another
-            # instance.
+            # The processes of one instance compile in lockstep, so none may wait for another instance.
             return entry
         self._lock(key)
         entry = self._read(key)
@@ -73,7 +72,8 @@ class ProgramCache(CacheInterface):
         return entry
 
     def put(self, key: str, value: bytes) -> None:
-        """Replaces an existing entry: it was not read, so it is damaged."""
+        """Writes an entry. An existing one is replaced, because JAX compiles only if it could not
+        be read."""
         new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
         try:
             new.write_bytes(value)
@@ -84,7 +84,8 @@ class ProgramCache(CacheInterface):
             self._lock_file(key).unlink(missing_ok=True)
 
     def on_event(self, event: str, duration_secs: float, **_: object) -> None:
-        """JAX reports to the thread that it has compiled, whether or not it wrote an entry."""
+        """Called by JAX in the thread that has compiled, even if no entry was written; releases the
+        lock."""
         if event == _COMPILED:
             self._unlock()
 
@@ -101,7 +102,8 @@ class ProgramCache(CacheInterface):
             return None
 
     def _lock(self, key: str) -> None:
-        """Locks the key. If that is impossible, the program is compiled without a lock."""
+        """Waits for the lock on the key. If locking fails, the program is compiled without a
+        lock."""
         with suppress(OSError):
             lock = os.open(self._lock_file(key), os.O_RDWR | os.O_CREAT, 0o600)
             self._compiling.lock = lock

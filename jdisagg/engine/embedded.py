@@ -1,9 +1,9 @@
-"""An embedded cluster: prefill and decode meshes carved from this process's devices, one request
-path over both.
+"""An embedded cluster: prefill and decode meshes on this process's devices, behind one request
+path.
 
 It builds executors on meshes, adds their workers to a `LocalCluster` (`jdisagg/assembly.py`) and
-puts the request path before them. The caller's `LoadModel` puts weights onto a mesh, so this
-package imports no model family."""
+builds the request path. The caller's `LoadModel` loads weights onto a mesh, so that this package
+imports no model family."""
 
 import asyncio
 import secrets
@@ -58,7 +58,7 @@ Record = Callable[[str, Replica], Executor]
 
 
 def devices_of(config: EngineConfig) -> int:
-    """The number of devices that the layouts need."""
+    """Returns the number of devices that the layouts need."""
     two = config.mode is Mode.DISAGGREGATED
     return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
 
@@ -66,8 +66,8 @@ def devices_of(config: EngineConfig) -> int:
 def carve_devices(
     config: EngineConfig, devices: Sequence[Device]
 ) -> tuple[Sequence[Device], Sequence[Device]]:
-    """Devices of the prefill and the decode mesh, disjoint and in order. The one-mesh modes have no
-    prefill devices. Raises LayoutError where there are too few."""
+    """Returns the devices of the prefill and of the decode mesh, disjoint and in order. The
+    one-mesh modes have no prefill devices. Raises LayoutError if there are too few devices."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
     wanted = devices_of(config)
     if wanted > len(devices):
@@ -85,14 +85,15 @@ def carve_devices(
 
 
 class EmbeddedCluster:
-    """Prefill and decode meshes of this process behind one request path: build, `start`, stream,
-    `stop`. Building blocks while weights are loaded. Streams run on the event loop that started it.
+    """Prefill and decode meshes of this process behind one request path. Call `start`, then stream,
+    then `stop`. The constructor blocks while weights are loaded. Streams must run on the event loop
+    that called `start`.
 
     Args:
         load: Loads the model onto the devices of a layout.
-        detokenizer: Text of the model's tokens.
-        devices: Devices to carve the meshes from, in order.
-        observer: Observer of workers, meshes and `observed_path`.
+        detokenizer: Converts the model's tokens to text.
+        devices: Devices for the meshes, in order.
+        observer: Observer of workers, meshes and `observed_path`, or None.
         record: Wraps each mesh's executor, for recordings.
         events: Listener of the router's decisions.
     """
@@ -143,16 +144,17 @@ class EmbeddedCluster:
             self._watch(observer)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Middleware before the ports of `worker`."""
+        """Returns middleware to wrap the ports of `worker`."""
         return wrap.calls(worker, caller, self._observer)
 
     def _affinity(self) -> LocalAffinity:
-        """Placement must know what both meshes cache only where a request can do without one."""
+        """Returns the cache index for placement, which is needed only if some requests can skip a
+        mesh."""
         assert self._names is not None
         return LocalAffinity(list(self.local.workers.values()), self._names.secret)
 
     def _make_ports(self) -> ClusterPorts:
-        """Adds the workers and returns the ports by which the request path calls them."""
+        """Adds the workers and returns the ports through which the request path calls them."""
         config = self.config
         if self.prefill:
             self.add(PREFILL, WorkerRole.PREFILL, self.prefill)
@@ -170,10 +172,11 @@ class EmbeddedCluster:
         tiers: TierRoom | None = None,
         fetches: bool = False,
     ) -> Worker:
-        """Adds a worker before the start.
+        """Adds a worker; call before `start`.
 
         Args:
-            tiers: Room in host memory and on disk; by default the configuration's.
+            tiers: Sizes of the prefix cache tiers in host memory and on disk; by default the
+                configuration's.
             fetches: Whether a prefill worker may fetch cached KV from peers.
         """
         executor = self._record(name, replica) if self._record else replica.executor
@@ -190,8 +193,9 @@ class EmbeddedCluster:
         )
 
     def _block_names(self) -> BlockNames | None:
-        """Keys block names by a secret of this process. Blocks on disk outlive the process, so
-        their secret lies beside them and their names include the model's fingerprint."""
+        """Returns the namer of prompt blocks, keyed by a secret of this process. If blocks are
+        cached on disk, the secret is stored beside them and names include the model's
+        fingerprint."""
         config = self.config
         if not config.prefix.disk_dir:
             return BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
@@ -217,15 +221,16 @@ class EmbeddedCluster:
             )
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Sets the compiler of requests' grammars, before the start. Without one, requests with a
-        grammar are refused."""
+        """Sets the compiler of requests' grammars; call before `start`. Without a compiler,
+        requests with a grammar are refused."""
         for replica in self.replicas:
             replica.executor.constrain(grammars)
         for worker in self._workers:
             worker.constrain(grammars)
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
-        """Describes workers by name, before the start, so that the router can predict seconds."""
+        """Sets descriptions of workers by name, from which the router predicts seconds; call before
+        `start`."""
         for name, description in descriptions.items():
             self.path.placer.accounts.state.describe(name, description)
 
@@ -243,11 +248,11 @@ class EmbeddedCluster:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far. It stays constant in steady state."""
+        """Number of programs compiled so far; constant in steady state."""
         return sum(replica.executor.programs.compilations for replica in self.replicas)
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Compiles every program where the configuration says so, then starts the workers."""
+        """Compiles every program if `config.warm_up` is set, then starts the workers."""
         if self.config.warm_up:
             await self.warm_up(progress)
         await self.start_workers()
@@ -256,8 +261,8 @@ class EmbeddedCluster:
         """Compiles every program, or loads it from the compilation cache, one after the other.
 
         Args:
-            beside: Whether the workers serve already. Each program then waits for idle meshes; a
-                request that needs it earlier loads it.
+            beside: Whether the workers serve already. Each program then waits until the meshes are
+                idle; a request that needs a program earlier loads it.
         """
         steps = [
             (replica.executor, step)
@@ -275,7 +280,7 @@ class EmbeddedCluster:
         await self.local.start()
 
     def _channel_steps(self) -> list[Callable[[], None]]:
-        """Warm-up steps of the channel's programs, one for each shape of block."""
+        """Returns the warm-up steps of the channel's programs, one for each shape of block."""
         if not self.prefill:
             return []
         source, executor, codec = (
@@ -305,13 +310,14 @@ class EmbeddedCluster:
         return self.observed_path.stream(request)
 
     async def suspend(self, request_id: str, keep_seconds: float | None, tenant: str = "") -> None:
-        """Suspends or resumes a streaming request. While suspended it holds no slots and no pages,
+        """Suspends or resumes a streaming request. A suspended request holds no slots and no pages,
         and its stream pauses.
 
         Args:
             request_id: ID of the request.
-            keep_seconds: Seconds that its KV stays in host memory, as far as `prefix.host_gib` has
-                room. KV that was not kept is recomputed on resume. None resumes the request.
+            keep_seconds: Seconds for which the request's KV stays in host memory, if
+                `prefix.host_gib` has room; otherwise KV is recomputed on resume. None resumes the
+                request.
             tenant: Tenant of the request.
 
         Raises:
@@ -323,19 +329,18 @@ class EmbeddedCluster:
         return await self.path.status()
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
-        """Lists the prefix cache without changing it. Call it on the event loop that started the
+        """Lists the prefix cache without changing it. Call on the event loop that started the
         cluster.
 
         Returns:
-          One entry for each block and place that holds it: by worker, then by tier (device pages,
-          host memory, disk), then least recently used first, which is the order of eviction. Empty
-          without `prefix.reuse`.
+          One entry for each cached copy of a block, ordered by worker, by tier (device pages, host
+          memory, disk), and by eviction (least recently used first). Empty without `prefix.reuse`.
         """
         return tuple(block for worker in self._workers for block in worker.kept_blocks())
 
     async def broken(self) -> UnavailableError:
-        """Waits until a mesh is broken and returns the reason. Its requests have been ended, and it
-        serves no more."""
+        """Waits until a mesh breaks and returns the reason. By then the mesh's requests have been
+        ended."""
         while True:
             for worker in self._workers:
                 try:
@@ -345,12 +350,12 @@ class EmbeddedCluster:
             await self.clock.sleep(LOOK_SECONDS)
 
     async def drain(self) -> None:
-        """Returns when running requests have ended; new ones are refused."""
+        """Refuses new requests and returns when running requests have ended."""
         await self.path.drain()
         await self.local.drain()
 
     async def stop(self) -> None:
-        """Ends what runs and frees the meshes."""
+        """Ends running requests and frees the meshes."""
         await self.local.stop()
         for mesh in self._meshes:
             await asyncio.to_thread(mesh.close)
@@ -363,17 +368,17 @@ class EmbeddedCluster:
         loaded: Loaded,
         peer_tokens: int = 0,
     ) -> Replica:
-        """Builds the executor of one mesh on this cluster's channel."""
+        """Builds the replica of one mesh on this cluster's channel."""
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
         return build_replica(
             name,
-            # Both sides of a hand-off must cut blocks alike.
+            # Both sides of a hand-off must use the same layer groups.
             replace(config, block_bytes=self.config.prefill.block_bytes),
             self.config.mode,
             loaded,
             replace(
                 mesh_role(role, config, self.config.prefix),
-                # Sequences do not move between workers here, and no peer keeps other KV.
+                # An embedded cluster does not migrate sequences, and no peer caches other KV.
                 extracts=role is WorkerRole.PREFILL and self.config.prefix.reuse,
                 codec=config.codec if role is WorkerRole.DECODE else "none",
                 peer_tokens=peer_tokens,

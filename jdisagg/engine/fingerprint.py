@@ -1,10 +1,10 @@
-"""A model directory's fingerprint: equal where the same files are served in the same dtypes,
-without reading terabytes.
+"""Computes a model directory's fingerprint, which is equal if the same files are served in the same
+dtypes, without reading terabytes.
 
-It covers each file's path, size and content up to 64 MiB; of a larger file, its first bytes (the
-header of a safetensors file) and samples from all over. Copies on two hosts agree; another
-fine-tune of the same shapes differs. KV scales count only for a KV dtype that uses them. The
-Hugging Face and the Orbax form of one model differ, so a cluster must serve one form."""
+It covers each file's path, size and content. Files above 64 MiB are sampled: their first bytes (the
+header of a safetensors file) and evenly spaced pieces. Copies on two hosts have equal fingerprints;
+fine-tunes of one model differ. KV scales are covered only if the KV dtype uses them. The Hugging
+Face and the Orbax form of one model differ, so a cluster must serve one form."""
 
 import hashlib
 from pathlib import Path
@@ -21,10 +21,10 @@ _IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
 def model_fingerprint(
     directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = ""
 ) -> str:
-    """Returns 32 hexadecimal digits.
+    """Returns the fingerprint as 32 hexadecimal digits.
 
     Args:
-        weights: Quantized form of the matrices, or "".
+        weights: Quantization of the matrices, or "" for none.
         kv_dtype: Dtype of the KV cache, or "" for `dtype`.
     """
     root = Path(directory)
@@ -51,5 +51,6 @@ def model_fingerprint(
 
 
 def _ignored(path: Path) -> bool:
-    """Whether a file is no part of the model: notes, hidden files and folders, Python caches."""
+    """Returns whether a file is not part of the model: notes, hidden files and folders, Python
+    caches."""
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)

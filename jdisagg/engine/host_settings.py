@@ -2,12 +2,12 @@
 
 `keep_freed_memory`: XLA on CPU allocates its temporaries anew in each step. With glibc's defaults
 large ones are mapped and unmapped every time, and the page faults cost 10-20 % of a long bfloat16
-prefill. It does what MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ do, without
-a restart.
+prefill. The function sets what the variables MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and
+MALLOC_TOP_PAD_ set, without a restart.
 
 `hand_over_quickly`: a worker's event loop and the threads of its mesh and channel exchange small
-jobs, and each exchange may wait for the interpreter's lock, by default up to 5 ms, as long as 16 MB
-of KV take. With half a millisecond a hand-off between processes is faster, and nothing measured is
+jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms, in which 16 MB of KV
+could be sent. With half a millisecond a hand-off between processes is faster, and no benchmark is
 slower (benchmarks/LOG.md)."""
 
 import ctypes
@@ -20,7 +20,8 @@ SWITCH_SECONDS = 5e-4
 
 
 def keep_freed_memory() -> bool:
-    """Returns whether the allocator took the settings (glibc on Linux)."""
+    """Makes the allocator keep freed memory. Returns whether it accepted the settings (glibc on
+    Linux)."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -32,5 +33,5 @@ def keep_freed_memory() -> bool:
 
 
 def hand_over_quickly() -> None:
-    """Shortens the interval after which a thread must release the interpreter's lock."""
+    """Shortens the interval after which Python makes a thread release the interpreter's lock."""
     sys.setswitchinterval(SWITCH_SECONDS)

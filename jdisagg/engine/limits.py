@@ -9,13 +9,14 @@ from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
-CONTINUING_ROWS = 4  # On a CPU each row with cached tokens attends with all queries of a chunk.
+CONTINUING_ROWS = 4  # CPU cap: each row with cached tokens attends with all queries.
 GPU_BATCH = 8
 SAMPLES_PER_CHUNK = 16
-# For a prompt of GROUP_TOKENS: more groups overlap little more, and each costs host work.
+# KV bytes of a group for a prompt of GROUP_TOKENS. With more groups little more overlaps, and each
+# costs host work.
 GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
-# A block costs both workers about a millisecond of a CPU, as much as this many bytes.
+# A block costs both workers about 1 ms of CPU time, as much as the transfer of this many bytes.
 BLOCK_COST_BYTES = 1 << 20
 
 
@@ -33,17 +34,18 @@ def mesh_limits(
 ) -> MeshLimits:
     """Computes the limits of one mesh.
 
-    A GPU gets batches from 8 rows on, because one row is multiplied by another kernel and rounded
-    otherwise, and four chunk lengths per doubling, which reduces mean padding from 25 % to 8 %. A
-    CPU would compile four times as long for them. Unified mode prefills each prompt whole but packs
-    short ones only up to `chunk_tokens`: on a CPU longer chunks leave the caches and are slower per
-    token.
+    GPU batches have at least 8 rows, because another kernel, with other rounding, would multiply a
+    single row. GPUs have four chunk lengths per doubling, which reduces mean padding from 25 % to 8
+    %; on a CPU compiling them would take four times as long. Unified mode prefills each prompt
+    whole but packs short ones only up to `chunk_tokens`, because on a CPU longer chunks exceed the
+    caches and are slower per token.
 
     Args:
-        layer_groups: The prefill side's number, as `block_bytes` of the configuration is: both
-            sides of a hand-off must cut alike.
-        windows_apart, rings: As in `MeshLimits`; see `hands_windows_apart`.
-        append_tokens: Longest chunk that a decode mesh prefills itself, or 0.
+        layer_groups: Number of layer groups of the prefill side, which both sides of a hand-off
+            must use; None derives it from the KV size.
+        windows_apart, rings: Fields of `MeshLimits`; see `hands_windows_apart`.
+        append_tokens: Longest chunk that a decode mesh prefills itself, or 0 if it does not
+            prefill.
     """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
@@ -98,18 +100,18 @@ def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...
 
 
 def state_slots(instance: InstanceConfig) -> int:
-    """Sequences whose state a dp rank holds, of a model with state: those in its slots, and those
+    """Returns how many sequences' recurrent states a dp rank holds: those in slots and those
     queued."""
     slots = instance.slots_per_rank
     return slots + sequences_ahead(slots, instance.ahead_sequences)
 
 
 def hands_windows_apart(can_part: bool, mode: Mode, prefix: PrefixConfig) -> bool:
-    """Whether layers with a window are transferred apart from the others, as far as the window
-    still reaches, and kept in sliding-window ring buffers on decode meshes.
+    """Returns whether the KV of layers with a sliding window is transferred separately, only for
+    positions inside the window, and held in ring buffers on decode meshes.
 
-    Not with a prefix cache, because a shared prefix would need KV that the window no longer
-    reaches. Not on a mesh that prefills and decodes, because a chunk is longer than a ring buffer.
+    False with a prefix cache, because a shared prefix needs KV outside the window. False on a mesh
+    that prefills and decodes, because a chunk is longer than a ring buffer.
 
     Args:
         can_part: Whether the model's `KVSpec` allows it.
@@ -118,8 +120,8 @@ def hands_windows_apart(can_part: bool, mode: Mode, prefix: PrefixConfig) -> boo
 
 
 def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
-    """Raises ConfigError for a prefix cache of a model with state: only the newest state is kept,
-    and a shared prefix would need an earlier one."""
+    """Raises ConfigError for a prefix cache of a model with recurrent state, because only the
+    newest state is held and a shared prefix would need an earlier one."""
     if prefix.reuse and spec.has_state:
         raise ConfigError(
             "prefix_cache is not for a model that keeps state beside KV (a recurrent one): a later"
@@ -129,24 +131,25 @@ def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
-    """Tokens of the longest chunk of one dp rank."""
+    """Returns the tokens of the longest chunk of one dp rank."""
     if mode is not Mode.UNIFIED:
         return instance.chunk_tokens
     return max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
 
 
 def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
-    """The number of programs in which a chunk is computed, one after the other. The transfer of the
-    last group cannot overlap with computation and is 1/n of all; each block also costs host work.
-    So the number is the largest that leaves a typical prompt's blocks large enough, unless
-    configured. It must not depend on anything in which two sides of a hand-off may differ."""
+    """Returns the number of layer groups, each a program, in which a chunk is computed. With n
+    groups the last one, 1/n of the transfer, cannot overlap with computation, but each block also
+    costs host work. Without `asked` the result is the largest number that leaves a typical prompt's
+    blocks large enough. It must not depend on anything in which two sides of a hand-off may
+    differ."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
     return min(asked or by_bytes, len(spec.positioned))
 
 
 def finer(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """These sizes and three more at equal distances between each and the next, all multiples of the
-    block granularity."""
+    """Returns `sizes` with three more sizes evenly spaced between adjacent ones, all rounded up to
+    the block granularity."""
     between = {
         -(-(low * (4 - part) + high * part) // (4 * GRANULE_TOKENS)) * GRANULE_TOKENS
         for low, high in zip(sizes[:-1], sizes[1:], strict=True)

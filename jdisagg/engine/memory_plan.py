@@ -1,9 +1,10 @@
-"""Plans an instance's memory on each device before anything is allocated: weights, activations,
-staged KV, states, ring buffers of layers with a window, and the pages that fit beside them.
+"""Plans an instance's memory on each device before allocation: weights, activations, staged KV,
+recurrent states, ring buffers of layers with a window, and the pages that fit beside these.
 
-`fit_instance` completes a configuration: pages for `slots_per_rank` sequences of full context, or
-as many as fit. A default context is reduced to what one sequence can have. What does not fit is
-refused with the sum. Pure, except `device_memory` and `check_host_cache`."""
+`fit_instance` completes a configuration with pages for `slots_per_rank` sequences of full context,
+or as many as fit. If the context is not configured, it is reduced to the tokens that fit one
+sequence. If the rest does not fit, an error states the sum. Pure, except `device_memory` and
+`check_host_cache`."""
 
 import os
 from collections.abc import Sequence
@@ -36,9 +37,9 @@ from jdisagg.worker.peer_fetch import MOST_FETCHES
 # Default fraction of a host's memory. The rest is for XLA's fragmentation, Python and other
 # programs.
 HOST_FRACTION = 0.5
-# The same with KV in host memory.
+# Fraction of a host's memory that virtual devices and KV in host memory may take together.
 MOST_OF_HOST = 0.9
-# Staged KV in chunks: computed and not yet fetched, or fetched and not yet inserted.
+# Chunks of staged KV: computed but not yet transferred, or received but not yet inserted.
 STAGED_CHUNKS = 4
 LEAST_CONTEXT = 256
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -46,8 +47,8 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`bytes` of one device that an instance may take; `what` names the memory that they are part
-    of."""
+    """Memory of one device. `bytes`: bytes that an instance may use. `what`: description of the
+    memory, for errors."""
 
     bytes: int
     what: str
@@ -55,7 +56,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one device of an instance, and the capacity of its pages."""
+    """Bytes on one device of an instance by purpose, and the tokens that the instance's pages
+    hold."""
 
     instance: str
     weights: int
@@ -97,7 +99,8 @@ class MemoryPlan:
 def fit_engine(
     config: EngineConfig, geometry: CostGeometry, memory: DeviceMemory
 ) -> tuple[EngineConfig, tuple[MemoryPlan, ...]]:
-    """Fits an embedded cluster whose devices have `memory` each. Raises ConfigError."""
+    """Returns the configuration of an embedded cluster, fitted to devices with `memory` each, and a
+    plan for each mesh. Raises ConfigError if the cluster does not fit."""
     two = config.mode is Mode.DISAGGREGATED
     roles = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE}
     if not two:
@@ -120,7 +123,8 @@ def fit_engine(
 def fit_worker(
     config: WorkerConfig, role: WorkerRole, geometry: CostGeometry, memory: DeviceMemory
 ) -> tuple[WorkerConfig, MemoryPlan]:
-    """Fits a worker of one role. Raises ConfigError."""
+    """Returns the configuration of a worker of one role, fitted to `memory`, and its plan. Raises
+    ConfigError if the worker does not fit."""
     mode = config.mode if role is WorkerRole.MIXED else Mode.DISAGGREGATED
     instance, plan = fit_instance(
         config.instance, role, mode, config.model, geometry, memory, config.prefix
@@ -138,7 +142,7 @@ def fit_instance(
     memory: DeviceMemory,
     prefix: PrefixConfig | None = None,
 ) -> tuple[InstanceConfig, MemoryPlan]:
-    """Returns the instance with `pages_per_rank` set, and its plan.
+    """Returns the instance with `pages_per_rank` set, and the memory plan.
 
     Raises:
         ConfigError: Weights, activations, staging and the configured pages (or those of one
@@ -167,7 +171,7 @@ def fit_instance(
         _activations(
             geometry, instance, role, append if role is WorkerRole.DECODE else chunk, model.dtype
         ),
-        # States are staged as chunks are: one that is packed, and those in transfer.
+        # Recurrent states are staged too: one that is packed, and those in transfer.
         spilled + (0 if role is WorkerRole.MIXED else staged),
         0,
         0,
@@ -202,8 +206,8 @@ def fit_instance(
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on one device: weights, KV of one token, a state, and the part of a token's KV in
-    layers with a window where others have none."""
+    """Bytes on one device: weights, KV of a token, recurrent state of a sequence, and KV of a token
+    in layers with a window (0 if no layer or every layer has one)."""
 
     weights: int
     token: int
@@ -225,9 +229,9 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
 def device_memory(
     devices: Sequence[Device], fraction: float | None, sharers: int = 1
 ) -> DeviceMemory:
-    """Memory that each of `devices` has for an instance. For an accelerator it is what XLA may take
-    (which `prepare_runtime` bounds by `fraction`). For a host it is `fraction` of its memory, in
-    equal parts for all virtual devices of `sharers` processes."""
+    """Returns the memory of each of `devices` that an instance may use. For accelerators this is
+    XLA's limit, which `prepare_runtime` sets from `fraction`. For virtual CPU devices it is an
+    equal part of `fraction` of the host's memory, over the devices of all `sharers` processes."""
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats:
         least = min(int(found.get("bytes_limit", 0)) for found in stats)
@@ -242,11 +246,11 @@ def device_memory(
 def check_host_cache(
     prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1
 ) -> None:
-    """Checks that each of `sharers` workers of this host may keep `prefix.host_gib` of KV in its
-    memory, beside the `fraction` of virtual devices.
+    """Checks that host memory fits `prefix.host_gib` of KV for each of `sharers` workers, beside
+    the `fraction` for virtual devices.
 
     Raises:
-        ConfigError: There is less memory; the message has the sum.
+        ConfigError: There is too little memory; the message has the sum.
     """
     on_cpu = device.platform == "cpu"
     part = (HOST_FRACTION if fraction is None else fraction) if on_cpu else 0.0
@@ -262,12 +266,12 @@ def check_host_cache(
 
 
 def host_sharers(config: EngineConfig) -> int:
-    """Workers of an embedded cluster that keep KV in host memory."""
+    """Returns how many workers of an embedded cluster hold KV in host memory."""
     return 1 + (config.mode is Mode.DISAGGREGATED and config.prefix.reuse)
 
 
 def describe_tiers(prefix: PrefixConfig, role: WorkerRole) -> str:
-    """One line on a worker's tiers in host memory and on disk."""
+    """Describes a worker's tiers in host memory and on disk in one line."""
     if role is not WorkerRole.PREFILL:
         return f"up to {prefix.host_gib:g} GiB of host memory for sequences that are set aside"
     disk = (
@@ -288,7 +292,8 @@ def tier_room(prefix: PrefixConfig) -> TierRoom:
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory, or of this process's container."""
+    """Returns the bytes of this machine's memory, or of this process's container if that is
+    less."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(_CGROUP.read_text()))
@@ -299,8 +304,8 @@ def host_memory() -> int:
 def _activations(
     geometry: CostGeometry, instance: InstanceConfig, role: WorkerRole, chunk: int, dtype: str
 ) -> int:
-    """An upper estimate of what the largest program holds beside its arguments: the residual
-    stream, one layer's inner activations, and three copies of float32 logits.
+    """Returns an upper estimate of the bytes that the largest program needs beside its arguments:
+    the residual stream, one layer's inner activations, and three copies of float32 logits.
 
     Args:
         chunk: Longest chunk that the instance computes, or 0.

@@ -1,7 +1,7 @@
-"""One model replica of one role in this process: a model on a mesh and its executor.
+"""Builds and warms up one model replica of this process: a model on a mesh and its executor.
 
-Worker processes and embedded clusters share it. The caller passes how weights get onto a mesh
-(`LoadModel`) and what carries KV (`Channel`). Imports neither gRPC nor a model family."""
+Used by worker processes and embedded clusters. The caller passes the loader of weights
+(`LoadModel`) and the channel for KV (`Channel`). Imports neither gRPC nor a model family."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from jdisagg.transfer.channel import Channel
 
 
 class Loaded(Protocol):
-    """A model whose arrays lie on `mesh` ("dp", "kv", "rep")."""
+    """A model whose arrays are on `mesh`, with axes ("dp", "kv", "rep")."""
 
     @property
     def model(self) -> Model: ...
@@ -46,8 +46,8 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """How peers reach a replica's mesh for KV: its processes by index, and the connections per
-    transfer."""
+    """Addresses for KV transfers from a replica: `ends` of the mesh's processes by index, and
+    `transports`, the connections per transfer."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -69,10 +69,10 @@ def build_replica(
 
     Args:
         context_tokens: Longest sequence.
-        layer_groups: The prefill side's number, because both sides of a hand-off must cut layers
-            alike.
-        windows_apart: As in `MeshLimits`.
-        append_tokens: Configured limit of prompts that a decode mesh prefills.
+        layer_groups: Number of layer groups of the prefill side, which both sides of a hand-off
+            must use.
+        windows_apart: Field of `MeshLimits`.
+        append_tokens: Configured longest prompt, in tokens, that a decode mesh prefills itself.
     """
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
@@ -101,8 +101,9 @@ def build_worker_replica(
     channel: Channel,
     plane: KvPlane,
 ) -> Replica:
-    """Builds the replica of one worker on the first of `devices`. Its card states how peers reach
-    its KV. Blocks while weights are loaded. Raises LayoutError if devices are too few."""
+    """Builds the replica of one worker on the first of `devices`; `plane` becomes part of the
+    executor's card. Blocks while weights are loaded. Raises LayoutError if there are too few
+    devices."""
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(
@@ -140,7 +141,7 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) -> MeshRole:
-    """What the executor of a worker of this role must be able to do."""
+    """Returns the capabilities that the executor of a worker of this role needs."""
     if role is WorkerRole.PREFILL:
         return MeshRole(
             prefill=True,
@@ -172,7 +173,7 @@ async def warm_up(
     """Compiles and runs every program of the replica.
 
     Args:
-        turn: Awaited before each program, where the worker serves meanwhile.
+        turn: Awaited before each program, to wait for an idle mesh if the worker serves meanwhile.
     """
     executor = instance.executor
     await run_steps([(executor, step) for step in warm_up_steps(executor)], progress, turn)
@@ -183,8 +184,7 @@ async def run_steps(
     progress: Progress | None,
     turn: Callable[[], Awaitable[None]] | None,
 ) -> None:
-    """Runs the steps one after the other, each between the commands of its mesh and after a
-    `turn`."""
+    """Runs each step, after awaiting `turn`, on its executor's dispatch thread between commands."""
     for done, (executor, step) in enumerate(steps):
         if turn:
             await turn()

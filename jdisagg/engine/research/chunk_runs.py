@@ -1,8 +1,7 @@
-"""Prefill runs of the research API: sequences with tokens to compute, packed into chunks, and their
-results.
+"""Packs the sequences that the research API prefills into chunks, and collects the results.
 
-A prompt that fits into a chunk shares it with others. A longer prompt, or one that continues KV in
-its pages, has chunks of its own."""
+Prompts that fit into a chunk share chunks. A longer prompt, or one that continues cached KV, has
+chunks of its own."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +32,8 @@ _NO_STAMP = BlockStamp()
 
 
 class KeepingChannel:
-    """A `Channel` that keeps what its instance offers until `take`, instead of waiting for a peer.
-    Everything else goes to the real channel."""
+    """A `Channel` that stores blocks offered by its instance until `take`, instead of serving them
+    to peers. All other calls are passed to the real channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -76,14 +75,14 @@ class KeepingChannel:
 
 @dataclass(slots=True)
 class Run:
-    """A sequence whose tokens from `start` on are computed. Earlier tokens lie in its pages.
-    The fields from `sampled` on are results.
+    """A sequence whose tokens from index `start` on are to be computed, after cached tokens in its
+    pages. The fields from `sampled` on are results.
 
     Attributes:
-        samples: How to choose the next token; empty for none.
-        emits: Whether its KV is returned.
-        top: Most likely tokens whose log-probabilities are returned at each position behind
-            `start`, or None for no log-probabilities.
+        samples: Sampling of the next token; empty for no next token.
+        emits: Whether to return the sequence's KV.
+        top: Number of most likely tokens to score at each position after `start`; None for no
+            scores.
     """
 
     tokens: tuple[int, ...]
@@ -99,7 +98,7 @@ class Run:
     logits: list[np.ndarray] = field(default_factory=list)
 
     def next_token(self) -> NextToken:
-        """Raises BrokenModelError if the logits were not finite."""
+        """Returns the sampled token. Raises BrokenModelError if the logits were not finite."""
         assert self.sampled is not None, "this run sampled nothing"
         sampling = self.samples[0].sampling
         return NextToken(whole_token(self.sampled.token), sampling, self.sampled.logprobs)
@@ -107,7 +106,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunPart:
-    """A run's tokens [start, stop), at `offset` of a chunk of its rank."""
+    """A run's tokens [start, stop), which begin at `offset` in a chunk of the run's rank."""
 
     run: Run
     start: int
@@ -135,7 +134,7 @@ class RunPart:
         )
 
     def take(self, row: PrefillRow, result: PrefillResult, kept: KeepingChannel) -> None:
-        """Stores the results of the part's row in its run."""
+        """Stores the results of the part, row `row` of the chunk, in the run."""
         for offer in row.offers:
             at = offer.offset - self.offset
             valid = min(offer.block_tokens, len(row.tokens) - at)
@@ -147,7 +146,7 @@ class RunPart:
 
 
 def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
-    """The chunks that compute the runs, in their order. A chunk has room for each rank."""
+    """Returns the chunks, each over all ranks, that compute the runs in order."""
     largest = limits.chunk_buckets[-1]
     open_chunk: list[RunPart] = []
     used = [0] * limits.ranks
@@ -169,7 +168,7 @@ def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
 
 
 def whole_token(token: int) -> int:
-    """Returns a token that was chosen from finite logits. Raises BrokenModelError for another."""
+    """Returns the token. Raises BrokenModelError if its logits were not finite."""
     if token == BROKEN_TOKEN:
         raise BrokenModelError()
     return token

@@ -1,5 +1,5 @@
-"""The research API: prefill, hold the KV cache as a value, inspect it, push it to another layout
-and decode there.
+"""The research API: prefill on one layout, inspect the KV cache as a value, push the cache to
+another layout and decode there.
 
     kv = engine.prefill("Once upon a time", layout=PrefillLayout(tp=4))
     session = engine.create_session("a", layout=DecoderLayout(dp=2))
@@ -12,17 +12,17 @@ and decode there.
 
 `engine/research/kv_cache.py` cuts, joins and changes caches.
 
-Everything runs on the caller's thread and returns when it is done. Prompts can be computed
-together; decoding many sequences at once is for the embedded cluster. Executors, programs, pages
-and the channel are those of serving. The caller's `LoadModel` puts weights onto a mesh.
+All calls block the caller's thread until they are done. Prompts can be computed together; to decode
+many sequences at once use the embedded cluster. Executors, programs, pages and channel are those of
+serving. The caller's `LoadModel` loads weights onto a mesh.
 
 Prefill layouts take the engine's devices from the front and session layouts from the back, so that
-they overlap only where devices are too few; `devices=` chooses others. A device of two meshes holds
-weights and pages of both, and bytes that it already holds are not transferred. Each (layout,
-devices) is built once, with its own weights and pages, and kept until `engine.close()`.
+they overlap only if there are too few devices; `devices=` chooses others. A device of two meshes
+holds weights and pages of both, and a push between them transfers no bytes within the device. Each
+(layout, devices) is built once, with its own weights and pages, and exists until `engine.close()`.
 
-Invariant: the tokens of a cache or a session are those whose KV it holds. `next_token` is chosen,
-and its KV is not written yet."""
+Invariant: a cache or session holds the KV of exactly its `token_ids`. The KV of `next_token`, which
+has been chosen already, is not written yet."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -65,15 +65,14 @@ DEFAULT_NEW_TOKENS = 64
 
 
 def PrefillLayout(tp: int = 1, ep: int = 1, dp: int = 1) -> Layout:
-    """A layout for prefill, which gains from large matrices. `PrefillLayout(tp=4, ep=4)` splits
-    heads over four devices and spreads experts over the same four."""
+    """Returns a layout for prefill. `PrefillLayout(tp=4, ep=4)` splits heads over four devices and
+    spreads experts over the same four."""
     return Layout(dp=dp, tp=tp, ep=ep)
 
 
 def DecoderLayout(dp: int = 1, ep: int = 1, tp: int | None = None) -> Layout:
-    """A layout for decode, which gains from many sequences. `DecoderLayout(dp=4, ep=16)` has four
-    groups of four devices and spreads experts over all sixteen. `tp` defaults to ep / dp, and to 1
-    for ep = 1."""
+    """Returns a layout for decode. `DecoderLayout(dp=4, ep=16)` has four groups of four devices and
+    spreads experts over all sixteen. `tp` defaults to ep / dp, or to 1 for ep = 1."""
     if tp is None:
         Layout(dp=dp)  # raises for dp that is no positive integer
         if not isinstance(ep, int) or ep < 1 or (ep > 1 and ep % dp):
@@ -86,15 +85,15 @@ def DecoderLayout(dp: int = 1, ep: int = 1, tp: int | None = None) -> Layout:
 
 
 class Engine:
-    """One model under any number of layouts; a context manager.
+    """One model under any number of layouts. An engine is a context manager.
 
     Args:
         load: Loads the model's weights onto a mesh.
-        tokenizer: Tokenizer for text prompts. Without it prompts are token ids.
+        tokenizer: Tokenizer for text prompts. Without one, prompts must be token ids.
         devices: Devices to use; by default all of JAX's.
-        sizes: Pages, chunks and context of each mesh.
-        fingerprint: The model's fingerprint (`jdisagg.engine.fingerprint`), which files of caches
-            need.
+        sizes: Sizes of pages, chunks and context of each mesh.
+        fingerprint: The model's fingerprint (`jdisagg.engine.fingerprint`); `save` and `load` need
+            it.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            layout: Layout of the mesh that computes it, also as text ("tp=2"), as everywhere here.
+            layout: Layout of the mesh, or its text ("tp=2"), as in all methods of this class.
             temperature: 0 for the most likely token; otherwise at most 100.
             top_k: Number of most likely tokens to choose among; 0 for all.
             top_p: Probability mass of the most likely tokens to choose among, in (0, 1].
@@ -154,7 +153,7 @@ class Engine:
             devices: Devices of the mesh; by default the engine's first.
 
         Returns:
-            The cache, on that mesh: keys and values [K, T, H] of each layer.
+            The prompt's cache on the mesh: keys and values [K, T, H] of each layer.
 
         Raises:
             InvalidRequestError: The prompt is empty, too long or not a prompt, or an option is out
@@ -172,17 +171,17 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> list[KVCache]:
-        """Computes several prompts on all dp ranks of the mesh, as many in one chunk as fit. The
-        next tokens are chosen greedily.
+        """Computes several prompts on all dp ranks of the mesh, packed into chunks. The next tokens
+        are chosen greedily.
 
         Args:
             prompts: Texts or token ids.
-            layout: Layout of the mesh, which computes `dp` chunks at once.
+            layout: Layout of the mesh, whose `dp` ranks compute one chunk each at once.
             devices: As for `prefill`.
 
         Returns:
-            The caches in the same order, each on the rank that computed it. `seconds` is the time
-                of all together.
+            The prompts' caches in order, each on the rank that computed it. `seconds` of each cache
+                is the time for all prompts together.
 
         Raises:
             InvalidRequestError: A prompt, named by its index, is empty, too long or not a prompt.
@@ -202,15 +201,15 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> Session:
-        """Creates an empty session on the layout's mesh; `push` a cache into it.
+        """Creates an empty session on the layout's mesh. Push a cache into the session to use it.
 
         Args:
             session_id: Name of the session, unique among open sessions.
-            layout: Layout of its mesh.
+            layout: Layout of the session's mesh.
             devices: Devices of the mesh; by default the engine's last.
 
         Raises:
-            InvalidRequestError: A session of that name is open.
+            InvalidRequestError: A session named `session_id` is open.
             LayoutError: As for `prefill`.
         """
         if session_id in self.sessions:
@@ -223,10 +222,10 @@ class Engine:
         return session
 
     def pull(self, session_id: str) -> KVCache:
-        """Copies the KV of a session, on its mesh. The session keeps its own.
+        """Copies the KV of a session to a cache on the session's mesh. The session is unchanged.
 
         Raises:
-            InvalidRequestError: No session of that name is open, or it holds no KV.
+            InvalidRequestError: No session named `session_id` is open, or the session holds no KV.
         """
         if session_id not in self.sessions:
             raise InvalidRequestError(
@@ -249,20 +248,19 @@ class Engine:
 
         Args:
             tokens: Text or token ids.
-            after: Cache or session that the tokens follow, scored on its mesh and left unchanged.
-                Its last token is recomputed in a copy to predict the first of `tokens`. None for
-                nothing; then the first of `tokens` is not scored.
-            layout, devices: Mesh that computes a prompt, as for `prefill`; not allowed with
-                `after`.
-            top: Most likely tokens to return at each position, 0 to 20.
+            after: Cache or session that precedes the tokens. Scoring runs on its mesh and leaves it
+                unchanged; its last token is recomputed in a copy to predict the first of `tokens`.
+                With None the first of `tokens` is not scored.
+            layout, devices: Mesh to score on, as for `prefill`; not allowed with `after`.
+            top: Number of most likely tokens to return at each position, 0 to 20.
             logits: Whether to return all logits, float32 [T, V] on the host.
 
         Returns:
-            Log-probabilities, ranks, most likely tokens and logits of T tokens.
+            Log-probabilities, ranks, most likely tokens and logits of the T scored tokens.
 
         Raises:
-            InvalidRequestError: `tokens` is empty, a single token with nothing before it, too long
-                or not a prompt; `top` is out of range; or the session holds nothing.
+            InvalidRequestError: `tokens` is empty, a single token without `after`, too long or not
+                a prompt; `top` is out of range; or the session holds no KV.
             BrokenModelError: Logits are not finite.
             LayoutError: As for `prefill`.
         """
@@ -287,10 +285,10 @@ class Engine:
         return instance.score_prompt(prompt, top, logits=logits)
 
     def save(self, kv: KVCache, path: str | os.PathLike[str]) -> None:
-        """Writes a cache to a file (safetensors) that can be loaded under any layout.
+        """Writes a cache to a safetensors file that can be loaded under any layout.
 
         Args:
-            kv: A cache, or a part of one.
+            kv: A cache or part of a cache.
             path: File to write or replace.
 
         Raises:
@@ -306,15 +304,15 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> KVCache:
-        """Reads a cache that `save` wrote, of the same model in the same dtypes.
+        """Reads a cache that `save` wrote for the same model in the same dtypes.
 
         Args:
             path: The file.
-            layout: Layout of the mesh that receives it.
+            layout: Layout of the mesh that receives the cache.
             devices: As for `prefill`.
 
         Returns:
-            The saved cache with its next token, on dp rank 0 of that mesh.
+            The saved cache with its next token, on dp rank 0 of the mesh.
 
         Raises:
             KVFileError: The file is missing, truncated, damaged or of another model.
@@ -338,19 +336,20 @@ class Engine:
         ignore_eos: bool = False,
         on_token: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Decodes on the mesh of the source. A session continues and keeps the new KV; a cache
-        stays unchanged.
+        """Decodes on the mesh of the source. A session is extended by the new tokens and their KV;
+        a cache stays unchanged.
 
-        If the source's next token was chosen with other sampling parameters, or not at all (after a
-        cache was cut, joined or changed), the last token is recomputed to choose anew, and its KV
-        is written anew.
+        If the source's next token was chosen with other sampling parameters, or the source has none
+        (after a cut, join or change of a cache), the last token and its KV are recomputed to choose
+        one.
 
         Args:
             source: Session or cache to continue.
-            max_new_tokens: Most new tokens; None for 64, or what the context has left.
+            max_new_tokens: Maximum number of new tokens; None for 64, or fewer if the context ends
+                before.
             temperature, top_k, top_p, seed: As for `prefill`.
-            logprobs: Log-probabilities to return for `next_token`, 0 to 20.
-            ignore_eos: Whether to continue behind the model's end of text.
+            logprobs: Number of log-probabilities to return for `next_token`, 0 to 20.
+            ignore_eos: Whether to continue after an end-of-text token.
             on_token: Called with each accepted token.
 
         Returns:
@@ -380,7 +379,7 @@ class Engine:
 
     @property
     def instances(self) -> list[ResearchInstance]:
-        """The meshes that have been built so far."""
+        """Meshes that have been built so far."""
         return self._meshes.instances
 
     def close(self) -> None:
@@ -420,7 +419,7 @@ class Engine:
         return [replace(kv, chosen=replace(kv.next_token, sampling=choice)) for kv in caches]
 
     def _beside(self, kv: KVCache) -> Session:
-        """An unnamed session with a copy of a cache, on its mesh."""
+        """Returns an unnamed session with a copy of the cache, on the cache's mesh."""
         devices = list(kv.mesh.devices.flat)
         session = Session("", self._meshes, self.tokenizer, kv.layout, devices)
         session.push(kv)
@@ -438,7 +437,8 @@ class Engine:
 
 
 def _within(session: Session, asked: int | None) -> int:
-    """The number of new tokens to generate, within the room."""
+    """Returns the number of new tokens to generate. Raises InvalidRequestError if the session's
+    context has too little room for `asked` tokens."""
     held, room = len(session.token_ids), session.room_tokens
     if room < 1:
         raise InvalidRequestError(

@@ -1,12 +1,11 @@
-"""One mesh of the research API: the serving executor, driven by the caller's own thread, one
-command after another.
+"""One mesh of the research API: the serving executor, driven synchronously by the caller's thread.
 
-It adds to `MeshExecutor` that offered blocks are kept instead of waiting for a peer, and that a
+In addition to `MeshExecutor`, offered blocks are stored instead of served to a peer, and a
 sequence's pages can be read back as blocks. Programs, pages, slots and transfers are those of
-serving. It has no scheduler; the page ledger alone decides. Every owner of pages is a session or
-one running prefill.
+serving. There is no scheduler: a command runs if the page ledger has enough pages. Every owner of
+pages is a session or a running prefill.
 
-A sequence decodes alone, in slot 0 of its rank. Not thread-safe."""
+One sequence at a time decodes, in slot 0 of its rank. Not thread-safe."""
 
 import time
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.in_process import InProcessChannel
 
 PULL_SECONDS = 600.0
-STEP = 0  # Commands run one by one, so that their results need no numbers.
+STEP = 0  # Commands run one by one, so that results need no step numbers.
 
 
 class ResearchInstance(MeshExecutor):
@@ -79,21 +78,22 @@ class ResearchInstance(MeshExecutor):
         role = MeshRole(prefill=True, decode=True, emit=True)
         programs = Programs(loaded.mesh)
         super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
-        # Pieces of one head fit every sender's layout, so that one set of resident zeros and insert
-        # programs serves them all.
+        # Pieces of one head suit every sender's layout, so that all senders share resident zeros and
+        # insert programs.
         self.blocks.granule = 1
 
     @property
     def logprobs_wanted(self) -> int:
-        """Log-probabilities of the token that a prefill chooses: as many as allowed."""
+        """Number of log-probabilities to return for the token that a prefill chooses, the most
+        allowed."""
         return min(MAX_TOP_LOGPROBS, self.vocabulary)
 
     def place(self, rank: int = 0) -> KVPlace:
         return KVPlace(self.mesh, rank, self.limits.kv_spec)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
-        """Runs prompts, as many at once as there are pages for, and chooses the next token of each.
-        Frees the pages and returns the blocks. Blocks."""
+        """Computes prompts, as many at once as fit the free pages, and chooses the next token of
+        each. Returns their caches and frees the pages. Blocks."""
         started = time.perf_counter()
         done: list[Run] = []
         waiting: list[Run] = []
@@ -116,11 +116,11 @@ class ResearchInstance(MeshExecutor):
         ]
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
-        """Computes the runs chunk by chunk and stores blocks, samples and log-probabilities in
-        them. Blocks.
+        """Computes the runs chunk by chunk, and stores KV blocks, samples and log-probabilities in
+        the runs. Blocks.
 
         Args:
-            logits: Whether to store all logits for each scored token, too.
+            logits: Whether to store all logits of each scored token as well.
         """
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
@@ -137,8 +137,8 @@ class ResearchInstance(MeshExecutor):
                     part.run.logits.append(self._scorer.logits(row, reading.last))
 
     def score(self, run: Run, *, logits: bool = False) -> Scores:
-        """Scores the run's tokens behind the first that it computes. Blocks. Raises
-        BrokenModelError if logits are not finite."""
+        """Scores the run's tokens after `start`. Blocks. Raises BrokenModelError if logits are not
+        finite."""
         self.compute([run], logits=logits)
         given = run.tokens[run.start + 1 :]
         whole = np.concatenate(run.logits)[: len(given)] if logits else None
@@ -148,7 +148,7 @@ class ResearchInstance(MeshExecutor):
         return scores
 
     def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
-        """As `score`, for a prompt without a cache. Blocks."""
+        """Scores the tokens of a prompt that follows no cache, all but the first. Blocks."""
         rank, owner = self.reserve(len(prompt))
         try:
             return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
@@ -157,7 +157,7 @@ class ResearchInstance(MeshExecutor):
 
     def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
         """Transfers a cache from any mesh into the owner's pages, packed by the codec. Blocks until
-        it has arrived."""
+        the transfer is complete."""
         pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
         try:
@@ -208,7 +208,7 @@ class ResearchInstance(MeshExecutor):
     def extract(
         self, tokens: tuple[int, ...], chosen: NextToken | None, rank: int, owner: int
     ) -> KVCache:
-        """Copies the owner's pages to blocks on this mesh. Blocks until they are there."""
+        """Copies the owner's pages to a cache on this mesh. Blocks."""
         started = time.perf_counter()
         pages = np.asarray(self.ledgers[rank].pages(owner), np.int32)
         blocks: list[KVBlock] = []
@@ -231,8 +231,8 @@ class ResearchInstance(MeshExecutor):
     def admit(
         self, token: int, position: int, limit: int, spec: SampleSpec, rank: int, owner: int
     ) -> SlotAdmit:
-        """The admission of a sequence with its first `decode_step`: its last token, whose KV the
-        step writes at `position`."""
+        """Returns the admission of a sequence to slot 0, for its first `decode_step`. `token`: the
+        sequence's last token, whose KV the step writes at `position`."""
         return SlotAdmit(
             owner, rank, 0, token, position, limit, self.ledgers[rank].pages(owner), spec
         )
@@ -240,7 +240,7 @@ class ResearchInstance(MeshExecutor):
     def decode_step(
         self, rank: int, sampling: SamplingParams, admit: SlotAdmit | None
     ) -> NextToken:
-        """Runs one step of the rank's sequence and waits for its token."""
+        """Runs one decode step of the rank's sequence and returns the next token. Blocks."""
         slots = tuple((0,) if index == rank else () for index in range(self.limits.ranks))
         admits = (admit,) if admit else ()
         result = self.issue_and_wait(
@@ -251,8 +251,8 @@ class ResearchInstance(MeshExecutor):
         return NextToken(whole_token(result.tokens[rank][0][0]), sampling, logprobs)
 
     def reserve(self, tokens: int) -> tuple[int, int]:
-        """Reserves pages for this many tokens on the emptiest rank; returns (rank, owner). Raises
-        `OverloadedError` if there are too few."""
+        """Reserves pages for `tokens` tokens on the rank with most free pages; returns (rank,
+        owner). Raises `OverloadedError` if there are too few pages."""
         count = pages_for(tokens, self.limits.page_size)
         rank = max(range(len(self.ledgers)), key=lambda index: self.ledgers[index].free_pages)
         owner = random_id()
@@ -261,7 +261,7 @@ class ResearchInstance(MeshExecutor):
         return rank, owner
 
     def grow(self, rank: int, owner: int, tokens: int) -> None:
-        """Adds pages until the owner's pages hold this many tokens."""
+        """Adds pages until the owner's pages hold `tokens` tokens. Raises `OverloadedError`."""
         ledger = self.ledgers[rank]
         count = pages_for(tokens, self.limits.page_size) - len(ledger.pages(owner))
         if count > 0 and ledger.extend(owner, count) is None:
@@ -299,7 +299,8 @@ class ResearchInstance(MeshExecutor):
         return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
-        """One layer's rows at (page, slot) [dp, 2, T] of each rank, as a block [dp, C, K, T, H]."""
+        """Gathers one layer's KV at coordinates (page, slot) [dp, 2, T] into a block [dp, C, K, T,
+        H]."""
         pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
 
         def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
-"""The blocks of a KV cache: cutting along the tokens, joining, and building from a caller's arrays.
+"""Cuts a KV cache's blocks along the tokens, joins them, and builds them from a caller's arrays.
 
 A block is what a channel offers: a global array [dp, rows, K, T, H] of one layer's components (see
 `layout/kv_spec.py`), of which only dp rank `rank` is used. This module knows arrays and their
 placement, but no token ids, executors, channels or pages.
 
-Everything works on each device's own shard, with one program per shape. Nothing is transferred
-between devices, except arrays elsewhere that `put_layer` receives."""
+Operations work on each device's own shard, with one program per shape. Only `put_layer` transfers
+data between devices, if its arrays are on other devices."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from jdisagg.ops.kv_rows import block_of, components_of
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.transfer.channel import block_sharding
 
-# A component of one layer [K, T, H], or [1, T, H] without heads.
+# Dimensions of one layer's component [K, T, H], or [1, T, H] without heads.
 LayerArray = jax.Array | np.ndarray
 # sharding of a rank's block on the mesh of its devices only
 _RANK_BLOCK = PartitionSpec(None, None, "kv")
@@ -32,8 +32,8 @@ _RANK_BLOCK = PartitionSpec(None, None, "kv")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """`array` [dp, rows, K, T, H]: layer `layer`, positions [start, start + valid_tokens). The rest
-    of T is padding."""
+    """The KV of layer `layer` at positions [start, start + valid_tokens), in `array` [dp, rows, K,
+    T, H]. The rest of T is padding."""
 
     layer: int
     start: int
@@ -49,8 +49,8 @@ class KVBlock:
         return self.start + self.valid_tokens
 
     def within(self, start: int, stop: int) -> "Iterator[KVBlock]":
-        """Its part of positions [start, stop): itself if that is all of it, else blocks of the
-        lengths that channels use."""
+        """Yields the part of this block within positions [start, stop): the block itself if it lies
+        within, else new blocks of the lengths that channels use."""
         first, last = max(start, self.start), min(stop, self.stop)
         if (first, last) == (self.start, self.stop):
             yield self
@@ -64,7 +64,7 @@ class KVBlock:
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Where a sequence's blocks lie: dp rank `rank` of `mesh` ("dp", "kv", "rep")."""
+    """Place of a sequence's blocks: dp rank `rank` of `mesh` with axes ("dp", "kv", "rep")."""
 
     mesh: Mesh
     rank: int
@@ -72,7 +72,7 @@ class KVPlace:
 
     @property
     def devices(self) -> list[Device]:
-        """Devices of the rank."""
+        """The rank's devices."""
         return list(self.mesh.devices[self.rank].flat)
 
     @property
@@ -80,8 +80,8 @@ class KVPlace:
         return Mesh(self.mesh.devices[self.rank], ("kv", "rep"))
 
     def spec_of(self, part: KVComponent) -> PartitionSpec:
-        """The sharding of a component [K, T, H] on the rank's devices: heads over "kv", or parts of
-        the values of a component whose values are cut."""
+        """Returns the sharding of a component [K, T, H] over the rank's devices: heads over "kv",
+        or values for components that are cut along the values."""
         if self.spec.is_cut(part):
             return PartitionSpec(None, None, "kv")
         return PartitionSpec("kv" if part.heads else None)
@@ -90,8 +90,8 @@ class KVPlace:
         return max(1, part.heads), tokens, part.width
 
     def read_layer(self, layer: int, blocks: Sequence[KVBlock]) -> dict[str, jax.Array]:
-        """The components of a layer by name, [K, T, H], of the tokens of these blocks, which must
-        be in order."""
+        """Returns a layer's components [K, T, H] by name, joined from blocks that must be in
+        order."""
         kind = self.spec.layers[layer]
         here = tuple(self._of_rank(block.array) for block in blocks)
         arrays = _read(here, tuple(block.valid_tokens for block in blocks), kind, self)
@@ -100,8 +100,8 @@ class KVPlace:
     def put_layer(
         self, layer: int, start: int, components: Mapping[str, LayerArray]
     ) -> list[KVBlock]:
-        """Blocks of a layer, positions from `start` on, from all its components [K, T, H] in their
-        dtypes, on any device."""
+        """Returns blocks of a layer at positions from `start` on. `components`: all components [K,
+        T, H] of the layer in its dtypes, on any device."""
         kind, mesh = self.spec.layers[layer], self.rank_mesh
         placed = tuple(
             jax.device_put(components[part.name], NamedSharding(mesh, self.spec_of(part)))
@@ -114,7 +114,7 @@ class KVPlace:
         ]
 
     def _of_rank(self, block: jax.Array) -> jax.Array:
-        """The rank's own part [1, R, K, T, H] of a block, in place."""
+        """Returns the rank's part [1, R, K, T, H] of a block without a copy."""
         shards = {shard.device: shard.data for shard in block.addressable_shards}
         sharding = NamedSharding(self.rank_mesh, _RANK_BLOCK)
         return jax.make_array_from_single_device_arrays(
@@ -122,7 +122,7 @@ class KVPlace:
         )
 
     def _among_ranks(self, block: jax.Array) -> jax.Array:
-        """The inverse of `_of_rank`, with zeros for other ranks."""
+        """Inverse of `_of_rank`: returns the block over all ranks, with zeros for other ranks."""
         sharding = block_sharding(self.mesh)
         shape = (self.mesh.shape["dp"], *block.shape[1:])
         nothing = sharding.shard_shape(shape)
@@ -138,7 +138,7 @@ class KVPlace:
 def _read(
     blocks: tuple[jax.Array, ...], valid_tokens: tuple[int, ...], kind: KVLayer, place: KVPlace
 ) -> tuple[jax.Array, ...]:
-    """A layer's components [K, T, H] from a rank's blocks, each device its own part."""
+    """Joins a rank's blocks into a layer's components [K, T, H], each device its own shard."""
 
     def body(*blocks_1RKTH: jax.Array) -> tuple[jax.Array, ...]:
         valid = [
@@ -158,7 +158,7 @@ def _read(
 
 @partial(jax.jit, static_argnames=("kind", "place"))
 def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tuple[jax.Array, ...]:
-    """The inverse of `_read`: blocks [1, R, K, T, H], the last of which is padded."""
+    """Inverse of `_read`: cuts components into blocks [1, R, K, T, H], and pads the last one."""
     cuts = tuple(split_blocks(components[0].shape[1], GRANULE_TOKENS))
 
     def body(*parts_KTH: jax.Array) -> tuple[jax.Array, ...]:
@@ -182,7 +182,8 @@ def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tu
 
 @partial(jax.jit, static_argnames=("tokens", "sharding"))
 def _cut(block: jax.Array, start: int, tokens: int, sharding: NamedSharding) -> jax.Array:
-    """`tokens` tokens of a block [dp, R, K, T, H] from `start` on, with zeros beyond its end."""
+    """Returns `tokens` tokens from `start` on of a block [dp, R, K, T, H], with zeros beyond the
+    block's end."""
     padded = jnp.pad(block, ((0, 0),) * 3 + ((0, tokens), (0, 0)))
     part = lax.dynamic_slice_in_dim(padded, start, tokens, axis=3)
     return lax.with_sharding_constraint(part, sharding)

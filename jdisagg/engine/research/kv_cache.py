@@ -1,20 +1,19 @@
-"""A KV cache as a value: blocks of one sequence on one mesh, in the form of a hand-off, to inspect,
-cut, join and change.
+"""A KV cache as a value that can be inspected, cut, joined and changed: blocks of one sequence on
+one mesh, in the form of a hand-off.
 
 The blocks' arrays are never donated and belong to no page pool, so a cache stays valid whatever the
-engine does next, and its memory is freed with it. A cache never changes: cutting, joining and
-changing return another. This module knows arrays and token ids, but no executors, channels or
-pages.
+engine does next, and its memory is freed with the object. Caches are immutable: cutting, joining
+and changing return a new cache. This module must not depend on executors, channels or pages.
 
-Positions: keys are kept after rope, for the positions at which they were computed, and all but the
-first layer's keys and values depend on every earlier token. A part that does not begin at 0 keeps
-its positions. It can be inspected, saved, and joined behind a cache that ends where it begins, but
-not pushed or decoded from by itself. Joined behind other tokens than those before it at its
-computation, it is KV that the model would not have computed. Layers with a window are no exception:
-a cache holds all their positions, including those that no window reaches.
+Positions: keys are stored after rope, for the positions at which they were computed. In all layers
+but the first, keys and values depend on every earlier token. A part that does not begin at 0 keeps
+its positions. Such a part can be inspected, saved, and joined to a cache that ends where the part
+begins, but not pushed or decoded from. After a join to other tokens than the original ones, its KV
+differs from what the model would compute. Layers with a window also have KV for all positions,
+including those outside the window.
 
-Invariants: every token of `token_ids` has its KV in `blocks`, and each layer covers all positions
-once, in order. `chosen` is the model's choice after them, whose KV is not there yet."""
+Invariants: `blocks` hold the KV of every token of `token_ids`, and each layer covers all positions
+once, in order. `chosen` is the model's next token, whose KV is not in the cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """The token chosen after a sequence, its sampling parameters and, if requested,
+    """The token chosen after a sequence, the sampling parameters of the choice and, if requested,
     log-probabilities."""
 
     token_id: int
@@ -45,9 +44,9 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """The components of one layer by name: global arrays [K, T, H], heads sharded by the layout. A
-    component without heads is [1, T, H], replicated. fp8 components are the bytes of the values
-    divided by their scale."""
+    """The components of one layer by name: global arrays [K, T, H], with heads sharded by the
+    layout. A component without heads is [1, T, H], replicated. fp8 components are bytes of scaled
+    values: multiply by the scale to restore them."""
 
     components: Mapping[str, jax.Array]
 
@@ -68,8 +67,8 @@ class KVCache:
     Attributes:
         token_ids: Tokens of positions [first_position, first_position + T).
         chosen: The next token, or None after a cut, join or change.
-        mesh, rank: Mesh with axes ("dp", "kv", "rep"), and the sequence's dp rank on it.
-        seconds: Time of the prefill with its first token, or of reading a session's pages.
+        mesh, rank: Mesh with axes ("dp", "kv", "rep"), and the dp rank that holds the sequence.
+        seconds: Time of the prefill including the next token, or of reading a session's pages.
     """
 
     token_ids: tuple[int, ...]
@@ -96,7 +95,7 @@ class KVCache:
 
     @property
     def next_token(self) -> NextToken:
-        """Raises InvalidRequestError if none has been chosen."""
+        """The chosen token. Raises InvalidRequestError if none has been chosen."""
         if self.chosen is None:
             raise InvalidRequestError(
                 f"this cache of {len(self)} tokens was cut, joined or changed and has no next"
@@ -106,7 +105,7 @@ class KVCache:
 
     @property
     def positions(self) -> range:
-        """The positions at which the tokens' KV was computed."""
+        """Positions at which the tokens' KV was computed."""
         return range(self.first_position, self.first_position + len(self))
 
     @property
@@ -124,30 +123,30 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tokens' KV without replicas and padding."""
+        """Bytes of the tokens' KV, without replicas and padding."""
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
-        """The components of one layer, assembled from the blocks on their devices without a
-        transfer. `np.asarray(kv.layer(0).k)` gathers one to the host."""
+        """Returns the components of one layer, joined on their devices without a transfer.
+        `np.asarray(kv.layer(0).k)` gathers the keys to the host."""
         index = self._layer_index(index)
         blocks = [block for block in self.blocks if block.layer == index]
         return LayerKV(self.place.read_layer(index, blocks))
 
     def __getitem__(self, tokens: slice) -> "KVCache":
-        """A part of the tokens at their positions: `kv[:n]` is the KV of the first n tokens,
-        `kv[n:]` that of the others (the module's docstring explains such parts). Whole blocks are
-        shared; others are copied on their devices.
+        """Returns a part of the cache at its original positions: `kv[:n]` has the first n tokens,
+        `kv[n:]` the others (see the module's docstring). Whole blocks are shared; partial ones are
+        copied on their devices.
 
         Args:
             tokens: A slice as for sequences; negative numbers count from the end, and the step is
                 1.
 
         Returns:
-            A cache on the same devices. It has a next token if it ends with this cache.
+            A cache on the same devices, with this cache's next token if both have the same end.
 
         Raises:
-            InvalidRequestError: The part is empty, has another step, or is not a slice.
+            InvalidRequestError: The part is empty or `tokens` is not a slice with step 1.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise InvalidRequestError(
@@ -168,18 +167,18 @@ class KVCache:
         )
 
     def join(self, other: "KVCache") -> "KVCache":
-        """Joins this cache and one whose positions follow it.
+        """Joins this cache and a cache whose positions follow this one's.
 
         Args:
-            other: A cache of the same model. From another mesh or rank it is copied here by JAX,
-                not over the channel.
+            other: A cache of the same model. JAX, not the channel, copies it from another mesh or
+                rank.
 
         Returns:
-            A cache on this one's devices, without a next token.
+            A cache on this cache's devices, without a next token.
 
         Raises:
             IncompatiblePeerError: The other has another KV geometry.
-            InvalidRequestError: It begins at another position than this one ends.
+            InvalidRequestError: `other` does not begin at the position where this cache ends.
         """
         if other.spec != self.spec:
             raise IncompatiblePeerError(
@@ -209,24 +208,24 @@ class KVCache:
         )
 
     def with_layer(self, index: int, **components: LayerArray) -> "KVCache":
-        """This cache with other components in one layer: `kv.with_layer(3, v=0 * kv.layer(3).v)`.
+        """Returns this cache with components of one layer replaced: `kv.with_layer(3, v=0 *
+        kv.layer(3).v)`.
 
-        Decoding from the result first recomputes its last token, because no token was chosen over
-        the changed KV. This also recomputes that token's own KV (in the session). To keep a change
-        there, append a token.
+        Decoding from the result first recomputes the last token and its KV (in the session),
+        because no next token was chosen with the changed KV. To keep a change of the last token's
+        KV, append a token.
 
         Args:
             index: The layer; negative numbers count from the end.
-            components: Arrays by name (`k`, `v`, or `latent`) in the shapes of `layer(index)`, on
-                any device; others stay. Floating values are rounded to the dtype of the KV; for fp8
-                they must be divided by their scale.
+            components: New arrays by name (`k`, `v`, or `latent`) in the shapes of `layer(index)`,
+                on any device. Floating values are rounded to the dtype of the KV; for fp8 divide
+                them by the scale first.
 
         Returns:
             A cache on the same devices, without a next token.
 
         Raises:
-            InvalidRequestError: There is no such layer or component, or a shape or dtype does not
-                fit.
+            InvalidRequestError: The layer or component does not exist, or a shape or dtype differs.
         """
         index = self._layer_index(index)
         held: dict[str, LayerArray] = dict(self.layer(index).components)
@@ -242,16 +241,17 @@ class KVCache:
         return replace(self, chosen=None, blocks=others + tuple(fresh))
 
     def norms(self) -> np.ndarray:
-        """The length of each vector (of keys and values, or of a latent) on the host: float32
-        [layers, components, K, T], if all layers are alike."""
+        """Returns the Euclidean norm of each key, value or latent vector on the host: float32
+        [layers, components, K, T]. All layers must have equal shapes."""
         return self._lengths(self._vectors())
 
     def distances(self, other: "KVCache") -> np.ndarray:
-        """The distance of each vector from the other cache's, on the host: float32 [layers,
-        components, K, T], if all layers are alike. Divide by `norms()` for relative distances.
+        """Returns the distance of each vector from the other cache's, on the host: float32 [layers,
+        components, K, T]. All layers must have equal shapes. Divide by `norms()` for relative
+        distances.
 
         Raises:
-            InvalidRequestError: The other has other positions.
+            InvalidRequestError: The other cache has other positions.
             IncompatiblePeerError: The other has another KV geometry.
         """
         if other.spec != self.spec:
@@ -272,7 +272,7 @@ class KVCache:
         return lengths.reshape(self.layers, -1, *lengths.shape[1:])
 
     def _vectors(self) -> list[np.ndarray]:
-        """All layers, [K, T, H] of each component, on the host."""
+        """Returns each layer's components [K, T, H] on the host."""
         layers = [self.layer(index).components for index in range(self.layers)]
         return [_values(np.asarray(x)) for layer in layers for x in layer.values()]
 
@@ -299,7 +299,7 @@ class KVCache:
 
 
 def _values(kept: np.ndarray) -> np.ndarray:
-    """Values in float32; bytes are fp8."""
+    """Returns the values in float32; uint8 arrays are read as fp8."""
     values = kept.view(jnp.float8_e4m3fn) if kept.dtype == np.uint8 else kept
     return values.astype(np.float32)
 
@@ -307,7 +307,7 @@ def _values(kept: np.ndarray) -> np.ndarray:
 def blocks_of_layers(
     place: KVPlace, first_position: int, layers: Sequence[Mapping[str, LayerArray]]
 ) -> tuple[KVBlock, ...]:
-    """All layers' blocks on a place, from components [K, T, H] on any device."""
+    """Returns all layers' blocks at `place`, from components [K, T, H] on any device."""
     return tuple(
         block
         for index, components in enumerate(layers)

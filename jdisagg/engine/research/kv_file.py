@@ -1,9 +1,10 @@
-"""A KV cache in a file: safetensors, which other tools can read, with a header that describes it.
+"""Reads and writes KV caches as safetensors files, which other tools can read, with a describing
+header.
 
-Tensors `layers.<index>.<component>` [K, T, H] are whole, in the dtypes of the KV, so a file has no
-layout and is loaded under any. The metadata field `jdisagg_kv` is the header in JSON, and
-`jdisagg_kv_sha256` a digest of it and of all tensors. Files are written atomically. They reveal
-much of the prompt and are not encrypted. Nothing in them is executed."""
+Tensors `layers.<index>.<component>` [K, T, H] are not sharded and have the dtypes of the KV, so a
+file can be loaded under any layout. The metadata field `jdisagg_kv` is the header in JSON, and
+`jdisagg_kv_sha256` a digest of the header and all tensors. Files are written atomically. They
+reveal much of the prompt and are not encrypted. Loading executes no code from a file."""
 
 import contextlib
 import hashlib
@@ -36,7 +37,7 @@ _CODES = {
 
 
 class KVHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the tensors belong to. `fingerprint` is the model's (engine/fingerprint.py)."""
+    """Description of the tensors. `fingerprint` is the model's (engine/fingerprint.py)."""
 
     version: int
     fingerprint: str
@@ -51,10 +52,10 @@ class _Version(msgspec.Struct):
 
 
 def write_kv(kv: KVCache, path: str | os.PathLike[str], fingerprint: str) -> None:
-    """Gathers a cache to the host and writes it, replacing an older file.
+    """Gathers a cache to the host and writes the file, replacing an older one.
 
     Raises:
-        KVFileError: It cannot be written.
+        KVFileError: The file cannot be written.
     """
     path = Path(path)
     header = msgspec.json.encode(
@@ -82,11 +83,11 @@ def write_kv(kv: KVCache, path: str | os.PathLike[str], fingerprint: str) -> Non
 def read_kv(
     path: str | os.PathLike[str], fingerprint: str, layout: Layout, place: KVPlace
 ) -> KVCache:
-    """Reads and checks a file, and puts its cache on a place of a mesh of that layout.
+    """Reads and checks a file, and returns its cache at `place` on a mesh of `layout`.
 
     Raises:
-        KVFileError: The file is missing, truncated or damaged, or differs in version, model
-            fingerprint or KV spec; names the field and both values.
+        KVFileError: The file is missing, truncated or damaged, or its version, model fingerprint or
+            KV spec differs; the message names the field and both values.
     """
     path, spec = Path(path), place.spec
     raw, views, digest = _opened(path)
@@ -132,7 +133,7 @@ _Views = Mapping[str, tuple[str, tuple[int, ...], bytes | bytearray]]
 
 
 def _opened(path: Path) -> tuple[bytes, _Views, str]:
-    """The header as stored, the tensors (dtype, shape, bytes), and the digest."""
+    """Returns (header as stored, tensors by name as (dtype, shape, bytes), digest)."""
     try:
         content = path.read_bytes()
         found = safetensors.deserialize(content)
@@ -184,7 +185,7 @@ def _digest(header: bytes, views: _Views) -> str:
 
 
 def _difference(name: str, value: object, wanted: object) -> str:
-    """What differs; for KV specs the first layer that does."""
+    """Describes how a field differs; for KV specs, the first layer that differs."""
     if isinstance(value, KVSpec) and isinstance(wanted, KVSpec):
         if len(value.layers) != len(wanted.layers):
             return f"its spec has {len(value.layers)} layers, and this model's {len(wanted.layers)}"

@@ -1,5 +1,5 @@
-"""The meshes of the research API: one executor for each (layout, devices), built on first use, and
-the channel between them."""
+"""Manages the meshes of the research API: one executor for each (layout, devices), built on first
+use, and the channel between the meshes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,9 @@ class MeshSizes:
     """Sizes of an engine's meshes.
 
     Args:
-        page_size: Tokens of KV in a page.
-        chunk_tokens: Longest piece of a prompt that is computed at once, shared by prompts that are
-            computed together.
-        sessions_per_rank: Sequences of full context for which each dp rank has pages.
+        page_size: Tokens per page.
+        chunk_tokens: Longest chunk in tokens, which prompts that are computed together share.
+        sessions_per_rank: Number of full-context sequences for which each dp rank has pages.
         context_tokens: Cap on the model's context.
 
     Raises:
@@ -41,7 +40,7 @@ class MeshSizes:
 
 
 class ResearchMeshes:
-    """All meshes of an engine, each with weights and pages of its own, until `close`."""
+    """All meshes of an engine, each with its own weights and pages. Meshes exist until `close`."""
 
     def __init__(self, load: LoadModel, devices: tuple[Device, ...], sizes: MeshSizes) -> None:
         self.devices = devices
@@ -55,8 +54,8 @@ class ResearchMeshes:
         return list(self._instances.values())
 
     def instance(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
-        """The executor of a layout on these devices. Raises LayoutError if the devices or the model
-        do not suit the layout."""
+        """Returns the executor of a layout on `devices`, built on first use. Raises LayoutError if
+        the devices or the model do not suit the layout."""
         if len(devices) != layout.devices:
             raise LayoutError(
                 f"layout {layout} needs dp * tp = {layout.devices} devices, and there are"

@@ -34,12 +34,12 @@ def prompt_tokens(
         prompt: Text or token ids.
         tokenizer: Tokenizer, required for text only.
         vocabulary: Number of token ids.
-        continues: Whether it follows other tokens; the tokenizer then adds nothing before it.
+        continues: Whether the prompt follows other tokens; the tokenizer then adds no start token.
         name: Name of the prompt in errors.
 
     Raises:
-        ConfigError: It is text, and there is no tokenizer.
-        InvalidRequestError: It is empty, or holds an invalid token id.
+        ConfigError: The prompt is text, and there is no tokenizer.
+        InvalidRequestError: The prompt is empty or has an invalid token id.
     """
     if isinstance(prompt, str):
         if tokenizer is None:

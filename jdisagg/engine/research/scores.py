@@ -10,17 +10,17 @@ from jdisagg.prompt_logprobs import PromptLogprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The model's expectation at each of T given tokens after all tokens before it (teacher
-    forcing). Log-probabilities are natural and of the model's own distribution, before bias,
+    """The model's scores of T given tokens, each after all tokens before it (teacher forcing).
+    Log-probabilities are natural logarithms of the model's own distribution, before bias,
     penalties, temperature and filters.
 
     Attributes:
         token_ids: The T tokens.
         logprobs: float32 [T].
-        ranks: int32 [T]; 1 is the most likely token of the vocabulary.
+        ranks: int32 [T], rank of each token by probability; 1 is the most likely token.
         top_ids, top_logprobs: int32 and float32 [T, top], most likely tokens first; -inf beyond the
             vocabulary.
-        logits: float32 [T, V], if requested.
+        logits: float32 [T, V] if requested, else None.
     """
 
     token_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Scores:
 
     @property
     def total(self) -> float:
-        """The log-probability of all tokens together."""
+        """Sum of the tokens' log-probabilities."""
         return float(np.sum(self.logprobs, dtype=np.float64))
 
     @property

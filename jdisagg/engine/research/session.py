@@ -1,10 +1,10 @@
 """A session of the research API: one sequence in the pages of one decode mesh, which can be pushed,
 appended to, decoded and pulled.
 
-It owns its pages and frees them when it is closed, moved or pushed anew. Between calls every token
-of `token_ids` has its KV in the pages; `next_token` is chosen and its KV is not there yet. A call
-that fails leaves it unchanged. A session supports temperature, filters and seed, but no penalties
-or stop strings."""
+A session owns its pages and frees them on `close`, on a move and on a new push. Between calls the
+pages hold the KV of every token of `token_ids`, but not of `next_token`, which has been chosen
+already. A call that fails leaves the session unchanged. Sampling supports temperature, filters and
+seed, but no penalties or stop strings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Session:
-    """One sequence in the pages of one decode mesh, made by `Engine.create_session`; a context
-    manager."""
+    """One sequence in the pages of one decode mesh. `Engine.create_session` creates sessions, which
+    are context managers."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens whose KV is here: prompt and generated."""
+        """Tokens whose KV the session holds, of prompt and answer."""
         return self._holding().tokens
 
     @property
     def next_token(self) -> NextToken:
-        """Raises InvalidRequestError if none has been chosen, as after a cache that was cut, joined
-        or changed."""
+        """The chosen next token. Raises InvalidRequestError if there is none, as after a push of a
+        cache that was cut, joined or changed."""
         chosen = self._holding().chosen
         if chosen is None:
             raise InvalidRequestError(
@@ -94,7 +94,7 @@ class Session:
 
     @property
     def room_tokens(self) -> int:
-        """Tokens left in the context."""
+        """Number of tokens left in the context."""
         return self._instance.limits.context_tokens - len(self._holding().tokens)
 
     def push(
@@ -106,24 +106,24 @@ class Session:
         codec: str = "none",
     ) -> Move:
         """Transfers a copy of a cache into this session, over the channel and by the reshard plan,
-        and drops what the session held. If anything fails, the session is unchanged.
+        and drops the session's previous KV. If anything fails, the session is unchanged.
 
         Args:
             kv: A cache of the same model, on any mesh.
-            target_layout: Layout of a mesh to which the session moves.
-            devices: Devices of a mesh to which the session moves.
-            codec: Codec of the transfer (`jdisagg.transfer.codec.CODECS`), which also applies to
-                bytes that are on the right device already. The session then holds the decoded
-                values; compare `session.pull()` with `kv`.
+            target_layout: Layout of a mesh to which the session moves; None for the session's own.
+            devices: Devices of the mesh to which the session moves; None for the layout's default.
+            codec: Codec of the transfer (`jdisagg.transfer.codec.CODECS`), which also applies to KV
+                that is on the right device already. With a lossy codec `session.pull()` differs
+                from `kv`.
 
         Returns:
-            What was transferred, and the time that it took.
+            The bytes and seconds of the transfer.
 
         Raises:
             IncompatiblePeerError: The cache is of another model.
-            InvalidRequestError: It does not begin at position 0 or is longer than the context, or
+            InvalidRequestError: The cache does not begin at position 0 or exceeds the context, or
                 the session is closed.
-            ConfigError: There is no such codec, or it cannot pack this KV.
+            ConfigError: The codec does not exist, or cannot pack this KV.
             OverloadedError: The mesh has no pages for it.
         """
         self._check_open()
@@ -170,28 +170,28 @@ class Session:
         return Move(len(kv), kv.layout, target.layout, codec, moved, planned, seconds)
 
     def pull(self) -> KVCache:
-        """Copies the KV of the session, on its mesh. Raises InvalidRequestError if it holds
-        none."""
+        """Copies the session's KV to a cache on the same mesh. Raises InvalidRequestError if the
+        session holds none."""
         held = self._holding()
         return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
 
     def append(self, continuation: Prompt) -> Append:
-        """Adds given tokens (the next turn) behind those that are held. Only they are computed, and
-        the result is that of a prefill of the whole. The next token is chosen greedily;
-        `generate_tokens` with other parameters chooses anew.
+        """Appends given tokens (the next turn) to the session. Only the new tokens are computed;
+        the KV equals that of a prefill of all tokens. The next token is chosen greedily;
+        `generate_tokens` with other parameters chooses again.
 
-        The present `next_token` is not added. If it belongs there (the token that ended the last
+        The current `next_token` is not appended. To include it (the token that ended the last
         turn), begin `continuation` with it.
 
         Args:
-            continuation: Text, before which the tokenizer adds nothing, or token ids.
+            continuation: Text or token ids. The tokenizer adds no start token to text.
 
         Returns:
-            The tokens, the token chosen after them with log-probabilities, and the time.
+            The appended tokens, the next token with log-probabilities, and the time.
 
         Raises:
-            InvalidRequestError: It is empty or invalid, exceeds the context, or the session holds
-                nothing.
+            InvalidRequestError: `continuation` is empty, invalid or exceeds the context, or the
+                session holds no KV.
             OverloadedError: The mesh has no pages for it.
         """
         held, instance, started = self._holding(), self._instance, time.perf_counter()
@@ -206,7 +206,8 @@ class Session:
         return Append(new, token, time.perf_counter() - started)
 
     def score(self, continuation: Prompt, top: int, logits: bool) -> Scores:
-        """See `Engine.score`, for this session. The last token is recomputed in place."""
+        """Scores tokens after this session's; see `Engine.score`. The last token is recomputed in
+        place."""
         held = self._holding()
         tokens = held.tokens + self._continued(continuation)
         self._instance.grow(held.rank, held.owner, len(tokens))
@@ -216,7 +217,7 @@ class Session:
     def generate(
         self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """Decodes until max_tokens, an end-of-text token or the end of the context; see
+        """Decodes until `sampling.max_tokens`, an end-of-text token or the end of the context; see
         `Engine.generate_tokens`."""
         held = self._holding()
         instance, tokenizer = self._instance, self._tokenizer
@@ -267,7 +268,7 @@ class Session:
         )
 
     def _continued(self, continuation: Prompt) -> tuple[int, ...]:
-        """The checked token ids of a continuation."""
+        """Returns the token ids of a continuation, checked against vocabulary and context."""
         vocabulary = self._instance.vocabulary
         new = prompt_tokens(
             continuation, self._tokenizer, vocabulary, continues=True, name="continuation"
@@ -300,7 +301,7 @@ class Session:
 
 @dataclass(slots=True)
 class _Held:
-    """The state of a session on its mesh."""
+    """State of a session on its mesh."""
 
     rank: int
     owner: int
@@ -312,7 +313,7 @@ class _Held:
 
 
 def choice_of(sampling: SamplingParams) -> SamplingParams:
-    """The parameters that determine the chosen token, so that equal choices compare equal."""
+    """Returns the sampling parameters that determine the chosen token, to compare two choices."""
     if sampling.greedy:
         return GREEDY
     return SamplingParams(

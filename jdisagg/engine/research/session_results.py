@@ -1,4 +1,4 @@
-"""Results of the calls of a session."""
+"""Results of a session's calls."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from jdisagg.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One push.
+    """Result of one push.
 
     Attributes:
-        bytes_per_pair: Transferred bytes by (source device id, destination device id), as packed by
-            the codec, including its scales and sums and the padding to blocks of 16 tokens. Bytes
-            that a device held already are not counted.
-        planned: The same by the reshard plans.
-        seconds: Time including the writing into pages and, on the first push of a kind,
+        bytes_per_pair: Transferred bytes by (source device id, destination device id), packed by
+            the codec, including scales, sums and the padding to blocks of 16 tokens. Copies within
+            a device are not counted.
+        planned: The same bytes as computed from the reshard plans.
+        seconds: Time including the writes into pages and, on the first push of a shape,
             compilation.
     """
 
@@ -35,7 +35,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Tokens that were added behind those of a session. `seconds` covers their KV and the choice of
+    """Result of one append: the appended tokens. `seconds`: time to compute their KV and to choose
     `next_token`."""
 
     token_ids: tuple[int, ...]
@@ -45,9 +45,9 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one call generated. `step_seconds[i]` is the decode step that wrote token i's KV and
-    chose the token after it. The first token was chosen by the prefill, so that a request's TTFT is
-    `kv.seconds` plus the time in between."""
+    """Result of one call that generates. `step_seconds[i]`: time of the decode step that wrote
+    token i's KV and chose the next token. The prefill chose the first token, so that a request's
+    TTFT is `kv.seconds` plus the time between the calls."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -57,5 +57,5 @@ class Generation:
 
     @property
     def tpot_seconds(self) -> float:
-        """Mean time of a step; 0 without generated tokens."""
+        """Mean seconds of a decode step; 0 without generated tokens."""
         return sum(self.step_seconds) / len(self.step_seconds) if self.step_seconds else 0.0
