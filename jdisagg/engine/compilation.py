@@ -63,7 +63,7 @@ class ProgramCache(CacheInterface):
         self._unlock()  # the thread's earlier compilation failed or could not be written
         entry = self._read(key)
         if entry is not None or jax.process_count() > 1:
-            # The processes of one instance compile in lockstep, so none may wait for another instance.
+            # Processes of an instance compile in lockstep, so none may wait for another instance.
             return entry
         self._lock(key)
         entry = self._read(key)

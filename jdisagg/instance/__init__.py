@@ -1,2 +1,2 @@
-"""One instance of several processes: the leader's commands are broadcast to its followers. Covers
+"""Runs one instance in several processes: the leader broadcasts commands to its followers. Covers
 joining, liveness and the common end."""

@@ -1,11 +1,11 @@
-"""The leader's executor: every command goes to the followers and to its own mesh, in the same
+"""The leader's executor, which sends every command to the followers and to its own mesh in the same
 order.
 
-To the worker's loop it is an `Executor` like any other. Results are the leader's own, because
-tokens and sums are replicated over the mesh. A pull is different: each process pulls its part, so
-bytes add up and one error fails the pull. When a process fails, falls silent or leaves, all present
-and future commands raise `UnavailableError`. The leader's programs may then hang in a collective,
-so nothing waits for them and the process must exit at once."""
+Results are those of the leader's mesh, because tokens and sums are replicated over the mesh. Pulls
+are an exception: each process pulls its part, so bytes are summed and one error fails the pull.
+When a process fails, falls silent or ends, all current and future commands raise
+`UnavailableError`. The leader's programs may then hang in a collective, so the process must exit at
+once without waiting for them."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ from jdisagg.scheduler.executor import Executor, MeshLimits
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A command, the processes that have yet to report, and the reports so far."""
+    """A running command: the processes whose reports are missing, and the reports so far."""
 
     future: asyncio.Future[StepResult]
     missing: set[int]
@@ -34,7 +34,7 @@ class _UnderWay:
 
 class BroadcastExecutor:
     """Implements `scheduler.executor.Executor` over `local` and the followers. `end`: the leader's
-    own endpoint on the KV plane."""
+    endpoint for KV transfers."""
 
     def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
         self.limits: MeshLimits = local.limits
@@ -42,7 +42,7 @@ class BroadcastExecutor:
         self._local = local
         self._followers = followers
         self._under_way: dict[int, _UnderWay] = {}
-        # refused on this mesh; an error that all processes raise alike breaks nothing
+        # Commands that this mesh refused. The same error on all processes is no failure.
         self._raised: deque[int] = deque(maxlen=1024)
         followers.when_told(self._told)
         followers.when_failed(self._fail_all)
@@ -62,8 +62,8 @@ class BroadcastExecutor:
         return future
 
     def close(self) -> None:
-        """Frees the mesh, after `Followers.stop`, on any thread. The mesh of a failed instance is
-        not freed, because it may hang."""
+        """Frees the mesh. Call after `Followers.stop`, on any thread. Does nothing if the instance
+        failed, because freeing may hang."""
         if not self._followers.failure:
             self._local.close()
 
@@ -111,7 +111,7 @@ class BroadcastExecutor:
         try:
             result = _whole(entry.own, entry.pulls)
         except Exception as error:
-            # No caller awaits this task: an error fails the instance, and with it the command.
+            # No caller awaits this task, so an error fails the instance and thereby the command.
             self._under_way[number] = entry
             self._followers.fail(f"command {number}: its parts do not fit: {error!r}")
             return
@@ -126,8 +126,8 @@ class BroadcastExecutor:
 
 
 def _whole(own: StepResult, pulls: list[PullResult]) -> StepResult:
-    """Combines the results of all processes: the bytes of a pull add up, and one failure fails
-    it."""
+    """Combines the results of all processes: for a pull the sum of bytes and the first error, for
+    other commands the leader's own result."""
     if not isinstance(own, PullResult):
         return own
     parts = [own, *pulls]

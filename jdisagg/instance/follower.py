@@ -1,9 +1,9 @@
-"""A follower's main loop: it runs the leader's commands, in order, on its own part of the mesh.
+"""A follower's main loop, which runs the leader's commands, in order, on its own part of the mesh.
 
-Only asyncio; `LeaderLink` carries the messages. The follower decides nothing. It returns when the
-leader stops it. It raises `UnavailableError` when the leader leaves or falls silent, or when a
-command breaks the mesh; the process must then exit at once, because programs may hang in a
-collective."""
+Imports only asyncio; `LeaderLink` carries the messages. The follower makes no decisions. The loop
+returns when the leader stops the follower. It raises `UnavailableError` when the leader ends or
+falls silent, or when a command breaks the mesh; the process must then exit at once, because
+programs may hang in a collective."""
 
 import asyncio
 import contextlib
@@ -31,14 +31,15 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class LeaderLink(Protocol):
-    """One stream to the leader."""
+    """One bidirectional stream between a follower and the leader."""
 
     def send(self, message: FollowerMessage) -> None:
         """Queues a message; never blocks."""
         ...
 
     def received(self) -> AsyncIterator[LeaderMessage]:
-        """Messages of the leader. Ends, or raises `JdisaggError`, when the stream does."""
+        """Yields the leader's messages until the stream ends. Raises `JdisaggError` if it
+        breaks."""
         ...
 
     async def close(self) -> None: ...
@@ -52,8 +53,8 @@ async def run_follower(
     clock: Clock,
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> None:
-    """Joins, prepares (the warm-up, in lockstep with the other processes), then runs commands until
-    stopped."""
+    """Joins the leader, awaits `prepare` (the warm-up, in lockstep with the other processes), then
+    runs commands until the leader stops this follower."""
     await _Follower(link, executor, clock, timeouts).run(join, prepare)
 
 

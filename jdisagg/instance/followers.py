@@ -1,9 +1,9 @@
-"""The leader's membership of followers: which have joined, are ready and are alive. The failure of
-one fails the instance.
+"""The leader's membership of followers: which have joined, are ready and are alive. A follower's
+failure fails the instance.
 
-Only asyncio; each follower's stream is a `FollowerSession`, whatever carries it. Invariants: every
-follower receives every command, in the same order. None joins twice, late or without the secret.
-After the first failure no command is sent, and `failure` has the reason."""
+Imports only asyncio; each follower's stream is a `FollowerSession` on any transport. Invariants:
+every follower receives every command, in the same order. No follower joins twice, late or without
+the secret. After the first failure no command is sent, and `failure` has the reason."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class FollowerSession:
-    """One follower's stream, on the leader's side."""
+    """The leader's side of one follower's stream."""
 
     def __init__(self, membership: "Followers", join: Join, now: float) -> None:
         self.process, self.end = join.process, join.end
@@ -49,7 +49,7 @@ class FollowerSession:
         self._outgoing.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[bytes]:
-        """Packed messages to the follower, until `close`."""
+        """Yields packed messages to the follower until `close`."""
         while (packed := await self._outgoing.get()) is not None:
             yield packed
 
@@ -66,12 +66,13 @@ class FollowerSession:
                 )
 
     def ended(self, reason: str) -> None:
-        """Called when the other side ended the stream."""
+        """Fails the instance, because the follower ended its stream."""
         self._membership.fail(f"process {self.process}: {reason}")
 
 
 class Followers:
-    """Use it on one event loop. `processes` includes the leader (process 0)."""
+    """The followers of one instance. Use on one event loop. `processes`: number of processes
+    including the leader (process 0)."""
 
     def __init__(
         self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance
@@ -91,8 +92,8 @@ class Followers:
         self._pulse: asyncio.Task[None] | None = None
 
     def join(self, join: Join) -> FollowerSession:
-        """Adds a follower. Raises `InvalidRequestError` for one that does not belong to this
-        instance, `UnavailableError` if it is too late."""
+        """Adds a follower. Raises `InvalidRequestError` if the follower does not belong to this
+        instance, and `UnavailableError` after the start or a failure."""
         if join.secret != self.secret:
             raise InvalidRequestError(
                 "instance: the secret of a joining process is not this instance's; start all"
@@ -117,8 +118,8 @@ class Followers:
         return session
 
     async def all_ready(self, timeout_seconds: float) -> None:
-        """Waits until every follower has joined and is warm, then starts them. Raises
-        `UnavailableError`."""
+        """Waits until every follower has joined and is warm, then starts all. Raises
+        `UnavailableError` on a failure or timeout."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while len(self._sessions) < self.processes - 1 and not self.failure:
@@ -139,8 +140,8 @@ class Followers:
         self._send_all(Begin())
 
     def ends(self, own: KvEnd | None) -> tuple[KvEnd, ...]:
-        """KV endpoints by process index. `own` is the leader's. Empty unless every process has
-        one."""
+        """Returns all processes' KV endpoints by process index, or () if any process has none.
+        `own`: the leader's endpoint."""
         ends = [own, *(self._sessions[number].end for number in sorted(self._sessions))]
         return tuple(end for end in ends if end) if all(ends) else ()
 
@@ -151,7 +152,7 @@ class Followers:
         return self._number
 
     def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
-        """Sets the callback (process, message) for reports of followers."""
+        """Sets the callback for followers' reports, called with (process index, message)."""
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
@@ -159,8 +160,8 @@ class Followers:
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
-        """Returns when the instance has failed. Its processes must then exit at once, because
-        collectives may hang."""
+        """Waits until the instance fails. Its processes must then exit at once, because collectives
+        may hang."""
         await self._failed.wait()
         assert self.failure
         return self.failure
@@ -170,7 +171,7 @@ class Followers:
             self._on_told(process, message)
 
     def fail(self, why: str) -> None:
-        """Fails the instance. Idempotent; the first reason is kept."""
+        """Fails the instance for the reason `why`. Idempotent: only the first reason is stored."""
         if self.failure or self._stopped:
             return
         self.failure = UnavailableError(
@@ -183,7 +184,7 @@ class Followers:
         self._close()
 
     def stop(self) -> None:
-        """Lets the followers finish and end. Idempotent."""
+        """Stops the followers after their queued commands. Idempotent."""
         if not self._stopped and not self.failure:
             self._stopped = True
             self._send_all(Stop())
@@ -196,7 +197,7 @@ class Followers:
             self._pulse.cancel()
 
     def _send_all(self, message: LeaderMessage) -> None:
-        """Packs a message once for all followers."""
+        """Packs a message once and sends it to all followers."""
         packed = pack(message)
         for session in self._sessions.values():
             session.send(packed)

@@ -1,14 +1,15 @@
-"""Decides when silence means death. It counts only silence while this process itself was running.
+"""Measures how long another process has been silent, not counting time in which this process itself
+was stopped.
 
-A process that was held up (a long collection, a stopped container) would find every other process
-silent when it resumes, so each look counts at most twice the time between looks. Pure: time is an
-argument."""
+After a long garbage collection or a stopped container every other process would seem silent. Each
+`look` therefore adds at most twice the planned time between looks. Pure: time is an argument."""
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:
-    """Call `heard` on every message and `look` every `look_seconds`."""
+    """Counts the silence of one process. Call `heard` on every message, and `look` every
+    `look_seconds`."""
 
     def __init__(
         self, now: float, look_seconds: float = DEFAULT_TIMEOUTS.instance.look_seconds
@@ -21,7 +22,7 @@ class SilenceWatch:
         self.silent_seconds = 0.0
 
     def look(self, now: float) -> float:
-        """The seconds of silence so far."""
+        """Returns the seconds of silence so far."""
         self.silent_seconds += min(now - self._looked, 2 * self._look_seconds)
         self._looked = now
         return self.silent_seconds

@@ -1,8 +1,7 @@
-"""Joins several processes into one JAX job: their indices, their number, and a short text that
-process 0 shares.
+"""Joins several processes into one JAX job, and broadcasts a short text from process 0.
 
-The only file of this package that imports JAX. On CPU collectives use gloo. JAX detects Slurm,
-Kubernetes and Open MPI when no flags are given. Must run before the first use of a device."""
+This is the only file of the package that imports JAX. On CPU collectives use gloo. Without flags
+JAX detects Slurm, Kubernetes and Open MPI. Must run before the first use of a device."""
 
 import os
 import re
@@ -23,7 +22,7 @@ SHARED_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """One process's place in its instance. Process 0 leads."""
+    """Index of this process in its instance, and number of processes. Process 0 is the leader."""
 
     process: int
     processes: int
@@ -33,8 +32,8 @@ class ProcessGroup:
         return self.process == 0
 
     def share(self, text: str) -> str:
-        """Returns process 0's `text` (UTF-8, at most 256 bytes) on every process. All must call it;
-        it blocks until they have."""
+        """Returns process 0's `text` (UTF-8, at most 256 bytes) on every process. Blocks until all
+        processes have called it."""
         data = text.encode() if self.leads else b""
         if len(data) > SHARED_BYTES:
             raise ConfigError(
@@ -50,11 +49,11 @@ class ProcessGroup:
         )
 
     def devices(self, count: int) -> list[Device]:
-        """The job's devices. With several processes, `count` of them, equally many of each, so that
-        every process has a part of the mesh.
+        """Returns the job's devices. With several processes, returns `count` devices, equally many
+        of each process, so that every process has a part of the mesh.
 
         Raises:
-            ConfigError: The processes cannot provide them; the message has the numbers.
+            ConfigError: The processes have too few devices or cannot share them equally.
         """
         found = jax.devices()
         if self.processes == 1:
@@ -71,7 +70,7 @@ class ProcessGroup:
         return [device for devices in own for device in devices[:each]]
 
     def leave(self) -> None:
-        """Ends the job cleanly: waits, with a limit, for the other processes."""
+        """Ends the job cleanly, waiting a limited time for the other processes."""
         if self.processes > 1:
             jax.distributed.shutdown()
 
@@ -85,17 +84,17 @@ def join_instance(
 ) -> ProcessGroup:
     """Joins this process to its instance's JAX job.
 
-    If the processes do not find each other within `timeouts.start_seconds`, JAX ends this one by
-    SIGABRT with its own message on stderr, and the supervisor restarts it.
+    If the processes do not connect within `timeouts.start_seconds`, JAX ends this process by
+    SIGABRT with a message on stderr, and the supervisor restarts the process.
 
     Args:
-        coordinator: host:port of process 0. If it, `num_processes` and `process_id` are None, the
-            cluster's scheduler provides them.
-        local_device_ids: Devices of this process among those it sees. None means all, but one under
-            Slurm and Open MPI.
+        coordinator: host:port of process 0. If `coordinator`, `num_processes` and `process_id` are
+            None, the cluster's scheduler (such as Slurm) provides them.
+        local_device_ids: Visible devices that this process uses. None means all, or one under Slurm
+            and Open MPI.
 
     Raises:
-        ConfigError: Flags contradict each other, or JAX refuses them at once.
+        ConfigError: Flags contradict each other, or JAX rejects them.
     """
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
@@ -138,9 +137,8 @@ def join_instance(
 
 
 def exit_soon(status: int, seconds: float = DEFAULT_TIMEOUTS.instance.exit_seconds) -> None:
-    """Ends a process of a failed instance after `seconds`, which leaves time for a last message,
-    without clean-up. Threads may hang in a collective, and every orderly end (interpreter, JAX's
-    shutdown barrier) would wait for them."""
+    """Ends this process of a failed instance without clean-up after `seconds`, which leave time for
+    a last message. A normal exit would wait for threads that may hang in a collective."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()

@@ -1,5 +1,6 @@
-"""The processes of a deployment: a router, a worker (one process or several), a cluster of them on
-one host, and all of it embedded in one process.
+"""Builds the processes of a deployment: routers, workers (of one or several processes), a cluster
+on one host, and a cluster embedded in one process.
 
-This package assembles the others. It knows no flag and no model family: the loader of a checkpoint
-is passed in (`ModelSource`). The commands of `launch/` turn flags into what is built here."""
+This package assembles the other packages. It must not import flags or model families: the loader of
+a checkpoint is passed in (`ModelSource`). The commands of `launch/` convert flags to this package's
+configurations."""

@@ -1,9 +1,10 @@
-"""A whole cluster on one host: router and workers as child processes, one log and a live table.
+"""Runs a whole cluster on one host: routers and workers as child processes, with one log and a live
+table.
 
 A worker that dies is restarted under its name and address. A worker that exits because of its
-configuration ends the cluster. The first signal drains: routers refuse new requests, running
-requests end, then the workers stop. The second signal stops at once. Children die with this
-process, however it ends."""
+configuration ends the cluster. On the first signal routers refuse new requests, running requests
+end, then the workers stop. The second signal stops at once. Children die with this process, however
+it ends."""
 
 import asyncio
 import contextlib
@@ -30,8 +31,8 @@ _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 
 
 class Cluster:
-    """Starts the plan's groups, watches them through the router's status, and stops them in order.
-    Build it on the event loop. Raises ConfigError for invalid files of secrets."""
+    """Starts the plan's process groups, monitors them through the router's status, and stops them
+    in order. Construct on the event loop. Raises ConfigError for invalid files of secrets."""
 
     def __init__(self, plan: ClusterPlan, log: ClusterLog) -> None:
         service = plan.config.engine.service
@@ -39,20 +40,20 @@ class Cluster:
         self._plan = plan
         self._timeouts = plan.config.engine.limits.timeouts
         self._stop_seconds = service.drain_seconds + self._timeouts.process.kill_seconds
-        # This process calls the router as a client, so it needs a client's credentials.
+        # This process calls the router as a client and needs a client's credentials.
         self._credentials = replace(cluster_credentials(service), token=tokens[0] if tokens else "")
         self._log = log
         self._failed: str | None = None
         self._force = asyncio.Event()
         self._signals = StopSignals(self._force.set)
-        # What each process reports of its start; "" once it serves.
+        # Start phase that each process last reported; "" once it serves.
         self._phases: dict[str, str] = {}
         self._routers = [self._group(spec) for spec in plan.routers()]
         self._workers = [self._group(spec) for spec in plan.workers()]
 
     async def run(self) -> int:
-        """Runs until the end and returns the exit status: 0 after a requested stop, 1 when a
-        process cannot work."""
+        """Runs the cluster and returns the exit status: 0 after a requested stop, 1 if a process
+        cannot work."""
         watching = asyncio.create_task(self._watch())
         try:
             for group in (*self._routers, *self._workers):
@@ -81,7 +82,7 @@ class Cluster:
         )
 
     def _take_line(self, name: str, line: str) -> None:
-        """Writes a line of a process to the log, and keeps what it reports of its start."""
+        """Writes a process's line to the log, and stores the start phase that the line reports."""
         owner = name if name in self._phases else name.rpartition(".")[0]
         if found := _COMPILED.search(line):
             self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"
@@ -95,7 +96,7 @@ class Cluster:
         self._signals.raise_first()
 
     async def _watch(self) -> None:
-        """Reports once when all processes serve; keeps the table up to date."""
+        """Updates the table, and prints one line when all processes serve."""
         served = False
         client = AsyncClient(
             self._plan.address,
@@ -125,8 +126,8 @@ class Cluster:
                 await asyncio.sleep(_POLL_SECONDS)
 
     def _shown(self, group: SupervisedGroup, statuses: dict[str, WorkerStatus]) -> Shown:
-        """A process that does not serve yet is shown without figures: those of the router are from
-        before its restart."""
+        """Returns a group's row for the table, without figures unless the group serves, because the
+        router's figures may be from before a restart."""
         if group.state is not GroupState.RUNNING:
             self._phases.pop(group.name, None)
             return Shown(group.name, group.state.value, group.restarts, None)

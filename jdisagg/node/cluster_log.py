@@ -1,8 +1,8 @@
-"""One log of all processes on stderr and, where configured, one file for each.
+"""Writes one log of all processes to stderr and, if configured, one file for each process.
 
-As text, each line follows its process's name. As JSON, each line is an object with a `process`
-field, including lines that are not JSON themselves. On a terminal the text log scrolls above a live
-table of the processes; elsewhere a line of figures is written periodically."""
+In text format, each line begins with its process's name. In JSON format, each line is an object
+with a `process` field, including lines that are not JSON themselves. On a terminal the text log
+scrolls above a live table of the processes; elsewhere a line of figures is written periodically."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ _PLAIN_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One process as the table shows it. `status` is its last status from the router."""
+    """One row of the table. `status`: last status from the router, or None if not serving."""
 
     name: str
     state: str
@@ -34,8 +34,8 @@ class Shown:
 
 
 class ClusterLog:
-    """`write` lines, `show` instances, and `close` at the end. Raises ConfigError if `directory`
-    cannot be created."""
+    """The log and the table. Call `close` at the end. Raises ConfigError if `directory` cannot be
+    created."""
 
     def __init__(
         self, live: bool, directory: str | None, title: str, log_format: str = "text"
@@ -44,7 +44,7 @@ class ClusterLog:
         self._json = log_format == "json"
         self._directory = made_folder("--cluster_log_dir", directory) if directory else None
         self._files: dict[str, TextIO] = {}
-        self._width = 11  # the instance's name in prefill-0.1
+        self._width = 11  # width of a process name such as prefill-0.1
         self._console = Console(stderr=True)
         self._live = (
             Live(console=self._console, auto_refresh=False) if live and not self._json else None
@@ -86,7 +86,8 @@ class ClusterLog:
 
 
 def json_line(process: str, line: str) -> str:
-    """The line with its process if it is a JSON object; otherwise an object around it."""
+    """Returns a JSON line with the field `process`: `line` itself if it is a JSON object, else an
+    object that contains `line`."""
     try:
         fields = json.loads(line)
     except ValueError:
@@ -104,7 +105,7 @@ def json_line(process: str, line: str) -> str:
 
 
 def process_table(title: str, instances: Sequence[Shown]) -> Table:
-    """A table of the processes within 80 columns. Figures are never cut."""
+    """Returns a table of the processes, at most 80 columns wide. Figures are never truncated."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("process", "role", "state"):
         table.add_column(column, no_wrap=True)

@@ -1,8 +1,7 @@
-"""Which processes make a cluster on one host, and their configurations. It is data: no process is
-started here.
+"""Plans the processes of a cluster on one host and their configurations. Starts no process.
 
-Every process keeps its port, so that it is found again after a restart. Only an instance's
-coordinator gets a new port at each start, because its old port may still be in use."""
+Every process has a fixed port, at which others find it after a restart. Only an instance's
+coordinator gets a new port at each start, because the old port may still be in use."""
 
 import errno
 import os
@@ -37,14 +36,14 @@ _DRAWN = range(20000, 32768)
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A whole cluster.
+    """Configuration of a whole cluster.
 
     Attributes:
-        model: Directory of the model that all processes serve.
-        processes: Processes of each worker.
-        changes_roles: Whether the first router lets workers change their roles.
-        gpus: GPUs for the workers' processes, in order; empty to leave the choice to the processes.
-        gpus_per_process: GPUs of each process, or None for as many as the layouts need.
+        model: Directory of the model.
+        processes: Number of processes of each worker.
+        changes_roles: Whether the first router changes workers' roles.
+        gpus: GPUs to assign to the workers' processes, in order; empty to assign none.
+        gpus_per_process: Number of GPUs of each process; None for as many as the layout needs.
     """
 
     engine: EngineConfig
@@ -72,7 +71,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """One instance: `layout` over `processes` processes, each with its port."""
+    """Plan of one instance, whose `layout` spans one process for each of `ports`."""
 
     name: str
     role: WorkerRole
@@ -92,8 +91,8 @@ class ClusterPlan:
 
     Attributes:
         ports: The routers' ports.
-        folder: Folder for the processes' configuration files, written at each start.
-        gpus: GPUs of each process by name. Processes without an entry may use all.
+        folder: Folder of the processes' configuration files, which are written at each start.
+        gpus: GPUs by process name. Processes without an entry may use all GPUs.
         http_ports: The routers' HTTP ports; empty without HTTP.
     """
 
@@ -110,7 +109,7 @@ class ClusterPlan:
 
     @property
     def address(self) -> str:
-        """The first router's address."""
+        """Address of the first router."""
         return self.addresses[0]
 
     @property
@@ -119,7 +118,7 @@ class ClusterPlan:
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
-        """The service configuration of each router."""
+        """Service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         return tuple(
             replace(service, port=port, http_port=http_port)
@@ -130,8 +129,8 @@ class ClusterPlan:
         return self.routers()[0]
 
     def routers(self) -> tuple[GroupSpec, ...]:
-        """The first is `router`, the only one with a metrics port and role changes. The others are
-        router-1 and so on."""
+        """Returns the routers' groups, named router, router-1 and so on. Only the first has a
+        metrics port and changes roles."""
         names = ["router", *(f"router-{index}" for index in range(1, len(self.ports)))]
         return tuple(
             GroupSpec(name, lambda index=index, name=name: (self._router(name, index),))
@@ -164,7 +163,8 @@ class ClusterPlan:
         )
 
     def worker_configs(self, instance: InstancePlan) -> tuple[WorkerProcessConfig, ...]:
-        """The configuration of each process of the instance."""
+        """Returns the configuration of each process of the instance, with a new coordinator
+        port."""
         config, count = self.config, len(instance.ports)
         made = worker_config(config.engine, instance.role)
         metrics_port = config.observe.metrics_port
@@ -204,8 +204,8 @@ class ClusterPlan:
 
     @property
     def _returns(self) -> bool:
-        """Whether they also fetch from decode workers, whose KV must not have passed a lossy
-        codec."""
+        """Whether prefill workers also fetch cached KV from decode workers; never if a codec
+        transferred KV to these, because codecs lose precision."""
         engine = self.config.engine
         return engine.routing.fetch_from_decode and engine.decode.codec == "none"
 
@@ -237,7 +237,7 @@ class ClusterPlan:
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
-    """Plans ports and instances. Raises ConfigError, LayoutError."""
+    """Returns the plan of a cluster, with free ports chosen. Raises ConfigError or LayoutError."""
     engine, shape, service = config.engine, config.shape, config.engine.service
     layouts = {
         WorkerRole.PREFILL: (shape.prefill, engine.prefill.layout),
@@ -266,13 +266,13 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _router_ports(host: str, first: int, count: int) -> list[int]:
-    """Consecutive ports, or free ports for 0."""
+    """Returns `count` consecutive ports from `first` on, or free ports if `first` is 0."""
     return [first + index for index in range(count)] if first else free_ports(host, count)
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
-    """Devices of each of the instance's processes. A single process may change its role, so it gets
-    enough for the other role's layout."""
+    """Returns the number of devices of each of the instance's processes. An instance of one process
+    can change its role, so it gets enough devices for the other role's layout."""
     alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
     layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
     return max(
@@ -295,8 +295,8 @@ def _gpus_of_process(
 def plan_instances(
     role: WorkerRole, count: int, layout: Layout, processes: int, host: str
 ) -> tuple[InstancePlan, ...]:
-    """Plans `count` instances of a role, named role-0 and so on, each on a port that is free at
-    this moment. Raises ConfigError."""
+    """Plans `count` instances of a role, named role-0, role-1 and so on, with a free port for each
+    process. Raises ConfigError."""
     if count < 0 or processes < 1:
         raise ConfigError(
             f"--{role.value}_workers={count} must not be negative and"
@@ -322,12 +322,11 @@ def plan_instances(
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Different ports on which nothing listens now. Another program may take one before its use;
-    the process then reports that.
+    """Returns `count` different ports on which no program listens. If another program takes a port
+    before its use, the process that needs the port reports the error.
 
-    They lie below the range that systems use for outgoing connections and for port 0 (on Linux from
-    32768), and are drawn at random, so that a collision is unlikely. Raises ConfigError if none is
-    free."""
+    To make collisions unlikely, ports are drawn at random below the range that systems use for
+    outgoing connections and port 0 (from 32768 on Linux). Raises ConfigError if none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     free: list[int] = []
     for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):

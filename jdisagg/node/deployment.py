@@ -1,5 +1,5 @@
-"""An embedded cluster with its tokenizer and frontend, built from a configuration: what one process
-serves or generates with."""
+"""Builds an embedded cluster with tokenizer and frontend from a configuration, for serving or
+generating in one process."""
 
 import asyncio
 import logging
@@ -41,18 +41,18 @@ from jdisagg.router.cluster_state import Description
 
 _log = logging.getLogger(__name__)
 
-# Donates the model's arrays: the given `Loaded` must not be used afterwards.
+# Reshards a model. Donates its arrays: the given `Loaded` must not be used afterwards.
 Relayout = Callable[[Loaded, Layout, Sequence[Device]], Loaded]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint.
+    """A checkpoint and the functions that load it.
 
     Attributes:
         load: Loads the weights onto a mesh.
-        relayout: Rearranges loaded weights for another layout.
-        grammars: Grammar compiler for its tokenizer, or None without one.
+        relayout: Reshards loaded weights to another layout.
+        grammars: Grammar compiler for the checkpoint's tokenizer, or None without a tokenizer.
     """
 
     directory: str
@@ -68,16 +68,16 @@ def prepare_runtime(
     cpu_devices: int, compilation_cache: str, memory_fraction: float | None = None
 ) -> None:
     """Applies settings that must precede the first use of a device. Raises ConfigError if a device
-    was used before.
+    has been used already.
 
     Args:
-        cpu_devices: Virtual devices on CPU.
-        memory_fraction: Fraction of a GPU's memory that XLA may take; 0.9 if None.
+        cpu_devices: Number of virtual CPU devices.
+        memory_fraction: Fraction of a GPU's memory that XLA may use; None means 0.9.
     """
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
     set_memory_fraction(memory_fraction or DEVICE_FRACTION)
-    # absl logs INFO by default: plugins that are not installed, files that Orbax reads.
+    # By default absl logs at INFO: missing plugins, files that Orbax reads.
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("jax").setLevel(logging.WARNING)
     try:
@@ -99,22 +99,23 @@ def prepare_runtime(
 
 
 def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
-    """`prepare_runtime` for an embedded cluster. By default it has as many CPU devices as the
-    layouts need."""
+    """Calls `prepare_runtime` for an embedded cluster. By default there are as many virtual CPU
+    devices as the layouts need."""
     prepare_runtime(
         cpu_devices or devices_of(config), config.compilation_cache, memory_fraction(config)
     )
 
 
 def memory_fraction(config: EngineConfig) -> float | None:
-    """Fraction of its devices' memory that the process may take: the larger of its meshes'."""
+    """Returns the fraction of device memory that the process may use, the larger of its meshes'
+    settings."""
     given = [side.memory_fraction for side in (config.prefill, config.decode)]
     return max((part for part in given if part is not None), default=None)
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
-    """Describes the two workers to the router: one process, and their speeds if the recipe names
-    the hardware."""
+    """Returns the router's descriptions of the two workers: one process, and speeds if the
+    configuration names the hardware."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
@@ -128,12 +129,13 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 
 class Deployment:
-    """An embedded cluster, its tokenizer and its frontend. Raises ConfigError if a mesh needs more
+    """An embedded cluster with tokenizer and frontend. Raises ConfigError if a mesh needs more
     memory than its devices have.
 
     Args:
-        record_to: Folder for recordings, or empty.
-        tell: Receives one line for each mesh, before allocation, with the memory that it will take.
+        record_to: Folder for recordings; empty for none.
+        tell: Called before allocation with one line for each mesh on the memory that the mesh will
+            use.
     """
 
     def __init__(
@@ -199,12 +201,12 @@ class Deployment:
         self._loading: asyncio.Task[None] | None = None
 
     async def start(self, *, at_once: bool = False) -> None:
-        """Warms up, with a progress bar on stderr if it takes long, and starts the workers.
+        """Warms up, with a progress bar on stderr if warm-up takes long, and starts the workers.
 
         Args:
-            at_once: Whether to start the workers first, if the same configuration was warm on this
-                machine before. Programs are then loaded from the compilation cache while the meshes
-                are idle.
+            at_once: Whether to start the workers before warm-up if programs of the same
+                configuration were compiled on this machine before. They are then loaded from the
+                compilation cache while the meshes are idle.
         """
         warmed = None
         if at_once and self.config.warm_up:
@@ -226,8 +228,8 @@ class Deployment:
         await self.cluster.stop()
 
     async def _load(self) -> None:
-        """A failure is only logged: a request that needs the program fails in the same way and
-        reports it."""
+        """Loads all programs. A failure is only logged, because a request that needs the program
+        will fail and report the same error."""
         try:
             await self.cluster.warm_up(beside=True)
         except Exception as error:

@@ -1,7 +1,8 @@
-"""Which of a host's GPUs a process may use. The parent decides and passes it in the environment.
+"""Assigns a host's GPUs to processes. The parent decides and passes the assignment in the
+environment.
 
-GPUs are named as in CUDA_VISIBLE_DEVICES, by index or by UUID. Several workers may share one, each
-with a part of its memory. Imports neither JAX nor CUDA."""
+GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU, each
+with a part of the memory. Imports neither JAX nor CUDA."""
 
 import os
 from collections import Counter
@@ -14,7 +15,7 @@ from jdisagg.errors import ConfigError
 DEVICE_FRACTION = 0.9
 VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION"
 _MEMORY_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# The step's variable comes first, because the job's number stays in the step's environment.
+# The step's variable comes first, because the job's variable is set in steps too.
 _LOCAL_SIZES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
@@ -22,8 +23,8 @@ _UUIDS = ("GPU-", "MIG-")
 
 
 def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
-    """Parses "0-3,6" to 0, 1, 2, 3, 6. An index may occur twice if they are for `several` workers.
-    Raises ConfigError naming the flag."""
+    """Parses "0-3,6" to 0, 1, 2, 3, 6. An index may be repeated only with `several`, to share a GPU
+    among workers. Raises ConfigError naming the flag."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -46,15 +47,15 @@ def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]
 def gpus_of_host(
     environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> tuple[int | str, ...]:
-    """GPUs that this process may use, by NVIDIA's device files and CUDA_VISIBLE_DEVICES. Empty if
-    JAX is configured for other platforms."""
+    """Returns the GPUs that this process may use, from NVIDIA's device files and
+    CUDA_VISIBLE_DEVICES. Empty if JAX is configured for other platforms."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()
     visible = environment.get(VISIBLE)
     if visible is None:
-        # CUDA numbers present GPUs from 0, whatever their files are called: a container
-        # may have /dev/nvidia4 alone
+        # CUDA numbers the present GPUs from 0, independent of file names: a container may have
+        # only /dev/nvidia4.
         names = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
         return tuple(range(sum(name.isdigit() for name in names)))
     found: list[int | str] = []
@@ -68,8 +69,8 @@ def gpus_of_host(
 def assign_gpus(
     names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Assigns the next GPUs of the list to each process, as many as it needs. Raises ConfigError
-    with the sum if there are too few."""
+    """Assigns to each process as many of the next GPUs in the list as the process needs. Raises
+    ConfigError if there are too few."""
     if sum(needs) > len(gpus):
         wanted = ", ".join(f"{name} {need}" for name, need in zip(names, needs, strict=True))
         raise ConfigError(
@@ -96,11 +97,11 @@ def gpu_environment(
     fraction: float,
     all_gpus: Sequence[int | str],
 ) -> dict[str, str]:
-    """Adds the variables of a process with `gpus` to an environment: the visible GPUs and XLA's
-    part of their memory.
+    """Returns the environment with variables for a process with `gpus`: the visible GPUs and XLA's
+    memory fraction.
 
     Args:
-        fraction: Memory fraction over all processes that share a GPU.
+        fraction: Memory fraction of a GPU, divided among the processes that share it.
     """
     shared = max((Counter(all_gpus)[gpu] for gpu in gpus), default=1)
     told = {VISIBLE: ",".join(map(str, gpus)), MEMORY: f"{fraction / max(1, shared):.4f}"}
@@ -110,22 +111,22 @@ def gpu_environment(
 
 
 def set_memory_fraction(fraction: float) -> None:
-    """Sets XLA's memory fraction of this process, before JAX first uses a device. A value in the
-    user's environment takes precedence."""
+    """Sets this process's memory fraction for XLA; call before JAX first uses a device. A value in
+    the user's environment takes precedence."""
     if _MEMORY_BEFORE not in os.environ:
         os.environ.setdefault(MEMORY, f"{fraction:.4f}")
 
 
 def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None:
-    """The GPUs, of those visible, that a task of Slurm or Open MPI takes: an even share of its
-    node's, or all if each task is bound to its own. None without a scheduler; JAX then takes all.
+    """Returns the indices of visible GPUs that this task of Slurm or Open MPI uses: an equal share
+    of the node's, or all if the scheduler bound GPUs to tasks. Returns None without a scheduler, so
+    that JAX uses all.
 
-    JAX by itself would give each task one device, whatever their number
-    (jax.distributed.initialize).
+    By default jax.distributed.initialize would give each task exactly one device.
 
     Raises:
-        ConfigError: The node's tasks cannot share the GPUs evenly, or the scheduler's variables are
-            not numbers.
+        ConfigError: The node's tasks cannot share the GPUs equally, or a scheduler variable is not
+            a number.
     """
     size, tasks = _number(environment, _LOCAL_SIZES)
     _, rank = _number(environment, _LOCAL_RANKS)
@@ -145,7 +146,7 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
-    """The first of these variables that is set, and its number. "4(x2)" and "4,2" give 4."""
+    """Returns the first of the variables that is set, and its number. "4(x2)" and "4,2" give 4."""
     name = next((name for name in names if name in environment), "")
     if not name:
         return "", None

@@ -1,7 +1,7 @@
-"""Answers the planning guide's questions with the simulator, in a child process, so that it takes
-no time of the server's event loop or interpreter and can be ended if it takes too long.
+"""Answers the planning guide's questions with the simulator. The simulation runs in a child
+process, so that it does not block the server and can be ended if it takes too long.
 
-It answers one question at a time and rejects others meanwhile. The latest answers are cached."""
+One question is answered at a time; others are rejected meanwhile. The latest answers are cached."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,8 @@ PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
 
 class Guide:
-    """`program` reads a question from stdin and writes the answer to stdout, both as JSON."""
+    """Answers questions. `program`: command that reads a question from stdin and writes the answer
+    to stdout, both as JSON."""
 
     def __init__(self, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
         self._program = program
@@ -30,15 +31,16 @@ class Guide:
         self._answers: OrderedDict[GuideQuestion, bytes] = OrderedDict()
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes:
-        """Answers a question, as JSON.
+        """Returns the answer to a question, as JSON.
 
         Args:
             body: The question, as JSON.
-            crowded: Whether the server is busy; then only cached answers are given.
+            crowded: Whether the server is busy; then only cached answers are returned.
 
         Raises:
             InvalidRequestError: A field is invalid; the message names it.
-            OverloadedError: Another question is being answered, or the server is busy.
+            OverloadedError: Another question is being answered, or the server is busy and has no
+                cached answer.
         """
         question = parse_question(body)
         kept = self._answers.get(question)
@@ -85,7 +87,8 @@ class Guide:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment with this package on the path, which need not be installed."""
+    """Returns this process's environment with this package, which may not be installed, on the
+    path."""
     here = str(Path(jdisagg.__file__).resolve().parents[1])
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,5 +1,5 @@
-"""Resolves `hardware`: an accelerator of the table (costs/hardware.py), or a JSON file that
-`jdisagg measure_costs` wrote."""
+"""Resolves the configuration field `hardware`, which names an accelerator of the table
+(costs/hardware.py) or a JSON file that `jdisagg measure_costs` wrote."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from jdisagg.errors import ConfigError
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """An accelerator of the table by its name, or of a file whose name ends in .json."""
+    """Returns the table's accelerator of that name, or reads the file if the name ends in .json."""
     if name in HARDWARE or not name.endswith(".json"):
         return accelerator(name)
     try:
@@ -28,7 +28,8 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def write_accelerator(path: Path, measured: Accelerator, notes: dict[str, object]) -> None:
-    """`notes` record the measurement. They are stored under "measured", which readers ignore."""
+    """Writes an accelerator to a file. `notes` on the measurement are stored under "measured",
+    which readers ignore."""
     path.write_text(
         json.dumps({**dataclasses.asdict(measured), "measured": notes}, indent=1) + "\n"
     )

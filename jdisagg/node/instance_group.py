@@ -1,4 +1,4 @@
-"""An instance of several processes: the leader's and the followers' side of a worker.
+"""Runs a worker's instance in several processes: the leader's and the followers' side.
 
 Every process calls `join_instance` before the first use of a device. The leader calls `lead`,
 builds its executor, warms up and calls `Leading.over`. Followers build, then call `follow`. All
@@ -32,13 +32,14 @@ class Leading:
     ready_seconds: float = DEFAULT_TIMEOUTS.instance.starting_silence_seconds
 
     async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
-        """Waits until the followers are warm and returns the executor of the whole instance. Call
-        it when this process is warm."""
+        """Waits until the followers are warm, and returns the executor of the whole instance. Call
+        after the warm-up of this process. `local`: this process's executor; `end`: its KV
+        endpoint."""
         await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 
     async def stop(self) -> None:
-        """Lets the followers finish and end."""
+        """Stops the followers after their queued commands."""
         self.followers.stop()
         await self.server.stop()
 
@@ -50,9 +51,9 @@ async def lead(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> Leading:
-    """Listens for the followers on the service's host, with its TLS, and shares the address with
-    them. Returns before they join. If the instance fails, this process soon ends with
-    `exit_status`, even if it hangs."""
+    """Listens for the followers on the service's host, with the service's TLS, and sends them the
+    address. Returns before the followers join. If the instance fails, this process ends with
+    `exit_status` within seconds, even if a thread hangs."""
     followers = Followers(group.processes, clock, timeouts)
     followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
@@ -72,9 +73,9 @@ async def follow(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> None:
-    """Runs a follower from its built executor to its end. Returns when the leader stops it. Raises
-    `UnavailableError` if the instance failed; this process then soon ends with `exit_status`, even
-    if it hangs."""
+    """Runs a follower on its executor until the leader stops the follower. Raises
+    `UnavailableError` if the instance failed; this process then ends with `exit_status` within
+    seconds, even if a thread hangs."""
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
     credentials = cluster_credentials(service or ServiceConfig())
     connection = LeaderConnection(place.address, credentials, timeouts.connect_seconds)

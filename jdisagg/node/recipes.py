@@ -1,8 +1,8 @@
-"""Recipes: Python files whose `get_config()` returns an `EngineConfig`, and optionally
-`get_cluster()` a `ClusterShape`. This module reads and writes them.
+"""Reads and writes recipes: Python files whose `get_config()` returns an `EngineConfig`, and whose
+optional `get_cluster()` returns a `ClusterShape`.
 
-One process serves one instance of each role of a recipe. A cluster serves as many as its shape
-states, each in processes of its own. Starts nothing."""
+An embedded cluster serves one instance of each role. A multi-process cluster serves as many as the
+shape states. Starts no process."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ Returned = TypeVar("Returned")
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many instances of each role."""
+    """Number of instances of each role."""
 
     prefill: int = 0
     decode: int = 0
@@ -40,8 +40,8 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Runs a recipe file and returns its configuration. Raises ConfigError, naming the line, for a
-    file that is not a recipe or fails."""
+    """Runs a recipe file and returns its configuration. Raises ConfigError, naming the line, if the
+    file is not a recipe or raises."""
     config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(
@@ -52,8 +52,8 @@ def load_recipe(path: str) -> EngineConfig:
 
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
-    """The result of the recipe's get_cluster(). Without it, one instance of each role of `mode` (by
-    default the recipe's)."""
+    """Returns the result of the recipe's `get_cluster()`, or without that function one instance of
+    each role of `mode` (None: the recipe's mode)."""
     module = _run(path)
     if not hasattr(module, "get_cluster"):
         return (
@@ -82,8 +82,8 @@ def _run(path: str) -> ModuleType:
 
 
 def _told(path: str, call: Callable[[], Returned]) -> Returned:
-    """Runs the recipe's code. Its exceptions become a ConfigError with the line in the recipe,
-    without a traceback through this package."""
+    """Calls the recipe's code. Converts exceptions to a ConfigError that names the recipe's
+    line."""
     try:
         return call()
     except JdisaggError as error:
@@ -96,7 +96,7 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
 
 
 def _line(path: str, error: Exception) -> str:
-    """The line of the recipe that failed, if known."""
+    """Returns the line of the recipe that failed, or "" if unknown."""
     if (
         isinstance(error, SyntaxError)
         and error.lineno
@@ -113,9 +113,9 @@ def _line(path: str, error: Exception) -> str:
 
 
 def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
-    """The configuration of a worker of `role`."""
+    """Returns the configuration of a worker of `role`."""
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
-    cut = config.prefill  # Both sides of a hand-off must cut blocks alike.
+    cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
     two_meshes = config.mode is Mode.DISAGGREGATED
     return WorkerConfig(
         model=config.model,
@@ -132,7 +132,8 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
-    """The text of a recipe file: model, mode, the instances that the mode uses, and the shape."""
+    """Returns the text of a recipe file with model, mode, the instances that the mode uses, and the
+    shape."""
     two = config.mode is Mode.DISAGGREGATED
     parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]
     parts += [f"prefill={_call(config.prefill, InstanceConfig())},"] if two else []
@@ -160,7 +161,7 @@ def get_cluster() -> ClusterShape:
 
 
 def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
-    """The constructor expression of a value, without default arguments."""
+    """Returns a value's constructor call as text, without default arguments."""
     fields = [
         (spec.name, getattr(value, spec.name))
         for spec in dataclasses.fields(value)

@@ -1,11 +1,11 @@
-"""Recordings of a mesh's commands and results, in order, that `jdisagg replay` runs again: the file
-format, and the way from a running mesh to a file and back.
+"""Records a mesh's commands and results to a file, in order, and rebuilds the mesh so that `jdisagg
+replay` can run the commands again.
 
-A file is a magic word followed by records. A record is a byte for its kind, two little-endian
-numbers (the command's number and the length) and that many bytes. Kinds are the header (JSON with
-what is needed to rebuild the mesh), commands and results (bytes of `packed`), and errors (text).
-Each record is flushed at once, so that the recording of a process that died ends with its last
-command. A truncated last record is ignored. Recordings contain prompts and are private."""
+A file is a magic word followed by records. A record is a byte for its kind, the command's number,
+the payload's length (both little-endian) and the payload. Kinds are the header (JSON that describes
+the mesh), commands and results (encoded by `packed`), and errors (text). Each record is flushed at
+once, so that the recording of a process that died ends with its last command. A truncated last
+record is ignored. Recordings contain prompts and are private."""
 
 import asyncio
 import contextlib
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """Describes the mesh. `limits` has the fields of `MeshLimits` except the KV spec, which follows
-    from the model."""
+    """Description of the recorded mesh. `limits`: fields of `MeshLimits` except the KV spec, which
+    is derived from the model."""
 
     name: str
     model: str
@@ -67,8 +67,8 @@ class RecordingHeader:
 
 @dataclasses.dataclass(slots=True)
 class RecordedCommand:
-    """One command and its result or error. Both are unset if the recording ends before the command
-    did."""
+    """One command and its result or error. Both are unset if the recording ends while the command
+    runs."""
 
     number: int
     command: StepCommand
@@ -84,8 +84,8 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Wraps an `Executor` and records all commands and results, as long as the file can be
-    written."""
+    """Wraps an `Executor` and records all commands and results. Recording stops if the file cannot
+    be written."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -140,7 +140,7 @@ class RecordingExecutor:
 
 
 def read_recording(path: Path) -> Recording:
-    """Reads a recording. Raises ConfigError if the file is not a recording of this version."""
+    """Reads a recording. Raises ConfigError if the file is no recording or of another version."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -192,8 +192,9 @@ def record(
     layout: Layout,
     model: ModelConfig,
 ) -> RecordingExecutor:
-    """Records an executor to `folder`/`name`.commands. An existing file is kept and the new one is
-    numbered, because the run before a restart is often the interesting one.
+    """Returns `executor` wrapped to record to `folder`/`name`.commands. An existing file is not
+    overwritten, because the run before a restart is often the interesting one; the new file is
+    numbered.
 
     Args:
         executor: The mesh itself, or the leader's broadcast over it.
@@ -230,7 +231,8 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
-    """A wrapper that records an embedded cluster's meshes, or None for an empty folder."""
+    """Returns a wrapper of executors that records an embedded cluster's meshes, or None if `folder`
+    is empty."""
 
     def between(name: str, instance: Replica) -> Executor:
         return record(
@@ -243,7 +245,7 @@ def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
 def rebuild(
     header: RecordingHeader, devices: Sequence[Device], channel: Channel, load: LoadModel
 ) -> MeshExecutor:
-    """Builds the recorded mesh anew on devices of this process."""
+    """Rebuilds the recorded mesh on devices of this process."""
     layout = Layout.parse(header.layout)
     loaded = load(layout, devices)
     fields = {

@@ -1,9 +1,9 @@
-"""The role of a worker process and its changes: the `RolePort` that outlives each run of the worker
-in one role.
+"""Stores the role of a worker process and its changes. Implements `RolePort` for all runs of the
+worker.
 
-It refuses changes that cannot work before anything is given up, notifies the process of a requested
-change, and keeps the report. worker_process.py runs the worker and reports each finished part of a
-change."""
+Changes that cannot work are refused before the current run ends. The process is notified of a
+requested change (`asked`); worker_process.py runs the worker and records each finished phase of the
+change in the report."""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from jdisagg.messages.worker_status import WorkerRole
 
 
 def fixed_because(processes: int, told_how: bool) -> str:
-    """The reason why a worker with this many processes cannot change its role, and the remedy.
-    Empty if it can."""
+    """Returns the reason why a worker with `processes` processes cannot change its role, and the
+    remedy; empty if it can."""
     if processes > 1:
         return (
             f"its instance has {processes} processes, and only instances of one process can"
@@ -37,11 +37,11 @@ class Role:
 
 
 class RoleState:
-    """The present role and the change under way.
+    """The current role and the running change, if any.
 
     Args:
         fixed: The reason why this process can never change its role; empty if it can.
-        devices: Devices of this process.
+        devices: Number of devices of this process.
     """
 
     def __init__(self, name: str, now: Role, devices: int, clock: Clock, fixed: str = "") -> None:
@@ -59,8 +59,8 @@ class RoleState:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is under way: from the call until the worker serves again, in whichever
-        role."""
+        """Whether a change is running: from its request until the worker serves again, in the new
+        or old role."""
         return self._report.state is SwitchState.DRAINING
 
     async def switch_role(self, call: SwitchCall) -> None:
@@ -82,7 +82,7 @@ class RoleState:
         return self._report
 
     def take(self) -> Role | None:
-        """The change to begin after the drain, or None if none was requested."""
+        """Removes and returns the requested role, or returns None if no change was requested."""
         call, self._wanted = self._wanted, None
         self.asked.clear()
         return Role(call.role, call.layout) if call is not None else None
@@ -104,7 +104,7 @@ class RoleState:
             )
 
     def failed(self, reason: str) -> None:
-        """Records that the change failed and the worker returns to its old role."""
+        """Records that the change failed, so that the worker returns to its old role."""
         self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
@@ -120,7 +120,7 @@ class RoleState:
             )
 
     def _lap(self) -> float:
-        """Seconds since the last call."""
+        """Returns the seconds since the previous call."""
         before, self._told = self._told, self._clock.now()
         return self._told - before
 

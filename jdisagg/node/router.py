@@ -1,4 +1,4 @@
-"""A router from its first worker to its last stream: service, registry, readiness and the elastic
+"""Runs a router process: service, registration of workers, readiness, canaries and the elastic
 controller. `launch.router` reads the flags."""
 
 import asyncio
@@ -37,10 +37,9 @@ from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
 
-# Context before the first worker has registered. Requests are refused until then.
+# Placeholder for the context until the first worker registers; requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24
-# Readiness ends after this many canaries failed to arrive. The first ones may wait for programs to
-# be compiled.
+# Readiness ends after this many failed canaries. The first may wait for compilation.
 CANARY_PATIENCE = 4.0
 
 
@@ -54,10 +53,10 @@ class RouterConfig:
     """Configuration of a router.
 
     Attributes:
-        elastic: Thresholds of the controller of roles.
+        elastic: Thresholds of the elastic controller, which advises on role changes.
         changes_roles: Whether the router acts on the controller's advice.
-        canary_seconds: Seconds between canaries, small requests that check the transfer of KV. With
-            0 there are none and readiness does not depend on them.
+        canary_seconds: Seconds between canaries, small requests that check the transfer of KV. 0
+            disables canaries; readiness is then independent of KV transfers.
         log_requests: Whether to log a line for each request.
     """
 
@@ -71,7 +70,7 @@ class RouterConfig:
 
 
 class Router:
-    """Build it on the event loop."""
+    """One router. Construct on the event loop."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class Router:
         self._canary: CanaryRunner | None = None
 
     async def run(self) -> None:
-        """Serves until a signal, then drains."""
+        """Serves until a signal, then drains and returns."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
         known = KnownBlocks(block_secret(service))
         membership = Membership(
@@ -166,7 +165,7 @@ class Router:
     def _elastic(
         self, membership: Membership, path: RequestPath
     ) -> tuple[Controller, ElasticPools]:
-        """The controller and the pools that act on its advice."""
+        """Returns the elastic controller and the pools that act on its advice."""
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,
@@ -196,7 +195,7 @@ class Router:
         observed = [self._observer.metrics] if self._observer else []
         logged = [self._decisions] if self._decisions else []
         # Clients' hand-offs count as canaries, because a canary may wait behind them and be late
-        # where all workers are busy.
+        # if all workers are busy.
         proved = [_HandoversSeen(canary, self._clock)] if canary else []
         return [*observed, *logged, *proved]
 
@@ -227,8 +226,8 @@ class Router:
     async def _watch(
         self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
-        """Removes silent workers, and keeps the frontend's model and the health status up to
-        date."""
+        """Periodically removes silent workers, and updates the frontend's model and the health
+        status."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
         while True:
@@ -267,7 +266,8 @@ class Router:
                 continue
 
     def _is_ready(self, membership: Membership) -> bool:
-        """Whether there is a worker for each half of a request and KV was transferred recently."""
+        """Returns whether there are workers for prefill and decode, and KV was transferred
+        recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _model_info(self, membership: Membership) -> ModelInfo:
@@ -302,7 +302,7 @@ class Router:
 
 
 class _HandoversSeen(NoRouterEvents):
-    """Reports hand-offs of clients' requests to the canary."""
+    """Reports hand-offs of clients' requests to the canary as successes."""
 
     def __init__(self, canary: Canary, clock: Clock) -> None:
         self._canary = canary

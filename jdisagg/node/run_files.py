@@ -1,8 +1,8 @@
-"""The configuration of a child process as one JSON file, which its parent writes and the process
-reads.
+"""Passes the configuration of a child process in one JSON file, which the parent writes and the
+child reads.
 
-The file has the form of the configuration's dataclasses, which validate it again when it is read.
-Files hold paths of secrets, never secrets."""
+The JSON mirrors the configuration's dataclasses, which validate the fields again on reading. Files
+contain paths of secrets, never secrets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +19,8 @@ from jdisagg.observe.process import ObserveConfig
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """The index of a process in a worker's instance. With `count` 0 the cluster's scheduler
-    decides."""
+    """Index of a process in its instance, and number of processes. With `count` 0 the cluster's
+    scheduler provides both."""
 
     index: int = 0
     count: int = 1
@@ -29,12 +29,12 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class WorkerProcessConfig:
-    """A worker process.
+    """Configuration of a worker process.
 
     Attributes:
-        devices: Virtual devices on CPU.
-        place: Location of the worker, as in its card.
-        sharers: Workers that share the host's memory, including this one.
+        devices: Number of virtual CPU devices.
+        place: Location of the worker in the network, as in the worker's card.
+        sharers: Number of workers that share the host's memory, including this one.
     """
 
     name: str
@@ -51,7 +51,7 @@ class WorkerProcessConfig:
 
 @dataclass(frozen=True)
 class RouterProcessConfig:
-    """A router process. Only the tokenizer of the directory `model` is read."""
+    """Configuration of a router process. Only the tokenizer of the directory `model` is read."""
 
     router: RouterConfig
     model: str
@@ -70,7 +70,8 @@ def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) 
 
 
 def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
-    """Raises ConfigError for a file that cannot be read or is invalid."""
+    """Reads a configuration of type `kind`. Raises ConfigError if the file is missing or
+    invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:

@@ -1,4 +1,4 @@
-"""Serves from one process until a signal. Imports no JAX: the caller passes what is served."""
+"""Serves a frontend until a signal. Imports no JAX: the caller builds the frontend."""
 
 import asyncio
 import gc
@@ -29,10 +29,10 @@ async def serve_until_signalled(
     """Serves until SIGTERM or SIGINT, then drains. A second signal ends the drain.
 
     Args:
-        ready: Called with the configuration that has the actual ports.
-        observer: Observer whose metrics and traced requests the HTTP server shows.
-        broken: Returns when the engine can serve no more. Running requests are then cut short, so
-            that clients continue on the next server, and its result is returned.
+        ready: Called, once the server listens, with the configuration including actual ports.
+        observer: Observer whose metrics and traced requests the HTTP server shows, or None.
+        broken: Awaitable that returns when the engine has failed. Running requests are then cut
+            short, so that clients continue on the next server, and its result is returned.
     """
     scrape = observer.metrics.scrape if observer else None
     server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer, config))
@@ -58,21 +58,21 @@ async def serve_until_signalled(
 
 
 def keep_for_good() -> None:
-    """Excludes all objects of the process so far from garbage collection. A full collection beside
-    JAX took 190 ms, during which no stream gets a token. Do not call it where a role, and with it a
-    mesh, may end before the process."""
+    """Excludes all existing objects from garbage collection. With JAX's objects a full collection
+    takes 190 ms, during which all streams pause. Do not call in a process that may free a mesh
+    before its end, such as a worker that can change its role."""
     gc.collect()
     gc.freeze()
 
 
 def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
-    """What the web page shows besides the status."""
+    """Returns the data sources that the web page shows besides the status."""
     guide = Guide() if config.http_guide else None
     return PageSources(observer.recent if observer else None, guide)
 
 
 def where(service: ServiceConfig) -> str:
-    """The addresses of a server for its log line."""
+    """Returns a server's addresses as text for a log line."""
     address = host_port(service.host, service.port)
     if service.http_port is None:
         return address

@@ -1,5 +1,5 @@
-"""SIGTERM and SIGINT: the first signal ends a process gracefully, the second forces its end. Before
-a process serves, either ends it at once."""
+"""Handles SIGTERM and SIGINT: the first signal ends a process gracefully, the second forces its
+end. Before a process serves, either signal ends the process at once."""
 
 import asyncio
 import os
@@ -11,9 +11,9 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_once() -> None:
-    """Makes either signal end the process silently, with 128 + its number as in a shell, until an
-    event loop handles the signals. It raises no exception, which would wait for compiling threads.
-    SIGUSR1 is ignored meanwhile."""
+    """Makes either signal end the process silently with status 128 + the signal's number, until an
+    event loop handles the signals. No exception is raised, because the exit would wait for
+    compiling threads. SIGUSR1 is ignored meanwhile."""
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
@@ -24,8 +24,8 @@ def end_at_once() -> None:
 
 
 class StopSignals:
-    """Handles both signals from now on. `force` is called at the second. Build it on the event
-    loop."""
+    """Handler of both signals from its construction, on the event loop. `force` is called at the
+    second signal."""
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:
         self._force = force
@@ -36,18 +36,18 @@ class StopSignals:
 
     @property
     def came(self) -> bool:
-        """Whether the first signal has come."""
+        """Whether the first signal has been received."""
         return self._came.is_set()
 
     async def first(self) -> None:
         await self._came.wait()
 
     def raise_first(self) -> None:
-        """Behaves as if the first signal had come."""
+        """Simulates the first signal."""
         self._came.set()
 
     def release(self) -> None:
-        """Restores the handlers from before the event loop."""
+        """Restores the handlers that were set before the event loop."""
         for number in ENDS:
             self._loop.remove_signal_handler(number)
 

@@ -1,9 +1,9 @@
-"""Warm-up before serving: the progress bar, whether the same configuration was warm on this machine
-before, and an estimate of the seconds that loading takes.
+"""Helps with warm-up before serving: a progress bar, a mark of configurations whose programs were
+compiled on this machine before, and an estimate of the loading time.
 
-A mark beside the compilation cache is named by everything that determines the programs:
-configuration, role, model and versions. It guarantees nothing. If the cache was cleared, programs
-are compiled while requests wait, as without warm-up."""
+The mark is a file beside the compilation cache, named by a hash of everything that determines the
+programs: configuration, role, model and versions. If the cache was cleared but the mark was not,
+programs are compiled while requests wait, as without warm-up."""
 
 import contextlib
 import hashlib
@@ -30,8 +30,8 @@ FIRST_GUESS_SECONDS = 5.0  # estimate before the first program has been timed
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for a terminal if warm-up takes long; elsewhere a log line every
-    `LOG_SECONDS`. Yields a function of (done, total)."""
+    """Shows progress: on a terminal a bar on stderr if warm-up takes long, elsewhere a log line
+    every `LOG_SECONDS`. Yields a function to call with (done, total)."""
     logged_at = time.monotonic()
     with tqdm(
         desc=what, unit="program", delay=2, file=sys.stderr, leave=False, disable=None
@@ -50,7 +50,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class WarmedBefore:
-    """A worker's configuration and role, or those of all meshes of one process."""
+    """Mark that the programs of a worker's configuration and role (None: of all meshes of an
+    embedded cluster) were compiled on this machine before."""
 
     def __init__(
         self, config: WorkerConfig | EngineConfig, role: WorkerRole | None, fingerprint: str
@@ -79,13 +80,14 @@ class WarmedBefore:
         return self._mark is not None and self._mark.exists()
 
     def note(self) -> None:
-        """Records that all programs have been compiled."""
+        """Writes the mark: all programs have been compiled."""
         if self._mark is not None and self._mark.parent.is_dir():
             self._mark.touch()
 
 
 class Loading:
-    """Estimates the seconds until all programs are loaded, by the pace so far."""
+    """Estimates the seconds until all programs are loaded, from the mean time per program so
+    far."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -95,7 +97,8 @@ class Loading:
         self._over = False
 
     def resume(self) -> None:
-        """Excludes the time so far, which was spent waiting for an idle mesh, from the pace."""
+        """Excludes the time since the last program, spent waiting for an idle mesh, from the
+        estimate."""
         self._since = self._now()
 
     def progress(self, done: int, total: int) -> None:
@@ -105,7 +108,7 @@ class Loading:
         self._since = now
 
     def end(self) -> None:
-        """Ends the estimate, whatever has been loaded."""
+        """Ends the loading; the estimate is 0 from now on."""
         self._over = True
 
     def seconds(self) -> float:

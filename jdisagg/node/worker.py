@@ -1,8 +1,8 @@
-"""One run of a worker in one role: build, warm up, serve, register, drain, leave.
-`WorkerProcessState` outlives it.
+"""Runs a worker in one role: builds, warms up, serves, registers, drains and deregisters.
+`WorkerProcessState` holds what later runs in the same process reuse.
 
-Order matters. The worker registers only after its programs are compiled and its port answers, and
-deregisters before its port closes. A run that fails frees everything it holds, so that another may
+Invariants: the worker registers only after its programs are compiled and its port answers, and
+deregisters before its port closes. A run that fails frees all its resources, so that another may
 begin in the same process on the same devices."""
 
 import asyncio
@@ -85,12 +85,12 @@ LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Identity of a worker; `WorkerConfig` has its configuration.
+    """Identity of a worker. `WorkerConfig` has the configuration.
 
     Attributes:
-        record_to: Folder for recordings of its commands, or empty.
-        place, geometry, hardware: As in its card.
-        sharers: Workers that share the host's memory, including this one.
+        record_to: Folder for recordings of the worker's commands; empty for none.
+        place, geometry, hardware: Fields of `WorkerCard` and `ModelCard`.
+        sharers: Number of workers that share the host's memory, including this one.
     """
 
     name: str
@@ -108,7 +108,8 @@ class WorkerSpec:
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
-    """Raises ConfigError for unknown hardware."""
+    """Returns the worker's identity from its configuration. Raises ConfigError for unknown
+    hardware."""
     model, hardware = config.worker.model, config.worker.instance.hardware
     return WorkerSpec(
         name=config.name,
@@ -128,13 +129,13 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
 
 @dataclass(slots=True)
 class WorkerProcessState:
-    """State of a worker process across its runs.
+    """State of a worker process that all its runs share.
 
     Attributes:
-        spec, config: The present role. The service in `config` has a port.
-        forced: Set at the second signal.
-        loaded: Its weights in their present layout.
-        programs: Compiled programs by role that it had.
+        spec, config: Identity and configuration in the current role; `config.service.port` is set.
+        forced: Event that is set at the second signal.
+        loaded: The model in its current layout, or None before loading.
+        programs: Compiled programs by previous role.
     """
 
     spec: WorkerSpec
@@ -151,7 +152,7 @@ class WorkerProcessState:
 
 
 class WorkerRuntime:
-    """Build it on the event loop and call `live` once."""
+    """One run of a worker in one role. Construct on the event loop and call `live` once."""
 
     def __init__(self, state: WorkerProcessState) -> None:
         self._state = state
@@ -168,8 +169,8 @@ class WorkerRuntime:
         self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
-        """Runs from the build to deregistration. Returns 0 after a requested end; raises if it
-        could not begin."""
+        """Runs the worker from build to deregistration. Returns the exit status, 0 after a
+        requested end. Raises if the worker cannot start."""
         state, end = self._state, self._link.end
         channel = NegotiatedChannel(
             state.clock,
@@ -206,8 +207,8 @@ class WorkerRuntime:
 
     @property
     def _host_bytes(self) -> int:
-        """Host memory for KV: of prefill workers with a prefix cache, and of decoding workers of
-        one process."""
+        """Bytes of host memory for KV. 0 for prefill workers without a prefix cache, and for decode
+        workers of several processes."""
         state, prefix = self._state, self._state.config.prefix
         prefills, alone = state.spec.role is WorkerRole.PREFILL, state.group.processes == 1
         return prefix.host_bytes if (prefix.reuse if prefills else alone) else 0
@@ -217,7 +218,8 @@ class WorkerRuntime:
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
-        """The configuration with pages and context that fit the memory. Raises ConfigError."""
+        """Returns the configuration with pages and context that fit the memory. Raises
+        ConfigError."""
         spec, config = self._state.spec, self._state.config
         if self._host_bytes:
             if self._state.group.processes > 1:
@@ -274,8 +276,8 @@ class WorkerRuntime:
         instance = self._build(load, channel, end)
         try:
             warmed = WarmedBefore(state.config, state.spec.role, state.spec.fingerprint)
-            # A worker that changes its role warms up completely first: others serve meanwhile, and
-            # loading would delay streams later.
+            # After a role change a worker warms up completely first: others serve meanwhile, and
+            # loading later would delay streams.
             later = alone and state.config.warm_up and not state.roles.changing and warmed.found()
             if not later:
                 if not await self._unless(state.signals.first(), self._warm_up(instance)):
@@ -293,7 +295,7 @@ class WorkerRuntime:
             if alone:
                 await asyncio.to_thread(instance.executor.close)
             raise
-        # With EXIT_CONFIG followers must not end with 0: the supervisor reads all exit statuses.
+        # With EXIT_CONFIG followers must not exit with 0: the supervisor reads all statuses.
         if leading and status != EXIT_CONFIG:
             await leading.stop()
         if status == 0:
@@ -302,11 +304,11 @@ class WorkerRuntime:
         return status
 
     async def _serve_with(self, instance: Replica, executor: Executor, warm_up_later: bool) -> int:
-        """Serves on the built executor.
+        """Serves with the built executor.
 
         Args:
-            warm_up_later: Whether to serve at once and load programs while the mesh is idle, or
-                when a request needs one.
+            warm_up_later: Whether to serve at once, and to load programs when the mesh is idle or a
+                request needs one.
         """
         state, spec = self._state, self._state.spec
         loading = Loading(state.clock.now)
@@ -416,8 +418,8 @@ class WorkerRuntime:
         )
 
     async def _warm_up_beside(self, instance: Replica, loading: Loading) -> None:
-        """Warms up while the worker serves. A failure is only printed: a request that needs the
-        program fails in the same way and reports it."""
+        """Warms up while the worker serves. A failure is only printed, because a request that needs
+        the program will fail and report the same error."""
         try:
             await self._warm_up(instance, loading)
         except Exception as error:
@@ -432,8 +434,8 @@ class WorkerRuntime:
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
     ) -> bool:
-        """Runs `work` unless `end` comes first. Returns whether the work was done. The end takes
-        effect at once, because no router knows this worker yet."""
+        """Runs `work` until it or `end` has finished, and cancels the other. Returns whether `work`
+        finished. No drain is needed, because the worker is not registered yet."""
         working, ending = asyncio.create_task(work), asyncio.create_task(end)
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         done = working.done()
@@ -444,7 +446,7 @@ class WorkerRuntime:
         return done
 
     def _watched(self, instance: Replica, executor: Executor) -> Executor:
-        """The executor with recording and observation, as configured."""
+        """Returns the executor wrapped with recording and observation, as configured."""
         spec, config = self._state.spec, self._state.config
         if spec.record_to:
             executor = record(
@@ -483,8 +485,8 @@ class WorkerRuntime:
         )
 
     async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        """Waits until the worker is to end or to change its role, and drains it; or until its mesh
-        breaks or all routers refuse it. Returns the exit status."""
+        """Waits for a signal or role change and then drains the worker, or waits until the mesh
+        breaks or all routers refuse the worker. Returns the exit status."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),
@@ -510,8 +512,8 @@ class WorkerRuntime:
         return status
 
     async def _broken(self, worker: Worker, unwanted: "asyncio.Future[None]") -> JdisaggError:
-        """Returns the reason when the worker's mesh is broken, another process of its instance is
-        gone, or all routers refused it."""
+        """Waits until the worker's mesh breaks, another process of its instance ends, or all
+        routers refuse the worker; returns the error."""
         while True:
             if unwanted.done() and isinstance(refusal := unwanted.exception(), JdisaggError):
                 return refusal
@@ -535,7 +537,7 @@ def worker_services(
     vocabulary: int = ANY_ID,
     observer: Observer | None = None,
 ) -> tuple[Service, ...]:
-    """The gRPC services of a worker's role, for routers and peers."""
+    """Returns the gRPC services that a worker of its role offers to routers and peers."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
     if isinstance(worker, PrefillWorker):
         prefill = wrap.served(PrefillPort, worker.name, worker, observer)
@@ -545,8 +547,8 @@ def worker_services(
 
 
 class PeerPorts:
-    """Ports of peers by address. A restarted worker is called through the same port. Ports unused
-    for long are closed, because their workers may be gone."""
+    """Client ports to peers by address. A restarted peer has the same port. Ports that are unused
+    for long are closed, because their workers may have ended."""
 
     def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
         self._credentials = credentials

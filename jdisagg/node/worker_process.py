@@ -1,10 +1,10 @@
-"""A worker process: runs a worker (worker.py) in one role after another.
+"""Runs a worker process, which runs a worker (worker.py) in one role after another.
 
-One event loop serves gRPC, the worker's loop and the heartbeats; JAX runs on the executor's
-threads. A change of role ends one run and begins another in the same process. It keeps the weights,
-which are laid out anew, and the programs that an earlier run in the role compiled; all else is
-built anew. If that fails, the worker returns to its old role. If that fails as well, the process
-ends and its supervisor restarts it."""
+One event loop runs gRPC, the worker's loop and the heartbeats; JAX runs on the executor's threads.
+A role change ends one run and begins another in the same process. The new run reshards the loaded
+weights and reuses programs that an earlier run in that role compiled; all else is rebuilt. If the
+new run cannot start, the worker returns to its old role. If that fails too, the process ends and
+its supervisor restarts it."""
 
 import asyncio
 import gc
@@ -39,14 +39,14 @@ def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
     gpus = len(gpus_of_host(os.environ))
     if not place.count:
         return join_instance(local_device_ids=local_devices(os.environ, gpus), timeouts=timeouts)
-    # Set even for one process: under Slurm JAX would take one device, whatever else is configured.
+    # Set even for one process, because under Slurm JAX would otherwise use only one device.
     return join_instance(
         place.coordinator, place.count, place.index, list(range(gpus)) or None, timeouts
     )
 
 
 class WorkerProcess:
-    """Call `run` once, on the event loop."""
+    """One worker process. Call `run` once, on the event loop."""
 
     def __init__(
         self, spec: WorkerSpec, config: WorkerConfig, observer: Observer | None = None
@@ -62,12 +62,11 @@ class WorkerProcess:
         devices: Sequence[Device],
         relayout: Relayout | None = None,
     ) -> int:
-        """Runs until the end and returns the exit status. Raises for a configuration that cannot
-        work.
+        """Runs the process and returns the exit status. Raises if the configuration cannot work.
 
         Args:
             devices: Devices of all processes of the instance.
-            relayout: Rearranges loaded weights; None fixes the role.
+            relayout: Reshards loaded weights; None disables role changes.
         """
         spec, service, clock, forced = (
             self._spec,
@@ -108,10 +107,10 @@ class WorkerProcess:
 async def _change(
     state: WorkerProcessState, load: LoadModel, relayout: Relayout, wanted: Role
 ) -> int:
-    """Runs the worker in the wanted role; if that cannot begin, in the old role, with the weights
-    read again."""
+    """Runs the worker in the role `wanted`. If that run cannot start, runs the worker in the old
+    role with weights loaded anew."""
     before, reason = state.roles.now, ""
-    gc.collect()  # Remaining references to the old mesh's arrays would keep their memory.
+    gc.collect()  # Cyclic references to the old mesh's arrays would keep their memory allocated.
 
     def laid_out_anew(layout: Layout, on: Sequence[Device]) -> Loaded:
         loaded, state.loaded = state.loaded, None

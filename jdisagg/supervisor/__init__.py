@@ -1,2 +1,2 @@
-"""Child processes on one host: started, watched, restarted and stopped. None outlives its parent.
-Knows nothing of what they run."""
+"""Starts, watches, restarts and stops child processes on one host. No child outlives its parent.
+Independent of the programs that run."""

@@ -1,9 +1,9 @@
 """One child process in a process group of its own, whose output is read line by line.
 
-The child dies with its parent, however the parent ends (leash.py, Linux only; elsewhere only an
-orderly stop reaches it). It has a session of its own, so that Ctrl-C on the terminal reaches only
-the parent, which stops children in order. When a child has ended, the rest of its process group is
-killed."""
+On Linux the child dies with its parent, however the parent ends (leash.py); elsewhere only an
+orderly stop ends the child. The child has its own session, so that Ctrl-C on the terminal signals
+only the parent, which stops children in order. When a child has ended, the rest of its process
+group is killed."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,8 @@ TakeLine = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Command:
-    """A command and the name of its process. `environment` is complete; None means the parent's."""
+    """A command line and the name of its process. `environment`: all variables of the process; None
+    means the parent's."""
 
     name: str
     arguments: tuple[str, ...]
@@ -33,8 +34,8 @@ class Command:
 
 
 class ChildProcess:
-    """A process that runs, or ran. `status` is its exit status once it has ended (negative: the
-    signal that ended it)."""
+    """A child process, running or ended. `status`: exit status, negative for the signal that ended
+    the process, or None while it runs."""
 
     def __init__(
         self,
@@ -55,12 +56,12 @@ class ChildProcess:
         """Starts the child. `take_line(name, line)` receives each line of stdout and stderr, in
         order. Raises OSError for an unknown program.
 
-        None of our code runs between fork and exec (`preexec_fn`), because it might hang with other
-        threads in the parent, such as gRPC's."""
+        No Python code runs between fork and exec (`preexec_fn`), because it might hang if the
+        parent has other threads, such as gRPC's."""
         if shutil.which(command.arguments[0]) is None:
             raise FileNotFoundError(f"there is no program {command.arguments[0]!r}")
-        # An own pipe: with asyncio's, `wait` would also wait for other processes that inherited
-        # the writing end.
+        # Uses its own pipe, because with asyncio's `wait` would also wait for other processes that
+        # inherited the writing end.
         output, into = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -83,7 +84,8 @@ class ChildProcess:
         return self._process.returncode
 
     async def ended(self) -> int:
-        """Waits for the end, and shortly for the last output."""
+        """Waits until the process has ended, and briefly for its last output. Returns the exit
+        status."""
         status = await self._process.wait()
         self._kill_group()
         await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
@@ -92,7 +94,7 @@ class ChildProcess:
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Signals the process alone; does nothing when it has ended."""
+        """Signals the process but not its children; does nothing after its end."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -113,8 +115,8 @@ def _on_leash(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _read_lines(output: int, take: Callable[[str], None]) -> None:
-    """Does not use readline, which raises for a line longer than its limit and would stop the
-    log."""
+    """Calls `take` with each line. Does not use readline, which raises for long lines and would
+    stop the log."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)

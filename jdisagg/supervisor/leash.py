@@ -1,8 +1,8 @@
-"""Ties this process to its parent's life, then becomes another program: `python leash.py <parent's
-pid> program argument...` (Linux).
+"""Makes the kernel kill this process when its parent dies, then executes another program: `python
+leash.py <parent's pid> program argument...` (Linux only).
 
-PR_SET_PDEATHSIG survives exec. Setting it here instead of between fork and exec costs the start of
-a bare interpreter. Uses only the standard library."""
+PR_SET_PDEATHSIG survives exec. This script sets it, at the cost of starting a bare interpreter,
+because no Python code may run between fork and exec. Imports only the standard library."""
 
 import ctypes
 import os

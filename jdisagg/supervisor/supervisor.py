@@ -1,12 +1,12 @@
-"""Keeps groups of child processes running, and stops them in order.
+"""Runs groups of child processes, restarts groups that end, and stops them in order.
 
-A group lives and dies as one: a router, a worker, or the processes of one instance. When a member
-ends by itself, the others are killed and the group is restarted after a pause. The pause doubles
-with each quick end and is reset after a long run. A member that ends with `EXIT_CONFIG` has an
-unusable configuration: it is not restarted, and `failed` is called.
+A group is a router, a worker, or the processes of one instance. When a member ends by itself, the
+others are killed and the group is restarted after a pause. The pause doubles with each quick end
+and is reset after a long run. If a member ends with `EXIT_CONFIG`, its configuration is unusable:
+the group is not restarted, and `failed` is called.
 
-Only asyncio, on one event loop. Invariants: no child outlives `stop` of its group; `stop` ends
-within its seconds and a kill; nothing is started after `stop` began."""
+Uses one asyncio event loop. Invariants: no child outlives `stop` of its group; `stop` kills members
+after its timeout; no member is started after `stop` began."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 
 EXIT_CONFIG = os.EX_CONFIG
 EXIT_BROKEN = 3  # the mesh of a process broke: restart it
-# temporarily out of processes, memory or files
+# Errors of a temporary lack of processes, memory or files.
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
@@ -37,15 +37,16 @@ class GroupState(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """`commands` is called at each start, so that it may return fresh values (such as a
-    coordinator's port)."""
+    """Name and commands of a group. `commands` is called at each start, so that it can choose new
+    values (such as a coordinator's port)."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
 
 
 class SupervisedGroup:
-    """One group, from `start` to `stop`. `say(name, text)` receives reports of its events."""
+    """One supervised group. `take_line(name, line)` receives output lines, `say(name, text)`
+    reports of events, and `failed(name)` is called for an unusable configuration."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class SupervisedGroup:
             return
         await asyncio.wait({self._task}, timeout=seconds)
         if not self._task.done():
-            if seconds > 0:  # otherwise it had no time to end
+            if seconds > 0:  # with 0 the group had no time to end
                 self._say(self.name, f"did not end within {seconds:g} s of SIGTERM: killed")
             self.kill()
         await asyncio.wait({self._task})
@@ -120,8 +121,8 @@ class SupervisedGroup:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """Runs from the start of all members to the end of all; returns the exit status of the
-        first that ended."""
+        """Starts all members and waits until all have ended; returns the exit status of the first
+        that ended."""
         ends: dict[asyncio.Task[int], ChildProcess] = {}
         first: int | None = None
         self.state = GroupState.STARTING

@@ -78,8 +78,8 @@ class ResearchInstance(MeshExecutor):
         role = MeshRole(prefill=True, decode=True, emit=True)
         programs = Programs(loaded.mesh)
         super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
-        # Pieces of one head suit every sender's layout, so that all senders share resident zeros and
-        # insert programs.
+        # Pieces of one head suit every sender's layout, so that all senders share resident zeros
+        # and insert programs.
         self.blocks.granule = 1
 
     @property

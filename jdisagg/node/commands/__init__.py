@@ -1,1 +1,1 @@
-"""Bodies of launch commands that start no long-lived process of a cluster."""
+"""Implements launch commands that start no long-lived process of a cluster."""

@@ -1,10 +1,10 @@
-"""Measures a machine for the cost model: its ceilings (a matrix product, a pass over memory, a copy
-between devices), then the real engine on one mesh (whole prompts and decode steps through the
-request path). It then fits which part of the ceilings programs reach.
+"""Measures a machine for the cost model. First come its ceilings (a matrix product, a pass over
+memory, a copy between devices), then the real engine on one mesh (prompts and decode steps through
+the request path). A fit finds the fractions of the ceilings that programs reach.
 
-Ceilings are those of the model's dtype. The accelerator states its bfloat16 peak, which the cost
-model halves for float32. Half of the settings are fitted and the others predicted, which validates
-the fit."""
+Ceilings are measured in the model's dtype. An accelerator's description has the bfloat16 peak,
+which the cost model halves for float32. To validate the fit, half of the settings are fitted and
+the other half predicted."""
 
 import asyncio
 import os
@@ -40,13 +40,13 @@ FREE_SHARDED = (*FREE, "collective_seconds", "collective_bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSettings:
-    """What to measure of `model` under `layout`.
+    """Settings of the measurement of `model` under `layout`.
 
     Attributes:
-        lengths: Prompt lengths, each run alone.
-        batches: Sequences per rank that decode together.
-        steps: Tokens that they decode.
-        rounds: Repetitions.
+        lengths: Prompt lengths in tokens; each prompt runs alone.
+        batches: Numbers of sequences per rank that decode together.
+        steps: Tokens that each sequence decodes.
+        rounds: Repetitions of every setting.
     """
 
     model: str
@@ -65,7 +65,8 @@ class MeasuredSettings:
             )
 
     def context_tokens(self, shape: CostGeometry) -> int:
-        """Context that the measurement takes. Raises ConfigError if the model has less."""
+        """Returns the context in tokens that the measurement needs. Raises ConfigError if the
+        model's is shorter."""
         longest = max(self.lengths)
         context = longest + self.steps + 2
         if context > shape.context_tokens:
@@ -78,8 +79,8 @@ class MeasuredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Ceilings of one device: FLOP/s, bytes/s of its memory, and bytes/s between devices (through
-    memory for a single device)."""
+    """Ceilings of one device: FLOP/s, memory bandwidth in bytes/s, and bytes/s between two devices
+    (half the memory bandwidth if there is only one device)."""
 
     flops: float
     memory: float
@@ -88,8 +89,8 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The accelerator fitted to all settings, the relative error of each, and the errors of
-    settings that a fit to the others predicted."""
+    """The accelerator fitted to all settings, each setting's relative error, and the errors of the
+    settings that were predicted by a fit to the other half (`held_out`)."""
 
     accelerator: Accelerator
     errors: list[float]
@@ -97,8 +98,8 @@ class Fitted:
 
 
 def measure_ceilings(dtype: str) -> Ceilings:
-    """The best of a few runs each, at the first size whose run takes 20 ms."""
-    # In place: with fresh memory the operating system's clearing of pages would be measured.
+    """Measures the ceilings, each as the best of a few runs at the first size that takes 20 ms."""
+    # The sum is in place, because new memory would include the system's clearing of pages.
     product, add = (
         jax.jit(lambda a, b: a @ b),
         jax.jit(lambda a: a + jnp.ones((), a.dtype), donate_argnums=0),
@@ -131,8 +132,8 @@ def measure_ceilings(dtype: str) -> Ceilings:
 async def measure_steps(
     wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
 ) -> list[Observation]:
-    """Measures whole prompts to their first token, and whole decode steps, as a request observes
-    them."""
+    """Measures, as a request observes them, seconds from a prompt to its first token and seconds of
+    decode steps."""
     lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
     chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
@@ -186,7 +187,7 @@ async def measure_steps(
 
 
 def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) -> Fitted:
-    """Fits every other setting, validates with the rest, and fits again to all."""
+    """Fits every other setting, validates the fit on the rest, and fits again to all settings."""
     free = FREE_SHARDED if layout.devices > 1 else FREE
     half = fit(start, steps[::2], free)
     held_out = Errors.of(relative_errors(half, steps[1::2]))
@@ -195,7 +196,7 @@ def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) 
 
 
 def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[str, object]:
-    """Notes on the measurement for the file."""
+    """Returns notes on the measurement, to be stored in the hardware file."""
     return {
         "device": jax.devices()[0].device_kind,
         "dtype": steps[0].dtype,
@@ -214,7 +215,8 @@ def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[s
 def describe(
     ceilings: Ceilings, name: str, dtype: str, memory_bytes: float | None = None
 ) -> Accelerator:
-    """This machine's device before the fit. `memory_bytes` defaults to what the device reports."""
+    """Returns the description of this machine's device before the fit. `memory_bytes`: None takes
+    the size that the device reports."""
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.devices())
@@ -237,7 +239,8 @@ def describe(
 async def _measure(
     cluster: EmbeddedCluster, rng: np.random.Generator, length: int, sequences: int, steps: int
 ) -> float:
-    """Seconds of a prefill (0 sequences), or of one decode step while all sequences run."""
+    """Returns the seconds of a prefill if `sequences` is 0, else of one decode step of that
+    many."""
     count = steps if sequences else 1
 
     async def stream(prompt: tuple[int, ...]) -> list[float]:
@@ -279,7 +282,7 @@ def _fastest(call: Callable[[], object]) -> float:
 def _grown(
     measure: Callable[[int], tuple[float, float]], size: int = 512, largest: int = 16384
 ) -> float:
-    """The rate at the first size whose run takes 20 ms, or at the largest."""
+    """Returns the rate at the first size whose run takes 20 ms, or at `largest`."""
     while True:
         seconds, rate = measure(size)
         if seconds >= 0.02 or size >= largest:

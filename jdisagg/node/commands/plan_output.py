@@ -1,4 +1,5 @@
-"""A plan as a ranked table, as plain data for JSON, and a recipe of one row. Prints nothing."""
+"""Formats a plan as a ranked table and as plain data for JSON, and writes a row as a recipe. Prints
+nothing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from jdisagg.simulator.workloads import Arrival
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
-    """Rows from best to worst, times in milliseconds, within 80 columns. Figures are never cut."""
+    """Returns a table of at most 80 columns, best candidate first, with times in milliseconds.
+    Figures are never truncated."""
     kept = geometry.kv_bytes_per_token(dtype)
     limits = (
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
@@ -66,12 +68,12 @@ def _three(values: Percentiles) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Three digits without an exponent."""
+    """Formats seconds as milliseconds with three digits and no exponent."""
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
-    """The whole plan as plain data for JSON."""
+    """Returns the whole plan as plain data for JSON."""
     return {
         "model": geometry.name,
         "hardware": site.accelerator.name,
@@ -120,8 +122,8 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
 
 
 def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
-    """The context that a recipe for the workload reserves: whole pages, within the model's
-    limit."""
+    """Returns the context in tokens that a recipe for the workload needs: whole pages, at most the
+    model's."""
     longest = max(item.prompt_tokens + item.output_tokens for item in workload)
     return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
 
@@ -134,7 +136,7 @@ def plan_recipe(
     context_tokens: int,
     path: str,
 ) -> str:
-    """The text of a recipe for `jdisagg cluster` and `jdisagg serve`.
+    """Returns the text of a recipe for `jdisagg cluster` and `jdisagg serve`.
 
     Args:
         maker: The fleet maker, sized for the recipe.

@@ -1,4 +1,4 @@
-"""Runs prompts at once in an embedded cluster and shows them one after the other."""
+"""Runs prompts concurrently in an embedded cluster and shows their answers one after the other."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,8 +12,8 @@ from jdisagg.request import StreamEvent
 
 
 class PromptRun:
-    """Prompts with equal `options`. With `chat` each prompt is a user message in the model's
-    template."""
+    """Runs prompts with equal `options`. With `chat` each prompt is a user message in the model's
+    chat template."""
 
     def __init__(
         self, deployment: Deployment, chat: bool, **options: Unpack[SamplingOptions]
@@ -35,8 +35,8 @@ class PromptRun:
         max_tokens: int | None,
         show: Callable[[int, AsyncIterator[StreamEvent]], Awaitable[None]],
     ) -> None:
-        """Computes all prompts at once. `show` receives each prompt's index and its events, in
-        order of the prompts. Raises the first error of any."""
+        """Runs all prompts concurrently. `show` receives each prompt's index and events, in the
+        order of the prompts. Raises the first error of any prompt."""
         queues = [asyncio.Queue[StreamEvent | None]() for _ in prompts]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,9 +1,9 @@
-"""Runs recorded command streams on fresh meshes and compares the sampled tokens.
+"""Runs recorded commands on new meshes and compares the sampled tokens with the recorded ones.
 
-All meshes are rebuilt in this process, whatever they ran on. A mesh that pulled KV is replayed
-together with the meshes that offered it. Commands that failed when they were recorded are skipped.
-Instances of several processes may sum in another order than one process, so that tokens may differ
-where two are almost equally likely."""
+All meshes are rebuilt in this process. A mesh that pulled KV is replayed together with the meshes
+that offered that KV. Commands that failed when recorded are skipped. An instance of several
+processes may sum in another order than one process, so that tokens may differ if two are almost
+equally likely."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ PULL_SECONDS = 600.0
 
 @dataclass
 class Replayed:
-    """Counts of a replay. `difference` describes the first difference, or is empty."""
+    """Result of a replay: counts, and a description of the first difference (empty if none)."""
 
     steps: int = 0
     tokens: int = 0
@@ -49,7 +49,7 @@ class Replayed:
 
 @dataclass
 class _Offers:
-    """Offers that recorded meshes pulled, and the pulls of each that are still to come."""
+    """The offers that recorded meshes pulled, and the number of outstanding pulls of each."""
 
     made: set[int] = field(default_factory=set)
     pulls_left: dict[int, int] = field(default_factory=dict)
@@ -72,11 +72,11 @@ async def replay(
     load_for: Callable[[RecordingHeader], LoadModel],
     grammars_for: Callable[[RecordingHeader], GrammarCompiler | None] = lambda _: None,
 ) -> Replayed:
-    """Rebuilds every mesh and runs all streams at once, each in its order. Blocks are transferred
-    between meshes as recorded.
+    """Rebuilds every mesh and replays all recordings concurrently. Blocks are transferred between
+    meshes as recorded.
 
     Args:
-        grammars_for: Grammar compiler for a recording.
+        grammars_for: Returns the grammar compiler for a recording.
     """
     offers = _offers(recordings)
     channel = InProcessChannel(MonotonicClock())
@@ -133,7 +133,7 @@ def _worked(entry: RecordedCommand) -> bool:
 
 
 class _Stream:
-    """One recording on its fresh mesh."""
+    """Replays one recording on its new mesh."""
 
     def __init__(self, recording: Recording, executor: MeshExecutor, offers: _Offers) -> None:
         self._recording, self._executor, self._offers = recording, executor, offers
@@ -161,8 +161,8 @@ class _Stream:
         return self._replayed
 
     async def _prepared(self, command: StepCommand) -> StepCommand:
-        """The command once it may run: blocks arrive before they are inserted, and are pulled
-        before they are released."""
+        """Waits until a command may run and returns it: a block is inserted after its arrival, and
+        released after its pulls."""
         match command:
             case PullBlock():
                 return msgspec.structs.replace(command, deadline_seconds=PULL_SECONDS)

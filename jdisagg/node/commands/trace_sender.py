@@ -1,11 +1,11 @@
-"""Sends the requests of a trace to a running server at the trace's times, and records when each
-token came.
+"""Sends the requests of a trace to a running server at the trace's times, and records the arrival
+times of tokens.
 
-A trace has lengths and possibly hashes of prompt blocks, but no text. `PromptMaker` makes token ids
-of those lengths, equal ids for equal hashes, so that a prefix cache meets the reuse of the trace.
-`TraceSender` is an open loop: a request is sent at its time whatever became of earlier ones, and
-its time to first token counts from when it was due, so that a lagging sender hides nothing. Uses
-the async client; knows no flags, files or output format."""
+A trace has lengths and possibly hashes of prompt blocks, but no text. `PromptMaker` makes prompts
+of those lengths, with equal token ids for equal hashes, so that prefix cache hits are those of the
+trace. `TraceSender` is an open loop: requests are sent at their times whether or not earlier ones
+have ended. TTFT counts from the time at which a request was due, so that a slow sender does not
+hide delays. Must not import flags, files or output formats."""
 
 import asyncio
 import time
@@ -33,8 +33,8 @@ ENDS_BY_STATUS: dict[str, End] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayPrompt:
-    """The prompt of one arrival. `cut` if the server's context or the caller allows less than the
-    trace wants."""
+    """The prompt of one arrival. `cut`: whether the prompt or answer is shorter than in the trace,
+    because of the server's context or the caller's cap."""
 
     token_ids: tuple[int, ...]
     output_tokens: int
@@ -42,8 +42,8 @@ class ReplayPrompt:
 
 
 class PromptMaker:
-    """Token ids of an arrival's prompt. Those of a block follow from its hash, all others from the
-    arrival's number."""
+    """Makes the token ids of an arrival's prompt: those of hashed blocks from the hash, all others
+    from the arrival's number."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class PromptMaker:
         max_output_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError if no prompt fits.
+        """Raises ConfigError if the context fits no prompt.
 
         Args:
-            context_tokens: Bound of prompt and answer together. The answer takes its part first but
-                leaves at least one token, and half of the context if it is longer than that.
+            context_tokens: Cap on prompt and answer together. An answer is cut to what its prompt
+                leaves, but not below half of the context; then the prompt is cut to the rest.
         """
         if context_tokens < 2:
             raise ConfigError(
@@ -132,7 +132,7 @@ class ReplayProgress:
         )
 
     def notes(self) -> list[str]:
-        """Remarks that the reader of the figures needs, one line each."""
+        """Returns notes that explain the figures, one line each."""
         cut = (
             f"{self.cut} of {self.total} requests were cut to what the server's context or the"
             " flags allow"
@@ -145,8 +145,8 @@ class ReplayProgress:
 
 
 class TraceSender:
-    """One replay against one server. `speed` 2 sends twice as fast as the trace. Request ids begin
-    with `name`."""
+    """One replay against one server. `speed`: rate relative to the trace. `name`: prefix of the
+    request ids."""
 
     def __init__(
         self,
@@ -171,9 +171,9 @@ class TraceSender:
     async def run(
         self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
     ) -> list[RequestOutcome]:
-        """Sends all requests and waits for their ends. Returns one outcome per arrival, in order,
-        with times since the first was due. Cancelling it cancels running requests. A refused or
-        broken request is an outcome; errors other than ours are raised."""
+        """Sends all requests and waits until they have ended. Returns one outcome per arrival, in
+        order, with times since the first was due. Refused and failed requests are outcomes; only
+        errors that are no JdisaggError are raised. Cancellation cancels running requests."""
         if not arrivals:
             raise WorkloadError(
                 "the trace has no requests to send; give another, or a larger limit"
@@ -192,8 +192,8 @@ class TraceSender:
         return [task.result() for task in tasks]
 
     async def _made(self, number: int, arrival: Arrival) -> ReplayPrompt:
-        """Makes the prompt in a thread: long prompts take milliseconds, which would delay the
-        recorded times of streams."""
+        """Makes the prompt in a thread, because a long prompt takes milliseconds, which would delay
+        the recorded token times."""
         if arrival.prompt_tokens < LONG_TOKENS:
             return self._maker.prompt(number, arrival)
         return await asyncio.to_thread(self._maker.prompt, number, arrival)
