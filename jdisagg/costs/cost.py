@@ -1,5 +1,4 @@
-"""The cost model's result: seconds split by cause, so that a decision can state its reason. Pure
-data."""
+"""The cost model's result: seconds by cause, so that a decision can state its reason. Pure data."""
 
 from dataclasses import dataclass, fields
 

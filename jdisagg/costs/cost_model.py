@@ -245,8 +245,8 @@ class CostModel:
 
         Experts are spread over ep, or cut by tp. Other matrices and the embedding are cut by tp,
         and all layers are spread over the stages. The router, the projections of an MLA latent and
-        at least one kv head are whole on every device. Every dp rank has its own copy of all but
-        the experts."""
+        at least one kv head are whole on every device. Every dp rank has a copy of all but the
+        experts."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
@@ -276,8 +276,7 @@ class CostModel:
 
     @property
     def state_bytes_per_device(self) -> float:
-        """The part of `state_bytes` on one device; the state is sharded over as many devices as kv
-        heads."""
+        """The part of `state_bytes` on one device; sharded over as many devices as kv heads."""
         return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
@@ -353,9 +352,8 @@ class CostModel:
         return parts
 
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
-        """Prices everything but attention itself: matrix products, element-wise operations,
-        experts, all-reduces, the output projection for `sampled` tokens, and sends between
-        stages."""
+        """Prices all but attention itself: matrix products, element-wise operations, experts,
+        all-reduces, output projection for `sampled` tokens, sends between stages."""
         shape = self.geometry
         compute = memory = 0.0
         operations = 0
@@ -504,8 +502,7 @@ class CostModel:
         return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
-        """Prices the recurrent layers for `tokens` tokens, with their state read and written
-        `passes` times."""
+        """Prices the recurrent layers, with their state read and written `passes` times."""
         linear = self.geometry.linear
         assert linear is not None
         each = linear.chunk_flops() if chunked else linear.step_flops()
@@ -558,8 +555,7 @@ class CostModel:
         self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0
     ) -> float:
         """Returns the seconds of a collective of `devices` devices, evenly spaced among `among`
-        consecutive ones. If any path leaves the scale-up domain, the scale-out link sets the
-        pace."""
+        consecutive ones. If any path leaves the domain, scale-out sets the pace."""
         if devices <= 1:
             return 0.0
         accelerator, reached = self.accelerator, self.accelerator.efficiency
@@ -588,8 +584,7 @@ class CostModel:
 
 
 def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:
-    """Returns the bytes of one token's KV on a link: packed values, and a scale for each head of
-    each component."""
+    """Returns a token's KV bytes on a link: packed values, and a scale per head and component."""
     if codec not in CODEC_BITS:
         raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")
     bits = CODEC_BITS[codec]

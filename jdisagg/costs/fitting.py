@@ -39,8 +39,7 @@ class Observation:
     """One measured step of the fullest rank.
 
     Attributes:
-      rows: (new, cached) tokens of each prompt for prefill, (sequences, context of each) for
-        decode.
+      rows: Prefill: (new, cached) tokens of each prompt. Decode: (sequences, tokens of each).
       kernels: Kernel properties of the measured engine.
     """
 

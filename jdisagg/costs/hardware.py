@@ -1,10 +1,8 @@
-"""Peak numbers of accelerators and links with their sources, and the fractions of these peaks that
-programs reach.
+"""Peak numbers of accelerators and links with sources, and the fractions that programs reach.
 
 Peaks are dense bfloat16, one direction of a link, decimal units. An `Efficiency` was measured on
 that accelerator, or copied from a related one where no measurement exists (marked there). `jdisagg
-measure_costs` measures its machine and writes a file that `accelerator_from_fields` reads. Pure
-data."""
+measure_costs` writes measured values to a file that `accelerator_from_fields` reads. Pure data."""
 
 import dataclasses
 import math
@@ -29,8 +27,7 @@ def _check_positive(said: str, value: float, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a path between two devices. `efficiency`: fraction of the speed that large
-    messages reach."""
+    """One direction of a path between devices. `efficiency`: speed fraction of large messages."""
 
     name: str
     bytes_per_second: float
@@ -57,19 +54,16 @@ class Efficiency:
     max(FLOP / (peak x compute), bytes / (bandwidth x memory)) + op_seconds.
 
     Attributes:
-      op_seconds: Launch latency of one operation on the device; a layer has about a dozen
-        operations.
+      op_seconds: Launch latency of one operation on the device (about twelve a layer).
       attention_seconds: Launch latency of one attention kernel.
       launch_seconds, prefill_launch_seconds: Host time to issue one layer of a decode step and of a
         prefill; counts only if the device is faster. Nearly zero for compiled programs.
-      step_seconds, prefill_seconds: Host time of a decode step and of a prefill that is never
-        hidden.
+      step_seconds, prefill_seconds: Host time of a decode step and prefill, never hidden.
       sequence_seconds: Host time for each sequence of a decode step or prefill.
-      collective_seconds: Latency of a collective over two devices; grows with the logarithm of
-        their number.
+      collective_seconds: Latency of a collective over two devices; times log2(n) over n devices.
       collective_bandwidth: Fraction of the scale-up link that a collective reaches.
-      large_bytes, large_bandwidth: As `collective_bandwidth`, for messages of at least
-        `large_bytes`.
+      large_bytes, large_bandwidth: `large_bandwidth` replaces `collective_bandwidth` for messages
+        of at least `large_bytes`.
     """
 
     gemm_compute: float
@@ -291,8 +285,7 @@ def accelerator_from_fields(
 def _built(
     kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]
 ) -> Built:
-    """Builds a `kind` from `value`'s fields, numbers except the name, and from `parts`, its nested
-    objects."""
+    """Builds a `kind` from fields, numbers except the name, and nested objects `parts`."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
     specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]

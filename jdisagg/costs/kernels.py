@@ -1,6 +1,5 @@
 """Properties of an engine's kernels that affect costs: fusion, graph capture, precision of matrix
-products, exchange of tokens among experts. The defaults describe this project's programs. Pure
-data."""
+products, exchange of tokens among experts. Defaults are this project's programs. Pure data."""
 
 import math
 from dataclasses import dataclass
@@ -20,16 +19,14 @@ class Kernels:
         "all_to_all" (specialised kernels).
       multiprocessors: Multiprocessors of a device. Dense products run in waves of tiles, and a
         partial last wave takes as long as a full one. With 0 time is proportional to work.
-      matrix_speed: Speed of products with layer matrices relative to the bfloat16 peak: 2 for fp8,
-        4 for fp4.
+      matrix_speed: Speed of layers' matrix products relative to bfloat16: 2 for fp8, 4 for fp4.
       expert_speed, expert_bits: Speed (as `matrix_speed`) and bits of a value for routed experts
         with another quantization; 0 means as the other matrices.
       fused: Whether norms with residuals, the activation with its gate, and rope with the KV write
         are one operation each.
       quantizes: Whether inputs of products are quantized by a separate operation.
       expert_operations: Number of operations of one expert layer: routing, products and sums.
-      expert_memory: Bandwidth reached when reading routed experts' weights, relative to dense
-        weights.
+      expert_memory: Bandwidth of reading routed experts relative to dense weights.
       expert_serial: Whether reading expert weights and the arithmetic with them do not overlap.
       direct: Whether every device of a domain reads from all others at once, so that the latency of
         a collective does not grow with their number.

@@ -1,9 +1,9 @@
-"""The sizes of a model that determine its cost: attention, feed-forward, experts, vocabulary.
+"""The sizes that determine a model's cost: attention, feed-forward, experts, vocabulary.
 
-A geometry comes from a catalogue of published models, from the configuration of a model that
-`models/` serves, or from the fields of another family's config.json. Planning and simulation need
-no weights. Parameters and KV bytes are exact, except that small tensors are left out (norms,
-biases, the positions of OPT). This module is independent of hardware and layout."""
+A geometry comes from a catalogue of published models, from the configuration of a model served by
+`models/`, or from the fields of another family's config.json. Planning and simulation need no
+weights. Parameters and KV bytes are exact, except that small tensors are left out (norms, biases,
+the positions of OPT). This module is independent of hardware and layout."""
 
 import math
 from collections.abc import Callable, Mapping

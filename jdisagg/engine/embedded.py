@@ -229,8 +229,7 @@ class EmbeddedCluster:
             worker.constrain(grammars)
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
-        """Sets descriptions of workers by name, from which the router predicts seconds; call before
-        `start`."""
+        """Sets workers' descriptions, by which the router predicts seconds; call before `start`."""
         for name, description in descriptions.items():
             self.path.placer.accounts.state.describe(name, description)
 
@@ -329,8 +328,7 @@ class EmbeddedCluster:
         return await self.path.status()
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
-        """Lists the prefix cache without changing it. Call on the event loop that started the
-        cluster.
+        """Lists the prefix cache without changing it. Call on the cluster's event loop.
 
         Returns:
           One entry for each cached copy of a block, ordered by worker, by tier (device pages, host
@@ -339,8 +337,7 @@ class EmbeddedCluster:
         return tuple(block for worker in self._workers for block in worker.kept_blocks())
 
     async def broken(self) -> UnavailableError:
-        """Waits until a mesh breaks and returns the reason. By then the mesh's requests have been
-        ended."""
+        """Waits until a mesh has broken and its requests have been ended; returns the reason."""
         while True:
             for worker in self._workers:
                 try:

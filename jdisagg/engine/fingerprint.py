@@ -51,6 +51,5 @@ def model_fingerprint(
 
 
 def _ignored(path: Path) -> bool:
-    """Returns whether a file is not part of the model: notes, hidden files and folders, Python
-    caches."""
+    """Returns whether a file is not part of the model: notes, hidden paths, Python caches."""
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)

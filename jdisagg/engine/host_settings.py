@@ -20,8 +20,7 @@ SWITCH_SECONDS = 5e-4
 
 
 def keep_freed_memory() -> bool:
-    """Makes the allocator keep freed memory. Returns whether it accepted the settings (glibc on
-    Linux)."""
+    """Makes the allocator keep freed memory. Returns whether that succeeded (glibc only)."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -44,8 +44,7 @@ def mesh_limits(
         layer_groups: Number of layer groups of the prefill side, which both sides of a hand-off
             must use; None derives it from the KV size.
         windows_apart, rings: Fields of `MeshLimits`; see `hands_windows_apart`.
-        append_tokens: Longest chunk that a decode mesh prefills itself, or 0 if it does not
-            prefill.
+        append_tokens: Longest chunk that a decode mesh prefills itself; 0 for none.
     """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
@@ -100,8 +99,7 @@ def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...
 
 
 def state_slots(instance: InstanceConfig) -> int:
-    """Returns how many sequences' recurrent states a dp rank holds: those in slots and those
-    queued."""
+    """Returns how many recurrent states a dp rank holds: of sequences in slots and queued."""
     slots = instance.slots_per_rank
     return slots + sequences_ahead(slots, instance.ahead_sequences)
 
@@ -141,8 +139,7 @@ def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
     """Returns the number of layer groups, each a program, in which a chunk is computed. With n
     groups the last one, 1/n of the transfer, cannot overlap with computation, but each block also
     costs host work. Without `asked` the result is the largest number that leaves a typical prompt's
-    blocks large enough. It must not depend on anything in which two sides of a hand-off may
-    differ."""
+    blocks large enough. It must be equal on both sides of a hand-off."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
     return min(asked or by_bytes, len(spec.positioned))
 

@@ -56,8 +56,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device of an instance by purpose, and the tokens that the instance's pages
-    hold."""
+    """Bytes on one device of an instance by purpose, and the tokens that its pages hold."""
 
     instance: str
     weights: int
@@ -292,8 +291,7 @@ def tier_room(prefix: PrefixConfig) -> TierRoom:
 
 
 def host_memory() -> int:
-    """Returns the bytes of this machine's memory, or of this process's container if that is
-    less."""
+    """Returns the bytes of this machine's memory, or of its container's if less."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(_CGROUP.read_text()))

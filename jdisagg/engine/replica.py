@@ -69,8 +69,7 @@ def build_replica(
 
     Args:
         context_tokens: Longest sequence.
-        layer_groups: Number of layer groups of the prefill side, which both sides of a hand-off
-            must use.
+        layer_groups: Number of layer groups, equal on both sides of a hand-off.
         windows_apart: Field of `MeshLimits`.
         append_tokens: Configured longest prompt, in tokens, that a decode mesh prefills itself.
     """
@@ -102,8 +101,7 @@ def build_worker_replica(
     plane: KvPlane,
 ) -> Replica:
     """Builds the replica of one worker on the first of `devices`; `plane` becomes part of the
-    executor's card. Blocks while weights are loaded. Raises LayoutError if there are too few
-    devices."""
+    executor's card. Blocks while weights are loaded. Raises LayoutError if devices are too few."""
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(

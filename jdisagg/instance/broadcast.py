@@ -1,5 +1,4 @@
-"""The leader's executor, which sends every command to the followers and to its own mesh in the same
-order.
+"""The leader's executor, which sends all commands to the followers and its own mesh in order.
 
 Results are those of the leader's mesh, because tokens and sums are replicated over the mesh. Pulls
 are an exception: each process pulls its part, so bytes are summed and one error fails the pull.

@@ -38,8 +38,7 @@ class LeaderLink(Protocol):
         ...
 
     def received(self) -> AsyncIterator[LeaderMessage]:
-        """Yields the leader's messages until the stream ends. Raises `JdisaggError` if it
-        breaks."""
+        """Yields the leader's messages until the end. Raises `JdisaggError` on a failure."""
         ...
 
     async def close(self) -> None: ...

@@ -160,8 +160,8 @@ class Followers:
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
-        """Waits until the instance fails. Its processes must then exit at once, because collectives
-        may hang."""
+        """Waits until the instance fails. Its processes must then exit, because collectives may
+        hang."""
         await self._failed.wait()
         assert self.failure
         return self.failure

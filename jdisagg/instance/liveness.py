@@ -1,5 +1,4 @@
-"""Measures how long another process has been silent, not counting time in which this process itself
-was stopped.
+"""Measures how long another process has been silent while this process was running.
 
 After a long garbage collection or a stopped container every other process would seem silent. Each
 `look` therefore adds at most twice the planned time between looks. Pure: time is an argument."""
@@ -8,8 +7,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:
-    """Counts the silence of one process. Call `heard` on every message, and `look` every
-    `look_seconds`."""
+    """Silence of one process. Call `heard` on every message, `look` every `look_seconds`."""
 
     def __init__(
         self, now: float, look_seconds: float = DEFAULT_TIMEOUTS.instance.look_seconds

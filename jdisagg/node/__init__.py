@@ -2,5 +2,4 @@
 on one host, and a cluster embedded in one process.
 
 This package assembles the other packages. It must not import flags or model families: the loader of
-a checkpoint is passed in (`ModelSource`). The commands of `launch/` convert flags to this package's
-configurations."""
+a checkpoint is passed in (`ModelSource`). `launch/` converts flags to configurations."""

@@ -1,10 +1,8 @@
-"""Runs a whole cluster on one host: routers and workers as child processes, with one log and a live
-table.
+"""Runs a cluster on one host: routers and workers as child processes, one log, a live table.
 
 A worker that dies is restarted under its name and address. A worker that exits because of its
 configuration ends the cluster. On the first signal routers refuse new requests, running requests
-end, then the workers stop. The second signal stops at once. Children die with this process, however
-it ends."""
+end, then the workers stop. The second signal stops at once. Children die with this process."""
 
 import asyncio
 import contextlib
@@ -52,8 +50,7 @@ class Cluster:
         self._workers = [self._group(spec) for spec in plan.workers()]
 
     async def run(self) -> int:
-        """Runs the cluster and returns the exit status: 0 after a requested stop, 1 if a process
-        cannot work."""
+        """Runs the cluster; returns the exit status: 0 after a stop, 1 if a process cannot work."""
         watching = asyncio.create_task(self._watch())
         try:
             for group in (*self._routers, *self._workers):

@@ -34,8 +34,8 @@ class Shown:
 
 
 class ClusterLog:
-    """The log and the table. Call `close` at the end. Raises ConfigError if `directory` cannot be
-    created."""
+    """The log and the table; `close` ends both. Raises ConfigError if it cannot make
+    `directory`."""
 
     def __init__(
         self, live: bool, directory: str | None, title: str, log_format: str = "text"

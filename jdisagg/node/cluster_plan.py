@@ -163,8 +163,7 @@ class ClusterPlan:
         )
 
     def worker_configs(self, instance: InstancePlan) -> tuple[WorkerProcessConfig, ...]:
-        """Returns the configuration of each process of the instance, with a new coordinator
-        port."""
+        """Returns the configurations of an instance's processes, with a new coordinator port."""
         config, count = self.config, len(instance.ports)
         made = worker_config(config.engine, instance.role)
         metrics_port = config.observe.metrics_port

@@ -107,8 +107,7 @@ def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None
 
 
 def memory_fraction(config: EngineConfig) -> float | None:
-    """Returns the fraction of device memory that the process may use, the larger of its meshes'
-    settings."""
+    """Returns the fraction of device memory for the process, the largest of its meshes'."""
     given = [side.memory_fraction for side in (config.prefill, config.decode)]
     return max((part for part in given if part is not None), default=None)
 
@@ -134,8 +133,7 @@ class Deployment:
 
     Args:
         record_to: Folder for recordings; empty for none.
-        tell: Called before allocation with one line for each mesh on the memory that the mesh will
-            use.
+        tell: Called before allocation with a line for each mesh on the memory that it will use.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Assigns a host's GPUs to processes. The parent decides and passes the assignment in the
-environment.
+"""Assigns a host's GPUs to child processes, which receive them in the environment.
 
 GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU, each
 with a part of the memory. Imports neither JAX nor CUDA."""
@@ -97,8 +96,7 @@ def gpu_environment(
     fraction: float,
     all_gpus: Sequence[int | str],
 ) -> dict[str, str]:
-    """Returns the environment with variables for a process with `gpus`: the visible GPUs and XLA's
-    memory fraction.
+    """Returns `environment` with the variables of a process: visible GPUs, XLA's memory fraction.
 
     Args:
         fraction: Memory fraction of a GPU, divided among the processes that share it.
@@ -125,8 +123,7 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
     By default jax.distributed.initialize would give each task exactly one device.
 
     Raises:
-        ConfigError: The node's tasks cannot share the GPUs equally, or a scheduler variable is not
-            a number.
+        ConfigError: Tasks cannot share the GPUs equally, or a scheduler variable is not a number.
     """
     size, tasks = _number(environment, _LOCAL_SIZES)
     _, rank = _number(environment, _LOCAL_RANKS)

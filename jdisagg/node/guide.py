@@ -39,8 +39,7 @@ class Guide:
 
         Raises:
             InvalidRequestError: A field is invalid; the message names it.
-            OverloadedError: Another question is being answered, or the server is busy and has no
-                cached answer.
+            OverloadedError: Another question is being answered, or the server is busy.
         """
         question = parse_question(body)
         kept = self._answers.get(question)
@@ -87,8 +86,7 @@ class Guide:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment with this package, which may not be installed, on the
-    path."""
+    """Returns this process's environment with this package, if not installed, on the path."""
     here = str(Path(jdisagg.__file__).resolve().parents[1])
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

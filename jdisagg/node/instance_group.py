@@ -33,8 +33,7 @@ class Leading:
 
     async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
         """Waits until the followers are warm, and returns the executor of the whole instance. Call
-        after the warm-up of this process. `local`: this process's executor; `end`: its KV
-        endpoint."""
+        when this process is warm. `local`: this process's executor; `end`: KV endpoint."""
         await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 

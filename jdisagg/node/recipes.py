@@ -82,8 +82,7 @@ def _run(path: str) -> ModuleType:
 
 
 def _told(path: str, call: Callable[[], Returned]) -> Returned:
-    """Calls the recipe's code. Converts exceptions to a ConfigError that names the recipe's
-    line."""
+    """Calls the recipe's code. Converts exceptions to a ConfigError naming the line."""
     try:
         return call()
     except JdisaggError as error:
@@ -132,7 +131,7 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
-    """Returns the text of a recipe file with model, mode, the instances that the mode uses, and the
+    """Returns the text of a recipe file with model, mode, instances that the mode uses, and
     shape."""
     two = config.mode is Mode.DISAGGREGATED
     parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]

@@ -67,8 +67,8 @@ class RecordingHeader:
 
 @dataclasses.dataclass(slots=True)
 class RecordedCommand:
-    """One command and its result or error. Both are unset if the recording ends while the command
-    runs."""
+    """One command and its result or error. Both are unset if the recording ends before the
+    command."""
 
     number: int
     command: StepCommand
@@ -84,8 +84,7 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Wraps an `Executor` and records all commands and results. Recording stops if the file cannot
-    be written."""
+    """Wraps an `Executor` and records all commands and results. Write errors stop the recording."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -193,8 +192,7 @@ def record(
     model: ModelConfig,
 ) -> RecordingExecutor:
     """Returns `executor` wrapped to record to `folder`/`name`.commands. An existing file is not
-    overwritten, because the run before a restart is often the interesting one; the new file is
-    numbered.
+    overwritten, because a run before a restart is often interesting; the new file is numbered.
 
     Args:
         executor: The mesh itself, or the leader's broadcast over it.
@@ -231,8 +229,7 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
-    """Returns a wrapper of executors that records an embedded cluster's meshes, or None if `folder`
-    is empty."""
+    """Returns a wrapper that records an embedded cluster's meshes, or None for an empty folder."""
 
     def between(name: str, instance: Replica) -> Executor:
         return record(

@@ -1,5 +1,4 @@
-"""Stores the role of a worker process and its changes. Implements `RolePort` for all runs of the
-worker.
+"""Stores a worker process's role and its changes. Implements `RolePort` for all the worker's runs.
 
 Changes that cannot work are refused before the current run ends. The process is notified of a
 requested change (`asked`); worker_process.py runs the worker and records each finished phase of the
@@ -59,8 +58,7 @@ class RoleState:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is running: from its request until the worker serves again, in the new
-        or old role."""
+        """Whether a change is running: from its request until the worker serves in either role."""
         return self._report.state is SwitchState.DRAINING
 
     async def switch_role(self, call: SwitchCall) -> None:

@@ -226,8 +226,7 @@ class Router:
     async def _watch(
         self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
-        """Periodically removes silent workers, and updates the frontend's model and the health
-        status."""
+        """Periodically removes silent workers, and updates frontend model and health status."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
         while True:
@@ -266,12 +265,11 @@ class Router:
                 continue
 
     def _is_ready(self, membership: Membership) -> bool:
-        """Returns whether there are workers for prefill and decode, and KV was transferred
-        recently."""
+        """Returns whether prefill and decode have workers, and KV was transferred recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _model_info(self, membership: Membership) -> ModelInfo:
-        """The workers' model. Before the first worker it is derived from the tokenizer."""
+        """Returns the workers' model, or a description from the tokenizer without workers."""
         model, tokenizer = membership.model, self._tokenizer
         named = self._config.service.served_model_name
         cards = sorted(membership.cards(), key=lambda card: card.name)

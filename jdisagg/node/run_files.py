@@ -1,5 +1,4 @@
-"""Passes the configuration of a child process in one JSON file, which the parent writes and the
-child reads.
+"""Passes a child process's configuration in a JSON file that the parent writes.
 
 The JSON mirrors the configuration's dataclasses, which validate the fields again on reading. Files
 contain paths of secrets, never secrets."""
@@ -70,8 +69,7 @@ def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) 
 
 
 def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
-    """Reads a configuration of type `kind`. Raises ConfigError if the file is missing or
-    invalid."""
+    """Reads a configuration of type `kind`. Raises ConfigError for a missing or invalid file."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:

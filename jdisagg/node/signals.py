@@ -24,8 +24,7 @@ def end_at_once() -> None:
 
 
 class StopSignals:
-    """Handler of both signals from its construction, on the event loop. `force` is called at the
-    second signal."""
+    """Handles both signals once constructed on the event loop. The second signal calls `force`."""
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:
         self._force = force

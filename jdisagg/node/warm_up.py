@@ -86,8 +86,7 @@ class WarmedBefore:
 
 
 class Loading:
-    """Estimates the seconds until all programs are loaded, from the mean time per program so
-    far."""
+    """Estimates the seconds until all programs are loaded, from the mean time of those loaded."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -97,8 +96,7 @@ class Loading:
         self._over = False
 
     def resume(self) -> None:
-        """Excludes the time since the last program, spent waiting for an idle mesh, from the
-        estimate."""
+        """Excludes the wait for an idle mesh since the last program from the estimate."""
         self._since = self._now()
 
     def progress(self, done: int, total: int) -> None:

@@ -108,8 +108,7 @@ class WorkerSpec:
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
-    """Returns the worker's identity from its configuration. Raises ConfigError for unknown
-    hardware."""
+    """Returns the identity of a configured worker. Raises ConfigError for unknown hardware."""
     model, hardware = config.worker.model, config.worker.instance.hardware
     return WorkerSpec(
         name=config.name,
@@ -218,8 +217,7 @@ class WorkerRuntime:
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
-        """Returns the configuration with pages and context that fit the memory. Raises
-        ConfigError."""
+        """Returns the configuration with pages and context that fit, or raises ConfigError."""
         spec, config = self._state.spec, self._state.config
         if self._host_bytes:
             if self._state.group.processes > 1:

@@ -20,8 +20,8 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """One direction of one kind of link of one worker. `slowed`: factor on its speed, below 1
-    during a fault."""
+    """One direction of one kind of link of one worker. `slowed`: speed factor, < 1 during a
+    fault."""
 
     bytes_per_second: float
     flows: "dict[_Flow, None]" = field(default_factory=dict)
@@ -180,8 +180,7 @@ class SimulatedChannel:
         flow.done()
 
     def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
-        """Returns (link, (sender's way out, receiver's way in), cap on one pull in bytes a
-        second)."""
+        """Returns (link, (sender's way out, receiver's way in), cap on a pull in bytes/s)."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]

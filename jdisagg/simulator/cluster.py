@@ -1,8 +1,8 @@
 """The simulated cluster: live workers on simulated meshes, a live membership that receives their
 heartbeats, and the live request path.
 
-It assembles a `LocalCluster` (`jdisagg/assembly.py`) and makes no decisions. Build and use it on a
-virtual loop."""
+It assembles a `LocalCluster` (`jdisagg/assembly.py`) and makes no decisions. Use it on a virtual
+loop."""
 
 import asyncio
 import itertools
@@ -296,8 +296,7 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat. Called by timers, because a task for each of a thousand workers would
-        be slower."""
+        """Sends a heartbeat. Called by timers, because a task for each worker would be slower."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
@@ -327,8 +326,7 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """Yields the workers' seats in the order of the pools. Names are numbered through all pools of
-    a role."""
+    """Yields the workers' seats in the order of the pools. Names count through a role's pools."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL

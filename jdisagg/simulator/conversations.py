@@ -1,5 +1,4 @@
-"""Generates workloads of conversations: each turn's prompt starts with all earlier turns and
-answers.
+"""Generates workloads of conversations: each prompt starts with all earlier turns and answers.
 
 The blocks of prompts and answers have names, so that prefix caches find earlier turns. All
 conversations may share one system prompt. The loop is open: a turn arrives one think time after the
@@ -22,8 +21,7 @@ class ConversationTurns:
 
     Args:
         mean: Mean number of turns of a conversation, geometrically distributed, at least 1.
-        think_seconds: Mean seconds between arrivals of consecutive turns, exponentially
-            distributed.
+        think_seconds: Mean seconds between arrivals of consecutive turns, exponential.
         system_tokens: Tokens of the shared system prompt.
         block_tokens: Block size in tokens.
         context_tokens: Context length; a conversation ends before the first turn that would exceed

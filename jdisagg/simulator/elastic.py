@@ -34,8 +34,8 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Switches a worker's role; raises the live switcher's errors. `seconds`, the live timeout,
-        is ignored."""
+        """Switches a worker's role; raises the live switcher's errors. Ignores the timeout
+        `seconds`."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()

@@ -13,8 +13,7 @@ pipeline stages a step takes the time of the fullest batch (`turns`). With `fuse
 and the decode step issued with it run as one step (chunked prefill as in Sarathi-Serve), not in
 turns as on the live mesh.
 
-Independent of requests, pages and schedulers. Invariant: commands except pulls end in the order of
-submission."""
+Independent of requests, pages and schedulers. Invariant: commands except pulls end in order."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -79,8 +78,7 @@ class EngineTraits:
     Attributes:
       fused: A prefill chunk and a decode step run as one step.
       stages: Pipeline stages.
-      longest_span_seconds: Cap on a span's seconds, so that the worker can tell a busy mesh from a
-        hung one.
+      longest_span_seconds: Cap on a span's seconds, to distinguish a busy mesh from a hung one.
     """
 
     fused: bool = False
@@ -227,8 +225,7 @@ class SimulatedExecutor:
                 )
 
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
-        """Returns (seconds until the tokens, seconds until the next batch may begin) of the slowest
-        rank."""
+        """Returns the slowest rank's (seconds until the tokens, seconds until the next batch)."""
         if self.limits.ranks == 1:
             return self._costs.prefill(_sizes(command.rows))
         ranks: dict[int, list[PrefillRow]] = {}
@@ -270,7 +267,7 @@ class SimulatedExecutor:
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
     def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
-        """Runs the held chunk within the span's first step, which lasts as long as the slowest
+        """Runs the held chunk in the span's first step, which lasts as long as the slowest
         rank's."""
         assert self._held is not None
         chunk, future = self._held
@@ -330,8 +327,8 @@ class SimulatedExecutor:
             self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a due command succeeds. A broken mesh fails the command; a hanging mesh
-        never ends it."""
+        """Returns whether a due command may complete. On a broken mesh the command's future fails;
+        on a hanging mesh it stays pending."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -398,8 +395,7 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """Copies pages out: those of a running sequence between steps, those of a prompt after its
-        chunks."""
+        """Copies pages out: between steps for a running sequence, after its chunks for a prompt."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)

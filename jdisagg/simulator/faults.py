@@ -1,12 +1,10 @@
-"""Faults in a simulated cluster, as hooks of a run: a worker dies, hangs or breaks, a link slows,
-clients cancel.
+"""Injects faults into a run by hooks: a worker dies, hangs or breaks, a link slows, clients cancel.
 
     simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0),
     SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
 
 Each fault names a worker and the virtual time in seconds at which it begins. Live code handles the
-consequences. The cluster counts faults under `faults`, so that a test can check that they
-happened."""
+consequences. The cluster counts faults under `faults`, so that tests can check them."""
 
 import asyncio
 import random
@@ -20,8 +18,8 @@ from jdisagg.simulator.run import Hook
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Kills a worker as `kill -9` does, and restarts it `back_after` seconds later; None never
-    does."""
+    """Kills a worker as `kill -9` does, and restarts it `back_after` seconds later (None:
+    never)."""
 
     worker: str
     at_seconds: float
@@ -147,8 +145,7 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
 async def _replace(
     cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
 ) -> None:
-    """Kills a worker's current process and starts another, unless the process was replaced in the
-    meantime."""
+    """Kills a worker's current process and starts another, unless it was replaced meanwhile."""
     process = cluster.processes[worker]
     if after is None:
         return

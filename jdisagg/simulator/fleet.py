@@ -78,8 +78,7 @@ class Fleet:
       decode: Decode pool, or the only pool in the one-mesh modes.
       prefill: Prefill pool; None in the one-mesh modes, where `decode` also prefills.
       host_devices: Devices that share the scale-up link; 0 means as the hardware's description.
-      link: Link between any two instances; None uses scale-up within a host and scale-out between
-        hosts.
+      link: Link between any two instances; None means scale-up within a host, else scale-out.
       overlap: Layer groups in which a hand-off is sent.
       fused: Whether a prefill chunk and a decode step run as one step.
       context_tokens: Context length in tokens; None uses the model's.
@@ -192,8 +191,8 @@ class Fleet:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """Returns the limits of an instance's schedulers. Raises ConfigError if the weights leave
-        no room for KV."""
+        """Returns an instance's scheduler limits. Raises ConfigError if weights leave no room for
+        KV."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)

@@ -1,5 +1,4 @@
-"""The host memory of a simulated mesh: the blocks that it holds, and the times at which copies to
-and from it end.
+"""Host memory of a simulated mesh: the blocks that it holds, and the end times of copies.
 
 Each dp rank uses its devices' links to the host, with separate directions. Copies in one direction
 run one after the other, in parallel to the mesh's steps. A block has the size of its KV in pages.
@@ -38,15 +37,13 @@ class HostMemory:
         return len(self._tokens)
 
     def copied_out(self, offer_id: int, rank: int, tokens: int, now: float) -> float:
-        """Records a copy to the host that is requested at `now`; returns the time at which the copy
-        ends."""
+        """Records a copy to the host that is requested at `now`; returns the copy's end time."""
         self._tokens[offer_id] = tokens
         self._out[rank] = max(now, self._out[rank]) + self._link.seconds(tokens)
         return self._out[rank]
 
     def copied_back(self, offer_id: int, rank: int, now: float) -> float | None:
-        """Returns the time at which a copy back to the device ends, or None if the host does not
-        hold the block."""
+        """Returns the end time of a copy to the device, or None if the host lacks the block."""
         tokens = self._tokens.get(offer_id)
         if tokens is None:
             return None

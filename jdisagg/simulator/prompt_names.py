@@ -1,5 +1,4 @@
-"""Computes block names of simulated prompts from the workload's block names, since there are no
-tokens.
+"""Computes block names of simulated prompts, which have no tokens, from the workload's names.
 
 A simulated prompt has a length and no text. A trace names a prompt's blocks of `block_tokens`
 positions; equal names mean that all tokens up to the block's end are equal. `PromptNames` converts
@@ -20,8 +19,7 @@ from jdisagg.simulator.workloads import Arrival
 
 
 class PromptBook:
-    """Trace blocks of `block_tokens` tokens, and computed chains, of running requests by request
-    id."""
+    """Trace blocks of `block_tokens` tokens, and computed chains, by id of running request."""
 
     def __init__(self, block_tokens: int = 512) -> None:
         self.block_tokens = block_tokens

@@ -232,9 +232,9 @@ def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
 
 
 def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
-    """Returns the highest rate up to which attainment is at least `wanted`, by linear interpolation
-    between (rate, attainment) points. Returns 0 if the lowest rate fails, and the highest rate if
-    none fails."""
+    """Returns the highest rate up to which attainment is at least `wanted`, interpolating (rate,
+    attainment) points linearly. Returns 0 if the lowest rate fails, and the highest if none
+    fails."""
     good = 0.0
     ordered = sorted(points)
     for index, (rate, met) in enumerate(ordered):
@@ -267,7 +267,7 @@ def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, flo
 
 
 def _dollars(usage: Sequence[WorkerUsage], duration: float) -> float | None:
-    """Returns the dollars that all accelerators cost over `duration` seconds, or None if a price is
+    """Returns the dollars for all accelerators over `duration` seconds; None if a price is
     unknown."""
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):

@@ -97,8 +97,7 @@ def simulate(
       events: Listener of every decision of the router, such as `observe/decision_log.py`.
       progress: Called with (ended requests, all requests) after each request.
       settle_seconds: Virtual seconds for which the run continues after the last request.
-      enough: Called with each outcome, whose request id is its index in the arrivals; returns True
-        to end the run.
+      enough: Called with each outcome (id: index of the arrival); returns True to end the run.
       concurrency: Number of users of a closed loop, each of which sends the next arrival when its
         previous request has ended; arrival times are ignored. None means an open loop.
       cluster: Class of the cluster; studies pass a subclass.
@@ -190,8 +189,7 @@ class _Run:
         return Result(outcomes, usage, seconds, steps, dict(counters), lost, stopped)
 
     def _begin(self, first: int, started: float) -> None:
-        """Starts all clients from index `first` on that are due, and sets a timer for the next
-        one."""
+        """Starts all due clients from index `first` on, and sets a timer for the next one."""
         loop = asyncio.get_running_loop()
         for number in range(first, len(self._arrivals)):
             arrival = self._arrivals[number]

@@ -17,8 +17,7 @@ MOST_REMEMBERED = 1 << 16  # size of the cache of prefill costs; workloads repea
 
 @plain
 class Pace:
-    """Seconds of a span's first step, and seconds by which each step is longer than the previous
-    one."""
+    """Seconds of a span's first step, and seconds by which each further step is longer."""
 
     first: float
     growth: float = 0.0

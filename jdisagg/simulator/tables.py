@@ -70,8 +70,7 @@ def check_table(path: Path) -> None:
 
 
 def reuse_text(counters: Mapping[str, int]) -> str:
-    """Returns a line of text on prefix cache hits, as fractions of the prompt tokens that were
-    looked up."""
+    """Returns a line on prefix cache hits, as fractions of prompt tokens looked up."""
 
     def part(prefix: str) -> str:
         asked = counters.get(f"{prefix}prefix_asked_tokens", 0)

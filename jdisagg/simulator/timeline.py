@@ -27,8 +27,7 @@ class Timeline:
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """Records a span of `steps` steps that began at `start`; returns the token ids of its
-        steps."""
+        """Records a span of steps that began at `start`; returns its token ids."""
         first = self._next
         self._next += steps
         self._numbers.append(first)

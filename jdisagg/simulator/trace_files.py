@@ -63,8 +63,8 @@ Row = Mapping[str, object]
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
-    """Returns the first `limit` requests, by time, of a .csv or .jsonl file, optionally .gz. None
-    returns all.
+    """Returns the first `limit` (None: all) requests, by time, of a .csv or .jsonl file, or its
+    .gz.
 
     Raises:
       WorkloadError: The file is missing, unreadable, empty or has unknown columns; a value is not a
@@ -133,8 +133,7 @@ def _parsed(line: str, path: Path, number: int) -> Row:
 
 
 def _needed(row: Row, path: Path) -> dict[str, str]:
-    """Maps each required field to its column's name in `row`. Raises WorkloadError if one is
-    missing."""
+    """Maps required fields to column names of `row`. Raises WorkloadError if one is missing."""
     names = {}
     for field, known in COLUMNS.items():
         column = next((name for name in known if name in row), None)

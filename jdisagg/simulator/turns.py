@@ -1,5 +1,4 @@
-"""Models decode through pipeline stages: which sequences form a batch, and which batch is the
-fullest.
+"""Models decode through pipeline stages: which sequences form batches, and the fullest batch.
 
 With m stages m batches run, each in another stage, and a batch starts its next step when it leaves
 the last stage. Batches do not overtake, so all cycle at the pace of the slowest batch. A new

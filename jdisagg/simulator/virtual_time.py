@@ -34,8 +34,8 @@ class Stuck(AssertionError):
 
 
 class _Handle(list[typing.Any]):
-    """A scheduled callback: [when, number, callback, arguments, loop]. `loop` is set only while a
-    timer waits.
+    """A scheduled callback: [when, number, callback, arguments, loop]. `loop` is set while a timer
+    waits.
 
     Each simulated request schedules dozens of callbacks. A list is the fastest mutable object in
     Python, and lists compare by time and then number, as the heap of timers needs."""
@@ -154,7 +154,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _run_until_stopped(self) -> None:
-        """Runs rounds of ready callbacks, and advances time to the next timer when none is
+        """Runs ready callbacks in rounds, and advances time to the next timer when none is
         ready."""
         while not self._stopping:
             timers = self._timers
@@ -276,8 +276,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualClock:
-    """The clock of the event loop that runs when the clock is created or, if none does, first
-    read."""
+    """Clock of the event loop that runs when the clock is created or, without one, first read."""
 
     def __init__(self) -> None:
         if _runs_a_loop():

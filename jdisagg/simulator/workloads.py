@@ -80,8 +80,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Independent log-normal lengths by median and sigma of the logarithm, each clipped to
-    1..`longest`."""
+    """Independent log-normal lengths (median, sigma of the logarithm), clipped to 1..`longest`."""
 
     prompt_median: float
     prompt_sigma: float
@@ -115,8 +114,8 @@ class Resampled:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Draws each request from one of `parts`, (weight, lengths), chosen by weight. Weights need not
-    sum to 1."""
+    """Draws each request from one of `parts`, (weight, lengths), by weight. The weights are
+    normalised."""
 
     parts: tuple[tuple[float, Lengths], ...]
 
@@ -215,8 +214,7 @@ def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arr
 
 
 def spread_ticks(arrivals: Sequence[Arrival], tick_seconds: float, seed: int = 0) -> list[Arrival]:
-    """Spreads the requests of each tick of the trace's clock uniformly at random over the tick, in
-    order.
+    """Spreads the requests of each tick of a trace's clock uniformly at random over the tick.
 
     Meant for traces with a coarse clock (Mooncake's conversation: 3 s). Within a tick arrivals are
     then a Poisson process."""

@@ -84,8 +84,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def ended(self) -> int:
-        """Waits until the process has ended, and briefly for its last output. Returns the exit
-        status."""
+        """Waits for the end, and briefly for the last output. Returns the exit status."""
         status = await self._process.wait()
         self._kill_group()
         await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
@@ -115,8 +114,7 @@ def _on_leash(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _read_lines(output: int, take: Callable[[str], None]) -> None:
-    """Calls `take` with each line. Does not use readline, which raises for long lines and would
-    stop the log."""
+    """Calls `take` with each line. Does not use readline, which raises for long lines."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)

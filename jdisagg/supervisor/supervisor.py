@@ -121,8 +121,7 @@ class SupervisedGroup:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """Starts all members and waits until all have ended; returns the exit status of the first
-        that ended."""
+        """Runs all members until all have ended; returns the exit status of the first to end."""
         ends: dict[asyncio.Task[int], ChildProcess] = {}
         first: int | None = None
         self.state = GroupState.STARTING

@@ -81,8 +81,7 @@ class Run:
     Attributes:
         samples: Sampling of the next token; empty for no next token.
         emits: Whether to return the sequence's KV.
-        top: Number of most likely tokens to score at each position after `start`; None for no
-            scores.
+        top: Most likely tokens to score at each position after `start`; None for no scores.
     """
 
     tokens: tuple[int, ...]

@@ -92,8 +92,7 @@ class Engine:
         tokenizer: Tokenizer for text prompts. Without one, prompts must be token ids.
         devices: Devices to use; by default all of JAX's.
         sizes: Sizes of pages, chunks and context of each mesh.
-        fingerprint: The model's fingerprint (`jdisagg.engine.fingerprint`); `save` and `load` need
-            it.
+        fingerprint: Model fingerprint (`jdisagg.engine.fingerprint`) for `save` and `load`.
     """
 
     def __init__(
@@ -340,13 +339,11 @@ class Engine:
         a cache stays unchanged.
 
         If the source's next token was chosen with other sampling parameters, or the source has none
-        (after a cut, join or change of a cache), the last token and its KV are recomputed to choose
-        one.
+        (after a cut, join or change of a cache), the last token is recomputed to choose one.
 
         Args:
             source: Session or cache to continue.
-            max_new_tokens: Maximum number of new tokens; None for 64, or fewer if the context ends
-                before.
+            max_new_tokens: Maximum of new tokens; None for 64, or what the context has left.
             temperature, top_k, top_p, seed: As for `prefill`.
             logprobs: Number of log-probabilities to return for `next_token`, 0 to 20.
             ignore_eos: Whether to continue after an end-of-text token.

@@ -54,8 +54,7 @@ STEP = 0  # Commands run one by one, so that results need no step numbers.
 
 
 class ResearchInstance(MeshExecutor):
-    """A model replica on one mesh that prefills, receives, decodes and returns caches
-    synchronously."""
+    """A model replica that prefills, receives, decodes and returns caches synchronously."""
 
     def __init__(
         self,
@@ -84,8 +83,7 @@ class ResearchInstance(MeshExecutor):
 
     @property
     def logprobs_wanted(self) -> int:
-        """Number of log-probabilities to return for the token that a prefill chooses, the most
-        allowed."""
+        """Number of log-probabilities to return for a prefill's token, the most allowed."""
         return min(MAX_TOP_LOGPROBS, self.vocabulary)
 
     def place(self, rank: int = 0) -> KVPlace:
@@ -137,8 +135,8 @@ class ResearchInstance(MeshExecutor):
                     part.run.logits.append(self._scorer.logits(row, reading.last))
 
     def score(self, run: Run, *, logits: bool = False) -> Scores:
-        """Scores the run's tokens after `start`. Blocks. Raises BrokenModelError if logits are not
-        finite."""
+        """Scores the run's tokens after `start`. Blocks. Raises BrokenModelError for non-finite
+        logits."""
         self.compute([run], logits=logits)
         given = run.tokens[run.start + 1 :]
         whole = np.concatenate(run.logits)[: len(given)] if logits else None
@@ -299,8 +297,7 @@ class ResearchInstance(MeshExecutor):
         return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
-        """Gathers one layer's KV at coordinates (page, slot) [dp, 2, T] into a block [dp, C, K, T,
-        H]."""
+        """Gathers a layer's KV at (page, slot) coordinates [dp, 2, T] into [dp, C, K, T, H]."""
         pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
 
         def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:

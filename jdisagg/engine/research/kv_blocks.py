@@ -90,8 +90,7 @@ class KVPlace:
         return max(1, part.heads), tokens, part.width
 
     def read_layer(self, layer: int, blocks: Sequence[KVBlock]) -> dict[str, jax.Array]:
-        """Returns a layer's components [K, T, H] by name, joined from blocks that must be in
-        order."""
+        """Returns a layer's components [K, T, H] by name, joined from blocks in order."""
         kind = self.spec.layers[layer]
         here = tuple(self._of_rank(block.array) for block in blocks)
         arrays = _read(here, tuple(block.valid_tokens for block in blocks), kind, self)
@@ -182,8 +181,7 @@ def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tu
 
 @partial(jax.jit, static_argnames=("tokens", "sharding"))
 def _cut(block: jax.Array, start: int, tokens: int, sharding: NamedSharding) -> jax.Array:
-    """Returns `tokens` tokens from `start` on of a block [dp, R, K, T, H], with zeros beyond the
-    block's end."""
+    """Returns tokens from `start` on of a block [dp, R, K, T, H], with zeros beyond its end."""
     padded = jnp.pad(block, ((0, 0),) * 3 + ((0, tokens), (0, 0)))
     part = lax.dynamic_slice_in_dim(padded, start, tokens, axis=3)
     return lax.with_sharding_constraint(part, sharding)

@@ -139,8 +139,7 @@ class KVCache:
         copied on their devices.
 
         Args:
-            tokens: A slice as for sequences; negative numbers count from the end, and the step is
-                1.
+            tokens: A slice as for sequences with step 1; negative numbers count from the end.
 
         Returns:
             A cache on the same devices, with this cache's next token if both have the same end.
@@ -170,8 +169,7 @@ class KVCache:
         """Joins this cache and a cache whose positions follow this one's.
 
         Args:
-            other: A cache of the same model. JAX, not the channel, copies it from another mesh or
-                rank.
+            other: A cache of the same model. JAX copies blocks from another mesh or rank.
 
         Returns:
             A cache on this cache's devices, without a next token.

@@ -1,5 +1,4 @@
-"""Reads and writes KV caches as safetensors files, which other tools can read, with a describing
-header.
+"""Reads and writes KV caches as safetensors files, which other tools can read, with a header.
 
 Tensors `layers.<index>.<component>` [K, T, H] are not sharded and have the dtypes of the KV, so a
 file can be loaded under any layout. The metadata field `jdisagg_kv` is the header in JSON, and

@@ -18,8 +18,8 @@ class Scores:
         token_ids: The T tokens.
         logprobs: float32 [T].
         ranks: int32 [T], rank of each token by probability; 1 is the most likely token.
-        top_ids, top_logprobs: int32 and float32 [T, top], most likely tokens first; -inf beyond the
-            vocabulary.
+        top_ids, top_logprobs: int32 and float32 [T, top], most likely tokens first; -inf where the
+            vocabulary has fewer than `top`.
         logits: float32 [T, V] if requested, else None.
     """
 

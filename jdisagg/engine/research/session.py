@@ -113,8 +113,7 @@ class Session:
             target_layout: Layout of a mesh to which the session moves; None for the session's own.
             devices: Devices of the mesh to which the session moves; None for the layout's default.
             codec: Codec of the transfer (`jdisagg.transfer.codec.CODECS`), which also applies to KV
-                that is on the right device already. With a lossy codec `session.pull()` differs
-                from `kv`.
+                that is on the right device already. With lossy codecs `pull()` differs from `kv`.
 
         Returns:
             The bytes and seconds of the transfer.
@@ -206,8 +205,7 @@ class Session:
         return Append(new, token, time.perf_counter() - started)
 
     def score(self, continuation: Prompt, top: int, logits: bool) -> Scores:
-        """Scores tokens after this session's; see `Engine.score`. The last token is recomputed in
-        place."""
+        """Scores tokens after this session's; see `Engine.score`. Recomputes the last token."""
         held = self._holding()
         tokens = held.tokens + self._continued(continuation)
         self._instance.grow(held.rank, held.owner, len(tokens))

@@ -16,8 +16,7 @@ class Move:
             the codec, including scales, sums and the padding to blocks of 16 tokens. Copies within
             a device are not counted.
         planned: The same bytes as computed from the reshard plans.
-        seconds: Time including the writes into pages and, on the first push of a shape,
-            compilation.
+        seconds: Time including writes into pages and, for new shapes, compilation.
     """
 
     tokens: int
@@ -35,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Result of one append: the appended tokens. `seconds`: time to compute their KV and to choose
+    """Result of one append. `seconds`: time to compute the tokens' KV and to choose
     `next_token`."""
 
     token_ids: tuple[int, ...]

@@ -132,8 +132,7 @@ def measure_ceilings(dtype: str) -> Ceilings:
 async def measure_steps(
     wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
 ) -> list[Observation]:
-    """Measures, as a request observes them, seconds from a prompt to its first token and seconds of
-    decode steps."""
+    """Measures prefills (prompt to first token) and decode steps as a request observes them."""
     lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
     chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
@@ -239,8 +238,7 @@ def describe(
 async def _measure(
     cluster: EmbeddedCluster, rng: np.random.Generator, length: int, sequences: int, steps: int
 ) -> float:
-    """Returns the seconds of a prefill if `sequences` is 0, else of one decode step of that
-    many."""
+    """Returns the seconds of a prefill (0 sequences) or of a decode step of `sequences`."""
     count = steps if sequences else 1
 
     async def stream(prompt: tuple[int, ...]) -> list[float]:

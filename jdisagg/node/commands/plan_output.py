@@ -1,5 +1,4 @@
-"""Formats a plan as a ranked table and as plain data for JSON, and writes a row as a recipe. Prints
-nothing."""
+"""Formats a plan as a ranked table, as data for JSON, and one row as a recipe. Prints nothing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -122,8 +121,7 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
 
 
 def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
-    """Returns the context in tokens that a recipe for the workload needs: whole pages, at most the
-    model's."""
+    """Returns the context tokens that a recipe needs: whole pages, at most the model's."""
     longest = max(item.prompt_tokens + item.output_tokens for item in workload)
     return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
 

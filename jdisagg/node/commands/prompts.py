@@ -12,8 +12,7 @@ from jdisagg.request import StreamEvent
 
 
 class PromptRun:
-    """Runs prompts with equal `options`. With `chat` each prompt is a user message in the model's
-    chat template."""
+    """Runs prompts with equal `options`. With `chat` prompts are user messages in the template."""
 
     def __init__(
         self, deployment: Deployment, chat: bool, **options: Unpack[SamplingOptions]

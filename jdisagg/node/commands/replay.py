@@ -2,8 +2,8 @@
 
 All meshes are rebuilt in this process. A mesh that pulled KV is replayed together with the meshes
 that offered that KV. Commands that failed when recorded are skipped. An instance of several
-processes may sum in another order than one process, so that tokens may differ if two are almost
-equally likely."""
+processes may sum in another order than one process, so that almost equally likely tokens may
+differ."""
 
 import asyncio
 from collections.abc import Callable, Sequence

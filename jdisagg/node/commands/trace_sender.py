@@ -1,5 +1,4 @@
-"""Sends the requests of a trace to a running server at the trace's times, and records the arrival
-times of tokens.
+"""Sends a trace's requests to a running server at the trace's times, and records token times.
 
 A trace has lengths and possibly hashes of prompt blocks, but no text. `PromptMaker` makes prompts
 of those lengths, with equal token ids for equal hashes, so that prefix cache hits are those of the
@@ -145,8 +144,7 @@ class ReplayProgress:
 
 
 class TraceSender:
-    """One replay against one server. `speed`: rate relative to the trace. `name`: prefix of the
-    request ids."""
+    """One replay against one server. `speed`: rate relative to the trace. `name`: id prefix."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Computes upper bounds on a candidate's request rate by arithmetic, to rank candidates before
-simulation.
+"""Computes upper bounds on candidates' request rates, to rank candidates before simulation.
 
 Each limit is a request rate of the whole candidate, named by its cause: prefill compute, TTFT,
 TPOT, KV memory, the link. Ranks that prefill share an M/G/c queue whose waiting time has an
@@ -32,8 +31,7 @@ FULL = 0.98  # usable fraction of a server's time
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The goal of a plan: at least the fraction `attainment` of requests meets both limits, in
-    seconds."""
+    """A plan's goal: at least the fraction `attainment` of requests meets both limits (seconds)."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -85,8 +83,8 @@ class Demand:
 
     @property
     def steps_mean(self) -> float:
-        """Mean decode steps of a request, one less than its output tokens: the prefill computes the
-        first."""
+        """Mean decode steps of a request: its output tokens except the first, which prefill
+        computes."""
         return float((self.outputs - 1).mean())
 
     @property
@@ -117,8 +115,7 @@ class Bounds:
 
 class Estimator:
     """Computes bounds of candidates for one site and workload, and caches results by layout.
-    `fused`: in one-pool modes a prefill chunk runs within a decode step instead of between
-    steps."""
+    `fused`: in one-pool modes a prefill chunk runs within a decode step, not between steps."""
 
     def __init__(
         self,
@@ -208,8 +205,7 @@ class Estimator:
             return 1 - rate * layout.dp * each / together
 
         def batch(rate: float) -> float:
-            """Returns the mean number of sequences that decode on a rank; inf if `rate` is too
-            high."""
+            """Returns the mean decoding sequences of a rank; inf if `rate` is too high."""
 
             def following(count: float) -> float:
                 step = _step(model, count, context)
@@ -248,7 +244,7 @@ class Estimator:
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits (name, requests a second) for one of `ranks` dp ranks with fused
+        """Returns limits (name, requests a second) for one of `ranks` dp ranks with fused
         chunks."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
         if (layout, chunk) not in self._steps:
@@ -347,8 +343,8 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Returns the seconds of a decode step of `count` sequences, rounded up, with `context` tokens
-    each."""
+    """Returns the seconds of a decode step of `count` (rounded up) sequences of `context`
+    tokens."""
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 

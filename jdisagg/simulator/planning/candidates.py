@@ -1,5 +1,4 @@
-"""Enumerates the planner's candidates: modes, layouts and counts of instances on a site's
-accelerators.
+"""Enumerates a planner's candidates: modes, layouts and counts of instances on accelerators.
 
 `Site` describes the accelerators, and `Candidate` one way to use them. `fitting_layouts` lists the
 layouts that divide the model and fit memory, or raises `NothingFits` with the reason. For dense
@@ -28,8 +27,7 @@ PAGE_TOKENS = 64
 
 
 class NothingFits(ConfigError):
-    """No candidate fits the accelerators, model and workload; the message names the reason and a
-    remedy."""
+    """No candidate fits the accelerators, model and workload; the message has reason and remedy."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class Candidate:
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
-        """Returns the devices of the fewest instances that keep the ratio of prefill to decode
-        instances."""
+        """Returns the devices of the fewest instances with this ratio of prefill to decode."""
         return (
             self.devices // gcd(self.prefill_instances, self.decode_instances)
             if self.prefill
@@ -124,8 +121,7 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     """Returns (link, parallel links) for the hand-off of one prompt.
 
     The link is scale-up if one domain holds a whole `unit_devices` of prefill and decode instances.
-    Each device has its own link, so the links in parallel are as many as the smaller dp rank's
-    devices."""
+    Each device has its own link, so the smaller dp rank's devices limit the parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -211,8 +207,7 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
 
 
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
-    """Yields a one-pool candidate for each mode and layout, with as many instances as the site
-    holds."""
+    """Yields a one-pool candidate for each mode and layout, with as many instances as fit."""
     for item in fitting:
         count = site.accelerators // item.layout.devices
         if Mode.UNIFIED in modes:

@@ -112,7 +112,7 @@ class FleetMaker:
     def engine(
         self, candidate: Candidate, model_directory: str, context_tokens: int
     ) -> EngineConfig:
-        """Returns the configuration for `jdisagg serve` and `jdisagg cluster`: one instance of each
+        """Returns the configuration for `jdisagg serve` or `cluster`, with one instance per
         role."""
         decode = self._instance(candidate, candidate.decode, self.slots)
         prefill = (

@@ -94,8 +94,7 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the steady state at `rate` requests a second on the rank, or None if the rate is
-        too high."""
+        """Returns the steady state at `rate` requests a second; None if the rate is too high."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
@@ -116,8 +115,7 @@ class FusedChunks:
         return found if found is not None and found.step <= 1.05 * step else None
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
-        """Returns the state at `rate` if steps took `step` seconds; one round of the fixed-point
-        iteration."""
+        """Returns the state at `rate` if steps took `step` seconds: one fixed-point iteration."""
         count = rate * self._steps * step
         if count > 1e6:
             return None

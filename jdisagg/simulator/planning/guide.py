@@ -205,8 +205,7 @@ def _shown(outcome: RequestOutcome, runs: Sequence[tuple[float, int]]) -> GuideR
 
 
 def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Merges the most similar adjacent runs into one of their mean gap, until SHOWN_RUNS runs are
-    left."""
+    """Merges the most similar adjacent runs, with their mean gap, until SHOWN_RUNS are left."""
     while len(runs) > SHOWN_RUNS:
         at = min(range(len(runs) - 1), key=lambda at: abs(runs[at][0] - runs[at + 1][0]))
         (one, times), (other, more) = runs[at : at + 2]

@@ -56,8 +56,7 @@ class Measurer:
         return tries.trial(runner or self.runner, candidate, rate)
 
     def measured(self, task: Task) -> Finding | None:
-        """Searches the highest rate of the task's candidate; returns None if it is below
-        `rival_rate`."""
+        """Searches the candidate's highest rate; returns None if below `rival_rate`."""
         trials = list(task.trials)
 
         def trial(rate: float) -> float:

@@ -74,8 +74,7 @@ class Search:
         finalists: Number of candidates of each mode to simulate.
         most_requests: Cap on the requests of one simulated run.
         fused: Whether chunked prefill runs a chunk and a decode step in one program, the fastest
-            for one pool, instead of alternately as this engine does. Must equal the runner's
-            setting.
+            for one pool, not alternately as this engine does. Must equal the runner's.
         arrivals: Arrival process.
         seed: Seed of all random numbers.
 
@@ -258,8 +257,7 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether `runner`, in place of the planner's, also attains the goal at the
-        finding's rate."""
+        """Returns whether another `runner` also attains the goal at the finding's rate."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -312,8 +310,7 @@ class _Found:
 
     @property
     def ranked(self) -> list[Finding]:
-        """Findings, best first. Ties are resolved in favour of one pool, then of the higher
-        bound."""
+        """Findings, best first. Ties favour one pool, then the higher bound."""
         return sorted(
             self._findings.values(),
             key=lambda item: (

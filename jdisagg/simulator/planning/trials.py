@@ -1,5 +1,5 @@
-"""Tries one rate: chooses the number of requests, which of them to judge, and tells a rate that the
-cluster carries from an overload whose queue only begins to grow.
+"""Tries one rate: chooses the number of requests and which to judge, and distinguishes a rate that
+the cluster carries from an overload whose queue only begins to grow.
 
 Requests arrive in the workload's order, as a Poisson process (with the same random numbers at every
 rate, so that curves do not jump) or at the trace's scaled times. Requests that arrive while the
@@ -45,8 +45,7 @@ LONGEST_SECONDS = 3600  # virtual
 @dataclass(frozen=True, slots=True)
 class TrialRun:
     """The simulator's result of one run. `stopped`: the run ended early because the goal was lost;
-    outcomes are then those of the requests that had ended. A request's id is its index in the
-    arrivals."""
+    outcomes are then those of ended requests. A request's id is its index in the arrivals."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()

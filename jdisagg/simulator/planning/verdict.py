@@ -62,7 +62,7 @@ class Finding:
       report: Report at `rate`, or at the lowest tried rate if none attains the goal.
       link_share: Fraction of the link in use at `rate`.
       kv_share: Fraction of the decode side's KV room that requests held on average.
-      short: Whether arrivals ended too soon to tell whether a higher rate is possible.
+      short: Whether arrivals ended too soon to decide if a higher rate is possible.
     """
 
     candidate: Candidate
@@ -107,8 +107,7 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 
 
 def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """Describes the best candidate of each mode by arithmetic. `chosen`: candidates of each mode,
-    best first."""
+    """Describes each mode's best candidate by arithmetic. `chosen`: each mode's, best first."""
     best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
     lines = [
         f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
