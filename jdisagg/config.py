@@ -506,7 +506,7 @@ def _parse(kind: typing.Any, text: str, path: str) -> object:
         if text.lower() == "none":
             return None
         kind = next(option for option in typing.get_args(kind) if option is not type(None))
-    if dataclasses.is_dataclass(kind) and kind is not Layout:
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Layout:
         raise ConfigError(
             f"override {path!r}: {kind.__name__} is not a single value; set one of its fields:"
             f" {', '.join(typing.get_type_hints(kind))}"
