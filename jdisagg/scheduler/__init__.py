@@ -1,1 +1,2 @@
-"""Decides what one worker does next, in pure state machines. Time and randomness are arguments."""
+"""Decides which commands one worker runs next: admission, batching, KV transfer, cache eviction.
+All modules are pure state machines; time and random numbers are arguments."""

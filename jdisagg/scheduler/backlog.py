@@ -1,17 +1,18 @@
 """Sums up the prefill work that a mesh has accepted and not computed yet.
 
-`tokens` counts uncomputed positions. `pairs` counts, for each uncomputed position, the positions
-that it attends to: itself and all earlier ones. It estimates the cost of attention and ignores
-sliding windows. Invariant: both sums are zero when no work is left."""
+`tokens` is the number of uncomputed positions. `pairs` is the number of (query, key) pairs of
+causal attention whose query is an uncomputed position. `pairs` estimates the cost of attention;
+sliding windows are ignored. Invariant: both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:
-    """Counts the pairs of positions [start, end) with themselves and all earlier positions."""
+    """Returns the number of (query, key) pairs of causal attention for the queries at positions
+    [start, end)."""
     return (end - start) * start + (end - start) * (end - start + 1) / 2
 
 
 class Backlog:
-    """The uncomputed rest of each prompt, by the prompt's key."""
+    """Sums of uncomputed tokens and attention pairs over the prompts of one mesh."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -19,14 +20,15 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0) -> None:
-        """Adds or replaces a prompt of `tokens` tokens, `cached_tokens` of which need no
-        computing."""
+        """Adds or replaces a prompt of `tokens` tokens. Its first `cached_tokens` tokens are cached
+        and need no computing."""
         self.forget(key)
         self._prompts[key] = (cached_tokens, tokens)
         self._count(cached_tokens, tokens, 1)
 
     def computed(self, key: int, tokens: int) -> None:
-        """Subtracts the next `tokens` tokens of a prompt. Ignores an unknown key."""
+        """Records that the next `tokens` tokens of a prompt were computed. Ignores an unknown
+        key."""
         known = self._prompts.get(key)
         if known is None:
             return

@@ -1,15 +1,15 @@
-"""Cuts the KV of a chunk's row into the blocks that are offered to a receiver, by tokens and by
-layers. The blocks have few shapes, so few programs are compiled.
+"""Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers. Blocks
+have only a few different shapes, because a program is compiled for each shape.
 
-The shortest block has `granule_tokens` tokens, and the others are longer by a power of two. A row
-is cut from large to small blocks, and only its last block is padded, to the next multiple of
-`granule_tokens`. Rows start at such multiples in their chunk, so padding never reaches the next
-row. If several blocks cost more than padding, the last row of a chunk is sent as one padded block
-per band.
+The length of a block is `granule_tokens` times a power of two. A row is split into blocks of
+decreasing length. Only its last block is padded, up to a multiple of `granule_tokens`. Rows start
+at multiples of `granule_tokens` in their chunk, so padding never reaches the next row. The last row
+of a chunk may be sent as one padded block per band, if the padding costs less than several blocks.
 
-A band is a run of consecutive layer groups that share a block. For long prompts each group has its
-own block, which is sent while the next group computes. For short prompts the host's work per block
-would cost more than sending the bytes. Pure."""
+A band is a range of consecutive layer groups that are sent in the same block. For long prompts each
+layer group has its own block, which is sent while the next layer group is computed. For short
+prompts a band has several layer groups, because the host's work per block would cost more than
+sending the bytes. Pure."""
 
 import functools
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def split_blocks(
     tokens: int, granule_tokens: int, whole: bool = False
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (offset in the row, block_tokens, valid_tokens) of each block, largest first. With
-    `whole`, blocks may have any length, so the whole row is one block."""
+    `whole`, the row is one block, because blocks may have any length."""
     if whole and tokens:
         yield 0, padded(tokens, granule_tokens), tokens
         return
@@ -34,7 +34,8 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """Returns the length of a single block: the next power-of-two multiple of `granule_tokens`."""
+    """Returns the length of the shortest single block that holds `tokens` tokens: `granule_tokens`
+    times a power of two."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
@@ -52,9 +53,9 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
 
 
 def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple[range, ...]:
-    """Splits `layers` layers into at most `groups` consecutive ranges. Each range has nearly the
-    same number, at least one, of the layers in `positioned`, which store KV for each position. An
-    empty block is never offered."""
+    """Splits `layers` layers into at most `groups` consecutive ranges. `positioned` lists the
+    layers that store KV for each position. Each range has at least one of these layers, and all
+    ranges have nearly the same number of them, so no block is empty."""
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
     return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
@@ -62,8 +63,9 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
 
 @functools.lru_cache(maxsize=1024)
 def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
-    """Returns the layer groups that each block covers. The `nbytes` bytes of all groups are cut
-    into a power-of-two number of blocks of at least `least_bytes`, at most one per group. With
-    `least_bytes` 0, each group is a block."""
+    """Returns the range of layer groups that each block contains. All groups together have `nbytes`
+    bytes. The number of blocks is a power of two, as large as possible with at least `least_bytes`
+    bytes per block, and at most the number of groups. With `least_bytes` 0, each group is a
+    block."""
     blocks = nbytes // least_bytes if least_bytes else groups
     return even_runs(groups, groups if blocks >= groups else 1 << max(0, blocks.bit_length() - 1))

@@ -1,16 +1,17 @@
-"""Continuous batching on one decode mesh: plans which sequences are stepped next and with which
-pages, and applies the results. Pure.
+"""Continuous batching on one decode mesh: plans which sequences run in the next decode step and
+with which pages, and processes the results of steps. Pure.
 
-The loop runs ahead: step n + 1 is planned before the tokens of step n are read. A plan therefore
-uses `issued_position`, the position of each slot after all issued steps. `apply` uses the tokens
-that were read. The device does not stop at stop ids, so tokens after a stop are dropped here. With
-a grammar, a step may return several tokens instead of one (a forced run), or none because an
-earlier step reached the limit. `apply` then corrects `issued_position`.
+Step n + 1 is planned before the tokens of step n are read. A plan therefore uses `issued_position`,
+the position of each slot after all issued steps. The device does not stop at stop ids, so `apply`
+drops tokens after a stop id. With a grammar, a step may return several tokens, if the grammar
+allows only one continuation. It may also return no token, if an earlier step reached the sequence's
+limit. In both cases `apply` corrects `issued_position`.
 
-Order of a plan: running sequences first get the pages they need, oldest first. If none is free, the
-youngest page holder of the rank is preempted. Then ready sequences take free slots. A command has
-several steps only if nothing else waits. On an interruptible mesh such a command is a span: it has
-as many steps as all its sequences have room for, and returns fewer tokens if it is interrupted.
+Order of a plan: running sequences first get the pages they need, oldest sequence first. If no page
+is free, the youngest sequence of the rank that has pages is preempted. Then ready sequences take
+free slots. A command has several steps only if no other work waits. On an interruptible mesh a
+command of several steps is called a span. A span has as many steps as all its sequences have page
+room for, and returns fewer tokens if it is interrupted.
 
 Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its
 pages; tokens of a child are accepted once, in order."""
@@ -39,13 +40,13 @@ _Issued = tuple[Sequence, int]
 
 
 class DecodeBatches:
-    """Plans decode steps over a `DecodeState` and applies their results.
+    """Plans the decode steps of one mesh and updates `DecodeState` with their results.
 
     Args:
-        steps_per_dispatch: Largest number of steps in a command.
-        stream_tokens: Number of new tokens of a sequence that are reported together. The first
-            token and the end are reported at once.
-        spans: Whether the mesh can be interrupted.
+        steps_per_dispatch: Largest number of decode steps in one command.
+        stream_tokens: Number of new tokens of a sequence that are collected into one report. The
+            first token and the end of a sequence are reported at once.
+        spans: Whether the mesh can end a command of several steps early.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class DecodeBatches:
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
     ) -> CopyPages | None:
-        """Marks the children of a group as ready: all KV is in pages and the first tokens are
-        sampled.
+        """Marks the children of a group as ready to decode, because all KV is in pages and the
+        first tokens are sampled.
 
-        Returns the copies of the shared last page, which must be issued before the children's first
-        steps; None if there are none. Ends children whose first token is their last."""
+        Returns the command that copies the prompt's shared last page for each child, or None if no
+        copy is needed. The caller must issue it before the children's first steps. Ends children
+        whose first token is their last."""
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         tokens = {first.child: first for first in firsts}
         keys = {
@@ -88,15 +90,17 @@ class DecodeBatches:
         return CopyPages(step, copies, states) if copies or states else None
 
     def _state_copies(self, group: SequenceGroup) -> tuple[tuple[int, int, int], ...]:
-        """Returns copies (rank, from, to) of the group's state slot to its other children."""
+        """Returns (rank, source slot, destination slot) of each copy of the group's recurrent state
+        to another child."""
         rank, states = group.rank, self._state.states
         source = states.slot(rank, group.key)
         own = [states.slot(rank, child.key) for child in group.alive]
         return tuple([(rank, source, slot) for slot in own if slot != source])
 
     def take_over(self, group: SequenceGroup, generated: tuple[int, ...], deadline: float) -> bool:
-        """Continues a migrated sequence, the group's only child, after its generated tokens.
-        Returns False if the tokens do not match the child or no page is free for its next step."""
+        """Marks a sequence that was migrated to this mesh as ready, with the tokens `generated` so
+        far. The sequence must be the group's only child. Returns False if the tokens contradict
+        those already accepted, or if no page is free for the next step."""
         (child,) = group.children
         position = group.prompt_tokens + len(generated) - 1
         ours = tuple(child.generated)
@@ -118,7 +122,7 @@ class DecodeBatches:
         return True
 
     def runnable(self) -> bool:
-        """Returns whether any sequence can be stepped."""
+        """Returns whether any sequence can run a decode step."""
         running = (child for rank in self._state.running for child in rank)
         return (
             any(child.issued_position < child.limit and not child.frozen for child in running)
@@ -126,8 +130,8 @@ class DecodeBatches:
         )
 
     def interrupting(self) -> bool:
-        """Returns whether a running span delays a sequence that could take a slot or is being
-        frozen."""
+        """Returns whether a running span (a command of many steps) should be interrupted: a ready
+        sequence could take a free slot, or a sequence must stop for its migration."""
         for child in self._state.ready:
             if not child.frozen and None in self._state.slots[child.rank]:
                 return True
@@ -138,8 +142,8 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
-        """Returns the next command, or None if no sequence can be stepped. With `quiet`, nothing
-        else waits, so the command may have several steps."""
+        """Returns the next decode command, or None if no sequence can run. `quiet` means that no
+        other work waits for the mesh, so the command may have several steps."""
         steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
         admits = [
@@ -184,7 +188,6 @@ class DecodeBatches:
         )
 
     def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
-        """Returns whether any row is shaped, any is not greedy, and any has a grammar."""
         if not self._state.shaped and not self._state.sampled and not self._state.masked:
             return False, False, False
         every = [child.group.request.sampling for rank in active for child in rank]
@@ -195,7 +198,6 @@ class DecodeBatches:
         )
 
     def _most_steps(self) -> int:
-        """Returns the number of steps that the sequence with most tokens left can use."""
         wanted = max(
             (child.limit - child.issued_position for rank in self._state.running for child in rank),
             default=1,
@@ -203,8 +205,9 @@ class DecodeBatches:
         return max(1, min(self._steps, wanted))
 
     def apply(self, result: DecodeResult) -> list[tuple[SequenceGroup, int]]:
-        """Accepts the tokens of a result and adds progress to `DecodeState.news`. Returns the
-        groups to end because no token could be chosen, each with BROKEN_TOKEN or STUCK_TOKEN."""
+        """Appends the tokens of a result to their sequences and adds progress to
+        `DecodeState.news`. Returns the groups that must end because no token could be sampled, each
+        with its error code (BROKEN_TOKEN or STUCK_TOKEN)."""
         broken: list[tuple[SequenceGroup, int]] = []
         # rows of a span may share their tokens, which are converted once
         seen: tuple[int, ...] | None = None
@@ -245,7 +248,8 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Ignores the results of a sequence's steps in flight, even if it runs again by then."""
+        """Makes `apply` ignore the results of a sequence's steps in flight, even if the sequence
+        runs again before these results arrive."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
@@ -270,8 +274,8 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Gives pages to running sequences that need them, oldest first. The youngest is preempted,
-        so a sequence that grew in this plan is not preempted in it."""
+        """Gives pages to running sequences that need them, oldest sequence first. If pages run out,
+        the youngest sequence is preempted, so a sequence that just received pages is not."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -290,8 +294,8 @@ class DecodeBatches:
         return grows
 
     def _grow(self, child: Sequence) -> bool:
-        """Extends a child by up to `growth_tokens`, limited by the free pages. Preempts another
-        sequence only if the child has no page for its next step."""
+        """Reserves pages for up to `growth_tokens` further tokens of a child, as far as pages are
+        free. Preempts another sequence only if the child has no page for its next step."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
         held = ledger.count(child.key)
         wanted = (

@@ -1,10 +1,10 @@
-"""Holds the state of a decode worker: page ledgers and slots per data-parallel rank, the groups
-that own them, and progress to report.
+"""Holds the state of a decode worker: page ledgers and batch slots of each data-parallel rank, the
+sequence groups that own them, and progress to report.
 
 `reservations.py` (who gets pages) and `decode_batches.py` (what runs next) share this state. It
 implements the operations that both need: ending a child, ending a group, and preemption. A freed
-page or slot may be reused at once. Commands run in order, so a step in flight writes its surplus
-token before any later command uses the page.
+page or slot may be reused at once, although a step in flight may still write to it. Commands run in
+order, so that write precedes every use by a later command.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
 group without living children holds nothing; after all groups ended every ledger is full."""
@@ -23,13 +23,13 @@ from jdisagg.scheduler.state_slots import StateSlots
 
 
 class DecodeState:
-    """The ledgers, slots and groups of one mesh.
+    """The page ledgers, batch slots and sequence groups of one decode mesh.
 
     Args:
         names: Naming of cached blocks; None disables the prefix cache.
 
     Attributes:
-        news: Progress that the worker has not taken yet.
+        news: Progress of sequences that the worker has not reported to callers yet.
     """
 
     def __init__(self, limits: MeshLimits, names: BlockNames | None = None) -> None:
@@ -70,15 +70,18 @@ class DecodeState:
         self._named.setdefault(group.request.identity, []).append(group)
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all groups of one request, for different attempts and different children."""
+        """Returns all groups of one request. A request has several groups if it was retried or if
+        its children (n > 1) came in separate calls."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """Applies an event to a group's hand-off, with a deadline for leaving the new state."""
+        """Applies an event to the state machine of a group's KV transfer (hand-off). The new state
+        must be left by `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
-        """Returns groups whose hand-off exceeded the deadline of its state."""
+        """Returns the groups whose KV transfer (hand-off) exceeded the deadline of its current
+        state."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
 
@@ -88,7 +91,7 @@ class DecodeState:
         bisect.insort(self.ready, child, key=_age)
 
     def take_slot(self, child: Sequence, slot: int) -> None:
-        """Gives a READY child a slot."""
+        """Assigns a batch slot to a READY child, which is then RUNNING."""
         self.ready.remove(child)
         self.slots[child.rank][slot] = child
         child.slot, child.stage = slot, Stage.RUNNING
@@ -102,14 +105,16 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates `growing` after the number of a child's pages changed."""
+        """Updates `growing`, the set of sequences that may still need pages, after the number of a
+        child's pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, by rank, the total tokens of children that are neither ended nor swapped out."""
+        """Returns, for each rank, the total number of tokens of all children that are neither ended
+        nor swapped out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -119,7 +124,8 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, by rank, the number of pages of sequences whose KV has not all arrived."""
+        """Returns, for each rank, the number of pages reserved for sequences whose KV has not
+        arrived completely."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -132,8 +138,9 @@ class DecodeState:
         return news
 
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
-        """Returns the pages for positions [0, tokens) of a group. Extends the group if it grew
-        beyond its reservation before it migrated. Returns None if too few pages are free."""
+        """Returns the pages for positions [0, tokens) of a group, or None if too few pages are
+        free. Reserves more pages if needed: a sequence may have grown on its previous worker after
+        pages were reserved here."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
@@ -153,11 +160,11 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Frees a child's slot and pages, and reports its unreported tokens with the reason.
+        """Frees a child's slot and pages. Reports its unreported tokens and why it ended.
         Idempotent.
 
         Args:
-            counted: Whether a preemption is added to the count.
+            counted: Whether a preemption is added to the counter of preemptions.
         """
         if child.stage is Stage.ENDED:
             return
@@ -190,7 +197,8 @@ class DecodeState:
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Marks a swapped-out child as RETURNING: it has pages on `rank` and waits for its KV."""
+        """Marks a swapped-out child as RETURNING: it has pages on `rank` again, and its KV is being
+        copied from host memory."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.living[rank] += 1
         self.note_pages(child)
@@ -209,8 +217,9 @@ class DecodeState:
         self.residency.let_go(child.rank, child.key, chain)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
-        """Returns the names of a child's full blocks, to be cached when it releases its pages. The
-        newest token has no KV yet. Steps in flight write only to later positions."""
+        """Returns the names of a child's full blocks, which stay in the prefix cache when the child
+        releases its pages. The newest token is excluded because its KV is not written yet. Steps in
+        flight write only to positions after these blocks."""
         group = child.group
         stale = group.epoch != self.residency.epoch
         waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
@@ -237,15 +246,17 @@ class DecodeState:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
     def release_root(self, group: SequenceGroup) -> None:
-        """Releases the group's hold on the pages. Its children hold the pages that they need."""
+        """Releases the pages that the group itself owns. Its children own the pages that they
+        need."""
         if group.root_held:
             group.root_held = False
             self.ledgers[group.rank].free(group.key)
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Frees at least one page on the rank of `needy`. Takes pages from hand-offs of cached
-        blocks first, then preempts the youngest sequence. Returns False if that is `needy` itself.
+        """Frees at least one page on the rank of `needy`. First ends transfers of cached blocks to
+        other workers, then preempts the youngest sequence. Returns False if the youngest sequence
+        is `needy` itself.
 
         If the youngest child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]

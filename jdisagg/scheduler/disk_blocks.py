@@ -1,10 +1,10 @@
 """Tracks the KV blocks that a mesh holds on disk, and decides which are written and evicted.
 
-A block is written when it is used a second time, from host memory or pages. In conversation traces
-three quarters of all blocks are used once, so writing every block would be mostly waste. Writing on
-eviction from host memory would lose blocks when the process ends. At most `MOST_SAVING` writes run
-at a time; further ones wait in a bounded queue. After a failed write, only one block in `PROBE` is
-written, until a write succeeds.
+A block in host memory or pages is written to disk when it is used a second time. In conversation
+traces three quarters of all blocks are used only once, so most writes at first use would be wasted.
+Blocks written only on eviction from host memory would be lost when the process ends. At most
+`MOST_SAVING` writes run at a time; further blocks wait in a bounded queue. After a failed write,
+only one block in `PROBE` is written, until a write succeeds.
 
 Above capacity the least recently used block is evicted, unless it is being read. Expired blocks are
 dropped even while they are read. Pure. Invariants (each is a test of the same name in
@@ -34,8 +34,8 @@ class DiskBlock:
     """A block that is on disk or being written.
 
     Attributes:
-        index: Number of the block in its chain.
-        rank: Rank whose pages held it.
+        index: Number of the block in its sequence, counted from 0.
+        rank: Data-parallel rank whose pages held the block.
         written: Whether the file is complete; `written_at` is the time of its completion.
         readers: Number of restores that are reading it.
     """
@@ -55,7 +55,7 @@ class WantedBlock:
 
 
 class DiskBlocks:
-    """The blocks on disk, at most `capacity`."""
+    """The KV blocks of one mesh on disk, at most `capacity` blocks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -67,14 +67,14 @@ class DiskBlocks:
         self._passed_over = 0
 
     def __len__(self) -> int:
-        """Counts all blocks, including those being written."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in chain, whether in use), least recently used first."""
+        """Yields (rank, name, index in the block's sequence, whether it is in use) for each block,
+        least recently used block first."""
         for block in self._blocks.values():
             in_use = block.readers > 0 or not block.written
             yield block.rank, block.name, block.index, in_use
@@ -90,8 +90,8 @@ class DiskBlocks:
     def found(
         self, written_at: Mapping[bytes, float]
     ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Adds the blocks found on disk at the start. Returns the names of those that fit, and of
-        the least recently used ones that do not fit."""
+        """Adds the blocks that earlier runs of the worker left on disk. Returns the names of the
+        blocks that fit, and of the least recently used blocks that do not fit."""
         new = [name for name in written_at if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
@@ -104,8 +104,8 @@ class DiskBlocks:
         return tuple(new[over:]), tuple(new[:over])
 
     def use(self, rank: int, chain: Chain) -> int:
-        """Records that a prompt used these blocks of a rank. Queues blocks that are not on disk for
-        writing, and returns how many the full queue dropped."""
+        """Records that a prompt used these blocks of a rank. Queues those of them for writing that
+        are not on disk. Returns the number of blocks dropped because the queue was full."""
         skipped = 0
         for index, name in enumerate(chain):
             if name in self._blocks or name in self._wanted:
@@ -118,7 +118,8 @@ class DiskBlocks:
         return skipped
 
     def take(self) -> tuple[DiskBlock | None, tuple[bytes, ...]]:
-        """Returns the next block to write, or None, and the names of blocks evicted for it."""
+        """Removes the next block to write from the queue. Returns the block, or None if none can be
+        written now, and the names of the blocks that were evicted to make room."""
         gone: list[bytes] = []
         while self._wanted and self._writing < min(MOST_SAVING, self.capacity):
             name, wanted = self._wanted.popitem(last=False)
@@ -145,7 +146,7 @@ class DiskBlocks:
         return True
 
     def expire(self, before: float) -> tuple[bytes, ...]:
-        """Drops the blocks that were written before this time and returns their names."""
+        """Drops the blocks that were written before the time `before` and returns their names."""
         gone: list[bytes] = []
         for name, block in self._by_age.items():
             if block.written_at >= before:
@@ -179,15 +180,16 @@ class DiskBlocks:
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Ends the reads of these blocks. The chain's first block becomes the most recently
-        used."""
+        """Records that reads of these blocks ended. Marks the blocks as used, in an order that
+        evicts the first block of a sequence last."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block with wrong or missing contents. Returns False if it was dropped before."""
+        """Drops a block whose file has wrong contents or is missing. Returns False if the block was
+        dropped before."""
         if not self.knows(block):
             return False
         self._forget(block.name)
@@ -198,7 +200,6 @@ class DiskBlocks:
         self._by_age.pop(name, None)
 
     def clear(self) -> tuple[DiskBlock, ...]:
-        """Drops all blocks and returns them."""
         gone = tuple(self._blocks.values())
         self._blocks.clear()
         self._by_age.clear()
@@ -221,8 +222,9 @@ class DiskBlocks:
 
 
 def restorable(chain: Chain, host: HostBlocks, disk: DiskBlocks) -> tuple[bool, ...]:
-    """Returns one entry for each leading block of the chain that can be restored: True if it is
-    read from disk, False if it is in host memory."""
+    """Returns one entry for each leading block of the chain that can be restored, up to the first
+    block that cannot. An entry is True if the block must be read from disk, and False if it is in
+    host memory."""
     found: list[bool] = []
     for name in chain:
         in_host = name in host

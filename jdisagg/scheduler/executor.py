@@ -1,4 +1,5 @@
-"""The interface of executors, which run step commands on a mesh, and the limits of a mesh."""
+"""Defines the interface of an executor, which runs step commands on one device mesh, and the limits
+of a mesh (pages, slots, compiled sizes)."""
 
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -13,26 +14,31 @@ from jdisagg.scheduler.blocks import bands
 
 @plain
 class MeshLimits:
-    """The limits of a mesh.
+    """The capacity of a mesh and the sizes for which its programs are compiled.
 
     Attributes:
-        pages_per_rank: Usable pages, with ids 0..pages_per_rank-1.
-        context_tokens: Largest number of positions of a sequence.
-        chunk_buckets, batch_buckets: Compiled sizes, ascending.
-        layer_groups: Number of layer groups whose KV is offered separately.
-        granule_tokens: Length of the shortest offered block. Other blocks are longer by a power of
-            two, and the rows of a packed chunk start at multiples of this length.
-        pack_tokens: Limit of tokens when several prompts share a chunk; None is the largest bucket.
-            A single prompt may always fill the largest bucket. With a smaller limit only whole
-            prompts share a chunk.
-        state_slots_per_rank: Number of sequences with recurrent state or a ring buffer that fit on
-            a rank.
-        windows_apart: Whether sliding-window layers are left out of the blocks of positions. The
-            positions still inside their windows are then sent separately, after the last block.
-        ring_pages: Pages of the sliding-window ring buffer in each state slot; 0 if sliding-window
-            layers use ordinary pages.
-        append_buckets: Sizes of the chunks that a decode mesh computes itself, ascending; empty if
-            it computes none. If set, `chunk_buckets` are the sizes of the prefill meshes.
+        pages_per_rank: Number of usable pages of each data-parallel rank. Their ids are 0 to
+            pages_per_rank-1.
+        context_tokens: Largest number of positions (prompt and generated tokens) of a sequence.
+        chunk_buckets, batch_buckets: Sizes for which programs are compiled, ascending: tokens of a
+            prefill chunk, and sequences of a decode batch.
+        layer_groups: Number of groups of consecutive layers whose KV is transferred in separate
+            blocks.
+        granule_tokens: Number of tokens of the shortest transfer block. Longer blocks have this
+            length times a power of two. The rows of a packed chunk start at multiples of this
+            length.
+        pack_tokens: Largest number of tokens of a chunk that several prompts share; None is the
+            largest chunk size. A single prompt may always fill the largest chunk. If a limit is
+            set, only whole prompts share a chunk.
+        state_slots_per_rank: Number of sequences on a rank that can have recurrent state or a
+            sliding-window ring buffer.
+        windows_apart: Whether the KV of sliding-window layers is sent separately, after the blocks
+            of all other layers. Only positions still inside the windows are then sent.
+        ring_pages: Number of pages of the sliding-window ring buffer that each sequence has; 0 if
+            sliding-window layers use ordinary pages.
+        append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
+            ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
+            chunks on prefill meshes.
     """
 
     ranks: int
@@ -61,53 +67,61 @@ class MeshLimits:
 
     @property
     def computed(self) -> "MeshLimits":
-        """Returns limits whose `chunk_buckets` are the chunks that this mesh computes itself."""
+        """Returns these limits with `chunk_buckets` replaced by the sizes of the prefill chunks
+        that this mesh computes itself."""
         if not self.append_buckets:
             return self
         return replace(self, chunk_buckets=self.append_buckets, append_buckets=())
 
     @property
     def sent(self) -> KVSpec:
-        """Spec of the layers that blocks of positions contain."""
+        """KV spec of the layers whose KV ordinary transfer blocks contain. Sliding-window layers
+        are excluded if they are sent separately."""
         return self.kv_spec.unwindowed if self.windows_apart else self.kv_spec
 
     @property
     def paged(self) -> KVSpec:
-        """Spec of the layers whose KV is in the pages that the ledger counts."""
+        """KV spec of the layers whose KV is in ordinary pages. Sliding-window layers are excluded
+        if they use a ring buffer."""
         return self.kv_spec.unwindowed if self.ring_pages else self.kv_spec
 
     @property
     def nothing(self) -> KVSpec:
-        """A spec with the same number of layers, none of which has KV."""
+        """A KV spec with as many layers as the model, none of which has KV."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that the widest window covers at position `end`."""
+        """Returns the first position that a query at position `end` attends to in the layer with
+        the widest sliding window."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
-        """Returns the page table of sliding-window layers for positions [0, tokens). It repeats the
-        pages of the slot's ring buffer."""
+        """Returns the page table of sliding-window layers for positions [0, tokens). The table
+        repeats the pages of the ring buffer that belongs to state slot `slot`."""
         first, size = slot * self.ring_pages, self.ring_pages
         return tuple([first + column % size for column in range(-(-tokens // self.page_size))])
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the layer groups that each block of `block_tokens` tokens covers."""
+        """Returns the range of layer groups that each transfer block of `block_tokens` tokens
+        contains."""
         return bands(self.layer_groups, block_tokens * self.sent.bytes_per_token, self.block_bytes)
 
     @property
     def window_groups(self) -> int:
-        """Number of groups of separately sent sliding-window layers."""
+        """Number of layer groups into which sliding-window layers are split for transfer; 0 if they
+        are not sent separately."""
         count = len(self.kv_spec.windowed.positioned) if self.windows_apart else 0
         return min(self.layer_groups, count)
 
     def window_bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the same as `bands` for sliding-window layers that are sent separately."""
+        """Returns the same as `bands` for sliding-window layers that are sent separately: the range
+        of layer groups in each block."""
         nbytes = block_tokens * self.kv_spec.windowed.bytes_per_token
         return bands(self.window_groups, nbytes, self.block_bytes)
 
     def window_shapes(self) -> list[tuple[range, int]]:
-        """Returns the same as `block_shapes` for sliding-window layers that are sent separately."""
+        """Returns (layer groups, tokens) of every possible transfer block, for sliding-window
+        layers that are sent separately."""
         if not self.windows_apart:
             return []
         longest = min(self.kv_spec.widest_window - 1, self.context_tokens)
@@ -117,8 +131,8 @@ class MeshLimits:
         return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
     def block_shapes(self) -> list[tuple[range, int]]:
-        """Returns (layer groups, tokens) of every block that can be offered. Lengths double from
-        `granule_tokens` up to the largest chunk."""
+        """Returns (layer groups, tokens) of every possible transfer block. The numbers of tokens
+        double from `granule_tokens` up to the largest chunk."""
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:
@@ -139,19 +153,22 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
 
 
 def sequences_ahead(slots: int, asked: int | None) -> int:
-    """Returns how many more sequences than slots may hold pages, so that a freed slot is refilled
-    at once. If `asked` is None, it is a quarter of the slots."""
+    """Returns the number of sequences beyond `slots` that may hold pages. Such sequences are ready
+    when a slot becomes free. The number is `asked` or, if `asked` is None, a quarter of the
+    slots."""
     return max(1, slots // 4) if asked is None else asked
 
 
 class Executor(Protocol):
-    """Runs commands on the mesh of one instance, in the order of the calls of `run`."""
+    """Runs step commands on the device mesh of one instance, in the order in which `run` is
+    called."""
 
     limits: MeshLimits
     card: MeshCard  # description of this mesh for peers
 
     def run(self, command: StepCommand) -> Awaitable[StepResult]:
-        """Enqueues a command at once and returns an awaitable of its result.
+        """Appends a command to the mesh's queue before returning. Returns an awaitable of the
+        command's result.
 
         Must be called on the event loop, because JAX runs on the executor's own threads. Raises
         UnavailableError if the mesh has failed."""

@@ -3,13 +3,13 @@ prefill to a decode worker.
 
 Both sides use the same state machine. Sender: COMPUTING -> OFFERED -> ACKED -> FREED. Receiver:
 RESERVED -> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is reachable from every state but
-FREED. A receiver whose source failed is ORPHANED until another takes over. Each state has a
-deadline on the local monotonic clock, which progress renews; `sweep` returns hand-offs whose
-deadline has passed. `DecodeState` advances the receiver's side, `OutgoingHandoff` the sender's.
-Pure.
+FREED. A receiver whose sender failed is ORPHANED until another sender takes over. Each state has a
+deadline on the local monotonic clock. Progress renews the deadline, and `sweep` returns hand-offs
+whose deadline has passed. `DecodeState` advances the receiver's side, `OutgoingHandoff` the
+sender's. Pure.
 
-Invariants: FREED and ABORTED are final; an event that `TRANSITIONS` does not list for a state
-raises `HandoffStateError`, because it is a bug."""
+Invariants: FREED and ABORTED are final; an event that is not listed for a state in `TRANSITIONS`
+indicates a bug and raises `HandoffStateError`."""
 
 import enum
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from jdisagg.plain import plain
 
 
 class HandoffStateError(AssertionError):
-    """Raised for an event that is not possible in a hand-off's state. It is a bug."""
+    """An event that is not possible in a hand-off's current state, which indicates a bug."""
 
 
 class HandoffState(enum.Enum):
@@ -73,14 +73,16 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 
 @plain
 class Handoff:
-    """One side of one hand-off: its state, and the deadline for leaving that state."""
+    """The sender's or the receiver's view of one KV transfer: its state, and the deadline for
+    leaving the state."""
 
     handoff_id: int
     state: HandoffState
     deadline: float
 
     def advance(self, event: HandoffEvent, deadline: float) -> "Handoff":
-        """Returns the hand-off after `event`. Its new state must be left by `deadline`."""
+        """Returns the hand-off in the state that follows `event`, with the deadline for leaving the
+        new state."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             raise HandoffStateError(
@@ -90,7 +92,8 @@ class Handoff:
         return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
-        """Returns the hand-off with a later deadline, after progress within its state."""
+        """Returns the hand-off with its deadline moved to `deadline`, unless the current one is
+        later. Called after progress that does not change the state."""
         return (
             self
             if self.state.final

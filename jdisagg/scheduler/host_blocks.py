@@ -1,9 +1,9 @@
 """Tracks the KV blocks that a mesh holds in host memory, and decides which are evicted.
 
 A block is written once, under a name that identifies its contents and everything before it
-(`scheduler/residency.py`). It consists of immutable pieces, each with the checksum that it had in
-pages. When the memory is full, the least recently used blocks are evicted down to a low watermark.
-Blocks that are being copied are not evicted.
+(`scheduler/residency.py`). A block consists of immutable pieces. Each piece has the checksum of its
+KV, taken while the KV was in pages. When the memory is full, the least recently used blocks are
+evicted down to a low watermark. Blocks that are being copied are not evicted.
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
@@ -29,9 +29,9 @@ class TierRoom:
 
     Attributes:
         host_bytes: Bytes of host memory.
-        disk_bytes: Bytes of disk. Blocks reach it through host memory.
-        always: Restore whenever possible, without comparing prices.
-        disk_ttl_seconds: Lifetime of blocks on disk; 0 is without limit.
+        disk_bytes: Bytes of disk. Blocks are written to disk from host memory only.
+        always: Whether blocks are restored even if recomputing them is estimated to be faster.
+        disk_ttl_seconds: Lifetime of a block on disk; 0 is no limit.
     """
 
     host_bytes: int = 0
@@ -42,7 +42,8 @@ class TierRoom:
 
 @plain
 class HostPiece:
-    """One piece of a block: its offer, and the checksum of its KV in pages."""
+    """One piece of a block in host memory: its id and positions (`offer`), and the checksum of its
+    KV, taken while the KV was in pages."""
 
     offer: Offer
     checksum: int = 0
@@ -53,8 +54,8 @@ class HostBlock:
     """A block that is in host memory or being copied there.
 
     Attributes:
-        written: Whether all pieces have arrived.
-        held: Whether it is being restored.
+        written: Whether all pieces are in host memory.
+        held: Whether the block is being copied back to pages.
     """
 
     name: bytes
@@ -68,21 +69,21 @@ class HostBlock:
 
 
 class HostBlocks:
-    """The blocks in host memory, at most `capacity`."""
+    """The KV blocks of one mesh in host memory, at most `capacity` blocks."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Counts all blocks, including those still being copied in."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
     def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in chain, whether in use), least recently used first."""
+        """Yields (rank, name, index in the block's sequence, whether it is in use) for each block,
+        least recently used block first."""
         for block in self._blocks.values():
             offer, in_use = block.pieces[0].offer, block.held or not block.written
             yield offer.rank, block.name, offer.start // block_tokens, in_use
@@ -98,8 +99,8 @@ class HostBlocks:
     def begin(
         self, name: bytes, pieces: tuple[HostPiece, ...]
     ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:
-        """Adds a block whose pieces are being copied in. Returns the block, or None if it exists
-        already or there is no room, and the blocks evicted to make room."""
+        """Adds a block whose pieces are being copied to host memory. Returns the block and the
+        blocks evicted for it. The block is None if it exists already or if there is no room."""
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return None, ()
@@ -110,20 +111,22 @@ class HostBlocks:
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """Records that all pieces have arrived. Returns False if the block was dropped
-        meanwhile."""
+        """Records that all pieces of a block are in host memory. Returns False if the block was
+        dropped meanwhile."""
         if self._blocks.get(block.name) is not block:
             return False
         block.pieces, block.written = pieces, True
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name, or None if it is missing or incomplete."""
+        """Returns the block of this name, or None if it is missing or still being copied to host
+        memory."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int) -> int:
-        """Returns how many blocks of the chain, from number `first` on, can be restored."""
+        """Returns the number of consecutive blocks of the chain, from index `first` on, that can be
+        restored."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -138,21 +141,21 @@ class HostBlocks:
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Ends a restore. The first block of the chain becomes the most recently used."""
+        """Ends a restore of these blocks. Marks them as used, in an order that evicts the first
+        block of a sequence last."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: HostBlock) -> bool:
-        """Drops a block with wrong contents. Returns False if it was dropped before."""
+        """Drops a block with wrong contents. Returns False if the block was dropped before."""
         if self._blocks.get(block.name) is not block:
             return False
         del self._blocks[block.name]
         return True
 
     def clear(self) -> tuple[HostBlock, ...]:
-        """Drops all blocks and returns them."""
         gone = tuple(self._blocks.values())
         self._blocks.clear()
         return gone

@@ -1,9 +1,9 @@
 """Records which cached blocks a mesh gained and lost. Routers keep an index of these blocks.
 
 A block counts as held while at least one rank or tier holds it. The log keeps a bounded number of
-events. A reader that is further behind, or would have to read more events than there are blocks,
-gets a snapshot of all blocks. Each reader passes its own position in the log (`KeptMark` in
-`messages/kept_blocks.py`). Pure."""
+events. A router passes its position in the log (`KeptMark` in `messages/kept_blocks.py`) and gets
+the events after that position. It gets a snapshot of all blocks instead, if the log no longer has
+these events or if there are more events than blocks. Pure."""
 
 from collections import deque
 from itertools import islice
@@ -17,7 +17,7 @@ MOST_BLOCKS = 1 << 16
 
 
 class KeptLog:
-    """The log of one mesh."""
+    """Log of the cached blocks that one mesh gained and lost."""
 
     def __init__(self, events_on_record: int = EVENTS_ON_RECORD) -> None:
         self.epoch = 1
@@ -26,7 +26,6 @@ class KeptLog:
         self._ranks: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Counts distinct blocks."""
         return len(self._ranks)
 
     def gained(self, name: bytes) -> None:
@@ -55,7 +54,7 @@ class KeptLog:
         self._ranks.clear()
 
     def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
-        """Returns the next message for a reader that is at `mark`, or None if nothing is new."""
+        """Returns the changes since the log position `mark`, or None if nothing changed."""
         if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
             return None
         missed = self.number - mark.number

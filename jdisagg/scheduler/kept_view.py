@@ -12,20 +12,22 @@ Listed = Iterable[tuple[int, bytes, int, bool]]
 
 @plain
 class KeptBlock:
-    """One cached block in one tier. The same block may be in several tiers.
+    """One cached block in one tier: device pages, host memory or disk. A block that is in several
+    tiers is listed for each.
 
     Attributes:
         worker: Name of the worker.
         tier: "pages", "host" or "disk".
-        rank: Data-parallel rank whose pages hold or held the block; 0 if it was found on disk at
-            the worker's start.
+        rank: Data-parallel rank whose pages hold or held the block; 0 if an earlier run of the
+            worker wrote the block to disk.
         name: First hexadecimal digits of the block's keyed name. Blocks with the same name have the
             same tokens, the same preceding tokens and the same tenant.
-        index: Number of the block in its sequence, which holds positions [index * tokens, (index +
-            1) * tokens); 0 if it was found on disk at the worker's start.
+        index: Number of the block in its sequence, counted from 0. The block holds positions [index
+            * tokens, (index + 1) * tokens). The number is 0 if an earlier run of the worker wrote
+            the block to disk.
         tokens: Number of tokens of the block.
-        in_use: Whether a sequence holds its pages or it is being copied. It cannot be evicted
-            meanwhile.
+        in_use: Whether a sequence uses the block or the block is being copied. A block in use
+            cannot be evicted.
     """
 
     worker: str
@@ -38,12 +40,12 @@ class KeptBlock:
 
 
 def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> Iterator[KeptBlock]:
-    """Yields the cached blocks of a worker, tier by tier, least recently used first. Blocks in
-    pages are listed rank by rank, those in use last.
+    """Yields the cached blocks of a worker. Each tier lists its least recently used block first.
+    Blocks in pages are listed rank by rank, and those in use last.
 
     Args:
-        tiers: Blocks of each other tier, by the tier's name: (rank, block name, index in the chain,
-            whether it is in use).
+        tiers: For each tier other than pages, its name and its blocks. A block is given as (rank,
+            block name, index in its sequence, whether it is in use).
     """
     in_pages = [
         (rank, name, index, held)

@@ -1,20 +1,20 @@
-"""The page ledger of one data-parallel rank: which owner holds which page. Pure bookkeeping.
+"""The page allocator of one data-parallel rank: records which owner holds which page. Pure.
 
 An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
 an owner hold the first pages of another (n > 1 shares its prompt). `own` replaces a shared page by
 an unshared one (copy-on-write; the caller issues the copy).
 
-A page may be kept (`keep`): when its last owner releases it, its contents stay, and another owner
-may `adopt` it. Such an idle page counts as free and is given to a new owner only when no other page
-is left. The least recently released page is given first, and among the pages of one owner the last
-page first.
+`keep` marks a page as cached: when its last owner releases the page, its contents stay, and another
+owner may `adopt` it. A cached page without an owner is called idle. It counts as free, but is
+reused only when no other page is free. The least recently released idle page is reused first, and
+among the pages of one owner the last page.
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
-- every_page_is_free_or_held: free pages, idle ones among them, and held pages are disjoint and
-  together all pages
+- every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
+  together they are all pages
 - a_page_has_as_many_references_as_owners
 - an_owner_holds_no_page_twice
-- nothing_is_freed_twice: freeing an unknown owner raises `LedgerError`, because it is a bug
+- nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
 - a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or None and change
   nothing"""
 
@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class LedgerError(AssertionError):
-    """Raised for a misuse of the ledger, for example freeing an owner twice. It is a bug."""
+    """A misuse of the ledger, such as freeing an owner twice. It indicates a bug in the caller."""
 
 
 class PageLedger:
-    """The pages 0..total_pages-1 of one rank."""
+    """Allocator of the pages 0 to total_pages-1 of one data-parallel rank."""
 
     def __init__(self, total_pages: int) -> None:
         self.total_pages = total_pages
@@ -41,7 +41,8 @@ class PageLedger:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be given to an owner, including idle ones."""
+        """Number of pages that can be given to an owner. Includes idle pages: cached pages without
+        an owner."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -49,7 +50,8 @@ class PageLedger:
         return len(self._idle)
 
     def idle(self) -> Iterator[int]:
-        """Iterates over idle pages in the order in which they will be given to new owners."""
+        """Iterates over idle pages (cached pages without an owner), the page to be reused next
+        first."""
         return iter(self._idle)
 
     def owners(self) -> Iterator[int]:
@@ -66,7 +68,8 @@ class PageLedger:
         return tuple(self._held.get(owner) or self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` with `count` fresh pages and returns them, or None if fewer are free."""
+        """Creates `owner` with `count` free pages. Returns the pages, or None if fewer than `count`
+        are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -77,7 +80,8 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner` as a holder of these kept pages, in this order."""
+        """Creates `owner`, which holds these cached pages in this order. Other owners may hold
+        them, too."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -89,8 +93,8 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` fresh pages to `owner`. Returns all its pages, or None if fewer are
-        free."""
+        """Appends `count` free pages to `owner`. Returns all pages of `owner`, or None if fewer
+        than `count` are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -106,7 +110,7 @@ class PageLedger:
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
-        """Creates `new_owner` with the first `count` pages of `owner`."""
+        """Creates `new_owner`, which shares the first `count` pages of `owner`."""
         if new_owner in self._held:
             raise LedgerError(f"owner {new_owner} holds pages already; share with a new owner")
         pages = self._holding(owner)[:count]
@@ -121,7 +125,7 @@ class PageLedger:
         """Replaces page `index` of `owner` by an unshared page. Returns (source, destination) to
         copy, or None if the page is not shared.
 
-        The source remains with its other owners. The caller must check that a page is free."""
+        The other owners keep the source page. The caller must check that a page is free."""
         held = self._holding(owner)
         source = held[index]
         if self._references[source] == 1:
@@ -137,7 +141,8 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Drops `owner`. Returns how many pages became free, for use by later commands."""
+        """Removes `owner` and releases its pages. Returns the number of pages that became free.
+        Later commands may use them."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -155,12 +160,14 @@ class PageLedger:
     # ---- kept pages
 
     def on_given_away(self, given_away: Callable[[int], Iterable[int]]) -> None:
-        """Sets a callback for each idle page that gets a new owner. It returns the pages whose
-        contents are useless without that page; these become ordinary free pages."""
+        """Sets a callback that is called with each idle page before its contents are overwritten.
+        The callback returns other pages whose cached contents are useless without this page; they
+        are no longer cached."""
         self._given_away = given_away
 
     def keep(self, page: int) -> None:
-        """Marks a held page as kept: its contents remain when all owners have released it."""
+        """Marks a held page as cached, so that its contents stay after all owners have released
+        it."""
         if not self._references[page] or page in self._kept:
             raise LedgerError(f"page {page} has no owner or is kept already")
         self._kept.add(page)
@@ -172,13 +179,12 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Marks the idle ones of these pages as just released, in this order."""
+        """Moves those of these pages that are idle to the end of the eviction order."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)
 
     def _take(self) -> int:
-        """Takes a free page, or the oldest idle page if no other is free."""
         if self._free:
             return self._free.popleft()
         page, _ = self._idle.popitem(last=False)

@@ -1,11 +1,11 @@
-"""Decides which waiting prompts get pages on a prefill mesh, and on which rank. Pure.
+"""Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank. Pure.
 
 Prompts are served by arrival. The oldest prompt gets pages on the rank that would finish it first,
 among the ranks with room for the whole prompt. No prompt overtakes another, with one exception. A
-destination (decode worker) that does not fetch the KV offered to it is stalled. Its prompts are
-held back, and those not begun return their pages, so that prompts of other destinations overtake
-them. When the tokens offered to all destinations together reach `STALLED_TOTAL` times the limit of
-one destination, no chunk is issued.
+decode worker that is too slow to fetch its prompts' KV is called a stalled destination. Prompts of
+a stalled destination are not computed, and those not begun return their pages, so that prompts of
+other destinations overtake them. No chunk is issued if the unfetched tokens of all destinations
+together reach `STALLED_TOTAL` times the limit of one destination.
 
 `admit` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
 
@@ -20,9 +20,10 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     """The properties of a waiting prompt that admission uses.
 
     Attributes:
-        pages: Number of pages that the whole prompt needs. They are given at once.
-        cached_tokens: By rank, positions that need no computing there; empty if no rank caches any.
-        states: Number of slots for recurrent state that it needs.
+        pages: Number of pages that the whole prompt needs. All are assigned together.
+        cached_tokens: For each rank, the number of the prompt's leading tokens that the rank
+            caches; empty if no rank caches any.
+        states: Number of slots for recurrent state that the prompt needs.
     """
 
     key: int
@@ -35,11 +36,11 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Cached tokens on the rank that caches most of the prompt."""
+        """Largest number of the prompt's tokens that any single rank caches."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
-        """Returns how many tokens would have to be computed on a rank."""
+        """Returns the number of the prompt's tokens that `rank` would have to compute."""
         return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)
 
     @property
@@ -48,8 +49,8 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """Free pages of a rank, tokens of its prompts that are in no issued chunk, and free state
-    slots."""
+    """Load of one data-parallel rank: numbers of free pages, of prompt tokens that are in no issued
+    chunk yet, and of free slots for recurrent state."""
 
     free_pages: int
     queued_tokens: int
@@ -62,8 +63,10 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
     Attributes:
         waiting: Prompts without pages, oldest first.
         unbegun: Prompts that have pages but no issued chunk, each with its rank.
-        offered_tokens: By destination, tokens that are offered and not fetched yet.
-        most_offered_tokens: Limit of `offered_tokens` for one destination.
+        offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
+            yet.
+        most_offered_tokens: Number of unfetched tokens at which one decode worker counts as
+            stalled.
     """
 
     waiting: tuple[QueuedPrompt, ...]
@@ -79,8 +82,9 @@ class Admission(msgspec.Struct, frozen=True):
     Attributes:
         withdrawn: Keys of prompts that return their pages and wait again.
         placed: Keys of prompts that get pages, each with its rank.
-        stalled: Destinations whose prompts are held back.
-        full: Whether no chunk may be issued at all.
+        stalled: Decode workers whose prompts are not computed, because they fetch KV too slowly.
+        full: Whether no chunk may be issued, because all decode workers together have too many
+            unfetched tokens.
         blocked: Key of the oldest prompt, if no rank has room for it.
     """
 
@@ -92,7 +96,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """The reason why prompts are held back; "" if none are."""
+        """Reason why prompts must wait, for logs and metrics; "" if none waits."""
         reasons = []
         if self.stalled:
             reasons.append(f"too much is offered to {', '.join(sorted(self.stalled))}")
@@ -104,7 +108,7 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 def admit(now: AdmissionSnapshot) -> Admission:
-    """Decides which prompts get pages and which are held back."""
+    """Decides which prompts get pages and which must wait."""
     stalled, full = _stalled(now.offered_tokens, now.most_offered_tokens)
     if not now.waiting and not stalled:
         return Admission(full=full) if full else _NOTHING
@@ -144,8 +148,8 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
 def _rank_with_room(
     prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
 ) -> int | None:
-    """Returns the rank that would finish the prompt first. Among equal ranks it is the one with
-    most free pages; None if no rank has room."""
+    """Returns the rank that would finish the prompt first, or None if no rank has room. Among equal
+    ranks, returns the rank with most free pages."""
     ranks = [
         rank
         for rank, free_pages in enumerate(free)

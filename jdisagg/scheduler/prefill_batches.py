@@ -1,13 +1,15 @@
-"""Packs prompts into chunks, on each rank in order of the requests' arrival. Pure.
+"""Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
+arrival. Pure.
 
 A chunk holds, per rank, at most one row that continues a long prompt, a few rows that start after
-cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`. Its
-size is the smallest bucket that holds the fullest rank. A prompt longer than the room left is cut
-and continues in the next chunk. Prompts may be cut only at multiples of `cut_tokens`. A prompt
-whose first part does not fit waits.
+cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`. The
+chunk's length is the smallest compiled size that holds the rows of every rank. A prompt longer than
+the room left is split and continues in the next chunk. Prompts are split only at multiples of
+`cut_tokens`. A prompt waits for the next chunk if the room left is too small for a split.
 
-Invariants: a job's rows are issued in order and without gap after its cached positions; a job
-samples only in its last row; a rank has at most one begun job, besides those held back."""
+Invariants: a prompt's rows are issued in order and without gap after its cached positions; a token
+is sampled only in the prompt's last row; a rank has at most one partly issued prompt, apart from
+those excluded by `held`."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,11 +26,11 @@ class PrefillJob:
     """One sequence to prefill on `rank` into `pages`.
 
     Attributes:
-        cached_tokens: Leading positions whose KV is in the pages already.
-        issued_tokens: Leading positions that are cached or in issued commands.
-        offers_from: First position, a multiple of `granule_tokens`, whose KV is offered to a peer;
-            None if no KV is offered.
-        state: Slot of its recurrent state.
+        cached_tokens: Number of leading positions whose KV was in the pages before.
+        issued_tokens: Number of leading positions that are cached or part of issued chunks.
+        offers_from: First position whose KV is sent to a decode worker, a multiple of
+            `granule_tokens`; None if no KV is sent.
+        state: Slot of the sequence's recurrent state.
         prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
             set, no positions are cached.
     """
@@ -61,7 +63,8 @@ class PrefillBatches:
     """Queues the prompts of one mesh until all their tokens are issued.
 
     Args:
-        cut_tokens: Prompts are cut only at multiples of this; None allows any position.
+        cut_tokens: Prompts are split between chunks only at multiples of this number of tokens;
+            None allows any position.
     """
 
     def __init__(
@@ -84,7 +87,8 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job by arrival, but never before a begun job."""
+        """Queues a job in order of arrival, but never before a job that has rows in an issued
+        chunk."""
         queue = self._queues[job.rank]
         place = len(queue)
         while place and not queue[place - 1].begun and queue[place - 1].arrival > job.arrival:
@@ -99,9 +103,9 @@ class PrefillBatches:
     def next_chunk(
         self, step: int, held: Collection[int] = (), chunk_in_flight: bool = False
     ) -> PrefillChunk | None:
-        """Returns the next chunk, or None if only `held` sequences are queued. Also returns None if
-        a chunk is in flight and some rank would have no row in the next one. Prompts that arrive
-        meanwhile can then use that rank."""
+        """Returns the next chunk without the sequences in `held`, or None if no other sequence is
+        queued. Also returns None if a chunk is in flight and some rank would be idle in the next
+        chunk, because a prompt may arrive for that rank meanwhile."""
         if chunk_in_flight and self._leaves_ranks_idle(held):
             return None
         ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]
@@ -117,8 +121,8 @@ class PrefillBatches:
         return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """Offers the last row of a rank as one padded block per band, if that is cheaper than
-        several blocks and fits the chunk."""
+        """Replaces the transfer blocks of a rank's last row by one padded block (per range of layer
+        groups), if the padding costs less than several blocks and fits the chunk."""
         limits = self._limits
         if len(row.offers) < 2:
             return row
@@ -168,7 +172,8 @@ class PrefillBatches:
         return self._rows(picked)
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        """Returns how many tokens of a job fit into the room; 0 if the job cannot be cut there."""
+        """Returns the number of a job's tokens that fit into `room_tokens` tokens; 0 if the job
+        cannot be split there."""
         if job.left_tokens <= room_tokens or not self._cut_tokens:
             return min(job.left_tokens, room_tokens)
         end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens

@@ -1,9 +1,10 @@
-"""Estimates how long restoring KV from one source takes, compared with computing the same tokens.
+"""Estimates whether restoring cached KV from one source (host memory, disk or another worker) is
+faster than computing the same tokens.
 
-Computing takes a measured number of seconds per token. A restore takes a fixed time plus a time per
-token. Both are the least-squares line through the measured restores, and recent restores have more
-weight. As long as all measured restores have similar lengths, every length is assumed to take the
-same time, so that longer restores are tried. Each source of KV has its own prices. Pure."""
+The time of computing is a measured number of seconds per token. The time of a restore is a fixed
+time plus a time per token, fitted to the measured restores by least squares with more weight on
+recent ones. If all measured restores have similar lengths, the same time is assumed for every
+length, so that longer restores are tried. Each source of KV has its own `Prices`. Pure."""
 
 PROBE = 32  # one in this many restores that look too expensive is tried anyway
 WEIGHT = 0.2  # of the latest measurement in the mean seconds per computed token
@@ -11,11 +12,11 @@ DECAY = 0.9  # factor on the weight of all earlier restores, at each new one
 
 
 class Prices:
-    """The measured costs of one source.
+    """The measured times of restores from one source, and of computing.
 
     Args:
-        always: Whether every restore is worthwhile and a prompt waits for its end, without
-            comparison.
+        always: Whether every restore counts as worthwhile, whatever its time, and prompts wait
+            until it ends.
     """
 
     def __init__(self, always: bool = False) -> None:
@@ -32,7 +33,8 @@ class Prices:
             self._computed = now if before is None else before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
-        """Records a complete or failed restore of `tokens` tokens. Ignores restores of no token."""
+        """Records that a complete or failed restore of `tokens` tokens took `seconds`. Ignores
+        restores of no token."""
         if tokens < 1:
             return
         sums = self._count, self._x, self._y, self._xx, self._xy
@@ -42,7 +44,8 @@ class Prices:
         )
 
     def seconds(self, tokens: int) -> float | None:
-        """Returns the estimated duration of a restore, or None before the first measurement."""
+        """Returns the estimated seconds of a restore of `tokens` tokens, or None before the first
+        measurement."""
         if not self._count:
             return None
         spread = self._count * self._xx - self._x * self._x
@@ -53,12 +56,13 @@ class Prices:
         return floor + slope * tokens if floor >= 0 else tokens * self._y / self._x
 
     def worth(self, moved_tokens: int, computed_tokens: int) -> bool:
-        """Returns whether a restore is expected to end sooner than computing. Returns True while
-        there are no measurements, and once in `PROBE` calls for restores that look too expensive.
+        """Returns whether a restore is expected to be faster than computing. Also returns True
+        while there are no measurements, and for one in `PROBE` restores that look slower, to
+        measure again.
 
         Args:
-            moved_tokens: Tokens that the source has to move.
-            computed_tokens: Tokens that the mesh would compute meanwhile.
+            moved_tokens: Number of tokens that the source has to copy or send.
+            computed_tokens: Number of tokens that the mesh would otherwise compute.
         """
         if moved_tokens < 1:
             return False
@@ -69,17 +73,18 @@ class Prices:
         return self._declined % PROBE == 0
 
     def saving(self, moved_tokens: int, computed_tokens: int) -> float:
-        """Returns the seconds that a restore saves, for comparison with other sources of the same
-        worker. An unmeasured restore is assumed to take no time. If `patience_seconds` returns
-        None, the result is the number of tokens."""
+        """Returns the seconds that a restore saves, so that the sources of a worker can be
+        compared. An unmeasured restore is assumed to take no time. If `patience_seconds` returns
+        None, returns the number of tokens not computed instead."""
         patience = self.patience_seconds(computed_tokens)
         if patience is None:
             return computed_tokens
         return patience - (self.seconds(moved_tokens) or 0.0)
 
     def patience_seconds(self, computed_tokens: int) -> float | None:
-        """Returns how long a prompt waits for a restore: the time of computing the same tokens.
-        Returns None for no limit, if that time is unmeasured or with `always`."""
+        """Returns the longest time that a prompt waits for a restore: the time of computing the
+        same tokens. Returns None (no limit) if the speed of computing is not measured yet or if
+        `always` is set."""
         if self._always or self._computed is None:
             return None
         return computed_tokens * self._computed

@@ -2,13 +2,14 @@
 is served from its head. Pure.
 
 A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
-tokens of each child. Full prompt pages are shared by the children; each has its own copy of the
-last, partly filled page, which is copied when the KV has arrived. Pages of cached blocks are
-shared, and only the rest is newly reserved. No request overtakes the head of the queue, so small
-requests never starve an old large one. A preempted request keeps its age and precedes younger ones.
+tokens of each child. Children (the samples of a request with n > 1) share the full pages of the
+prompt. Each child gets its own copy of the last, partly filled page when the KV has arrived. Pages
+of cached blocks are shared, and only the other pages are newly reserved. No request overtakes the
+head of the queue, so small requests never starve an old large one. A preempted request keeps its
+arrival time and precedes later requests.
 
-A grant leaves one page free for each sequence that will still grow. There may be a few more granted
-sequences than slots, so that a freed slot is refilled at once."""
+After a grant, at least one page is free for each sequence that may still need pages. There may be a
+few more granted sequences than batch slots, so that a freed slot is refilled at once."""
 
 import bisect
 from collections.abc import Sequence as Sized
@@ -27,7 +28,7 @@ from jdisagg.scheduler.spills import Spill
 
 @dataclass(slots=True)
 class WaitingReservation:
-    """A reservation that waits for room.
+    """A request that waits for pages.
 
     Attributes:
         children: Index and accepted token ids of each child.
@@ -57,9 +58,9 @@ class Reservations:
     """Queues the requests of one mesh and grants pages from the head of the queue.
 
     Args:
-        ahead_sequences: Number of granted sequences beyond the slots; None is a quarter of the
-            slots.
-        computes: Whether the mesh prefills all prompts itself.
+        ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
+            None is a quarter of the slots.
+        computes: Whether the mesh computes all prompts itself instead of receiving their KV.
     """
 
     def __init__(
@@ -124,10 +125,11 @@ class Reservations:
         whole: bool = False,
         computes: bool = False,
     ) -> int:
-        """Queues a checked request and returns its ticket.
+        """Queues a request that `check` accepted. Returns its ticket, the key of the waiting
+        request.
 
         Args:
-            whole: Whether to use no cached blocks.
+            whole: Whether to reserve pages for the whole request, without using cached blocks.
             computes: Whether this mesh computes the uncached tokens.
         """
         ticket = self._state.new_key()
@@ -142,11 +144,11 @@ class Reservations:
         return ticket
 
     def withdraw(self, ticket: int) -> None:
-        """Removes a waiting request from the queue. Idempotent."""
         self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Returns the tickets of waiting earlier attempts that include any of these children."""
+        """Returns the tickets of waiting requests that are earlier attempts of the same request and
+        include any of the children `indices`."""
         return [
             waiting.ticket
             for waiting in self._queue
@@ -158,11 +160,11 @@ class Reservations:
     def grant(
         self, lease_until: float, before: tuple[float, int] | None = None
     ) -> list[SequenceGroup]:
-        """Reserves pages for requests from the head of the queue, as long as there is room. The
-        ticket becomes the group's key.
+        """Reserves pages for requests from the head of the queue, as long as there is room. Returns
+        the new groups; a group's key is the request's ticket.
 
         Args:
-            before: Only requests older than this (arrival, ticket) are granted; None is no limit.
+            before: Only requests earlier than this (arrival, ticket) get pages; None is no limit.
         """
         granted: list[SequenceGroup] = []
         while self.waits(before):
@@ -175,13 +177,14 @@ class Reservations:
         return granted
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Returns whether a request older than `before` (None: any request) waits."""
+        """Returns whether any request waits that is earlier than `before`, an (arrival, ticket)
+        pair. None includes all requests."""
         return bool(self._queue) and (before is None or self._queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
-        """Reserves pages for a swapped-out sequence and its growth. The rank may change only if its
-        group has no other living child. Returns the pages and how many leading positions are cached
-        in them, or None if there is no room."""
+        """Reserves pages for a swapped-out sequence and its further tokens. Chooses a new rank only
+        if the sequence's group has no other living child. Returns the pages and the number of
+        leading positions that they already cache, or None if there is no room."""
         child, state = spill.child, self._state
         size, best, most = state.limits.page_size, None, (-1, -1)
         alone = len(child.group.alive) == 1
@@ -205,15 +208,16 @@ class Reservations:
         return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
-        """Returns whether a rank has `need` free pages beyond those left for growth, and room for
-        `children` more sequences."""
+        """Returns whether a rank has room for `children` more sequences and `need` pages, apart
+        from one free page for each sequence that may still need pages."""
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
-        """Returns (rank, growth tokens), or None. Prefers the rank that caches most of the request,
-        unless it is much busier than others, then the rank with most free pages."""
+        """Returns (rank, number of further tokens to reserve pages for), or None if no rank has
+        room. Prefers the rank that caches most of the request, unless that rank is much busier than
+        others, and then the rank with most free pages."""
         limits, best, most = self._state.limits, None, (-1, -1)
         quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):
@@ -242,7 +246,7 @@ class Reservations:
         return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
-        """Returns the number of pages of all children together. Shared pages count once."""
+        """Returns the number of pages that all children together need. Shared pages count once."""
         size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.known_tokens
         shared = pages_for(known, size)

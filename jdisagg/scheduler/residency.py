@@ -1,19 +1,20 @@
 """The prefix cache: tracks which pages of a mesh hold which blocks of KV.
 
-A block is the smallest number of positions that is a multiple of both the fleet's block size and
-the page size. Its name is a link in a keyed chain of 32-byte hashes (`BlockNames`): the hash of its
-tokens under the name of the preceding block, starting from the namespace. So a name identifies the
-block and everything before it, and blocks of two namespaces never have the same name. With a
-shorter digest, or without a key, a client could construct collisions.
+The block length is the least common multiple of the cluster's block size and the page size. A
+block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`);
+the first block uses a hash of the namespace instead. So a name identifies the block and all tokens
+before it, and blocks of two namespaces never have the same name. With a shorter hash, or without a
+key, a client could construct collisions.
 
-`ResidencyTree` names the kept pages of one rank's ledger. A sequence that starts with cached blocks
-adopts their pages read-only and computes or receives the rest. When it ends, its full blocks remain
-cached. Kept pages without a holder count as free and are evicted when no other page is left. The
-least recently used block is evicted first, and the end of a chain before its start. One case breaks
-this order: if two sequences computed the same start, it may be evicted while later blocks are still
-held. These blocks are not found until the start is cached again.
+`ResidencyTree` maps block names to pages of one data-parallel rank. A sequence that starts with
+cached blocks uses their pages read-only and computes or receives the rest. When the sequence ends,
+its full blocks remain cached. Cached pages that no sequence holds count as free and are evicted
+when no other page is left. The least recently used block is evicted first, and later blocks of a
+sequence before earlier ones. There is one exception: if two sequences computed the same first
+blocks, these blocks may be evicted while later blocks are still held. The later blocks are not
+found until the first blocks are cached again.
 
-`Residency` combines the trees of a mesh's ranks. Their changes are recorded for routers
+`Residency` combines the trees of all ranks of a mesh. Routers read the changes from a log
 (`KeptLog`). Pure.
 
 Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
@@ -46,16 +47,18 @@ Evicted = Callable[[bytes, int, tuple[int, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """The naming of blocks, equal on all workers of a fleet.
+    """Computes the names of cached blocks, which are equal on all workers of a cluster.
 
     Args:
-        secret: Key of all names, up to 64 bytes. Without it, names reveal nothing about prompts.
-        model: Everything that must be equal for KV to be equal: model fingerprint and KV dtype.
-        grain_tokens: Block size of the fleet.
-        grid_tokens: Prefill chunks are cut, and computing continues after cached blocks, only at
-            multiples of this; None is the block size. If it is the size of the largest chunk, a hit
-            runs the same programs on the same rows as a miss and gives bit-identical results. If
-            set, KV of decode steps is not cached, because prefill rounds differently.
+        secret: Key of the hashes, up to 64 bytes. Names reveal nothing about prompts to anyone
+            without the key.
+        model: Model fingerprint and KV dtype. Workers can share KV only if both are equal.
+        grain_tokens: Number of tokens of a block in the whole cluster.
+        grid_tokens: Number of tokens. Prompts are split between chunks, and prefill starts after
+            cached blocks, only at multiples of this number; None is the block size. With the size
+            of the largest chunk, a cache hit runs the same programs on the same rows as a miss, so
+            results are bit-identical. If set, KV of decode steps is not cached, because prefill
+            rounds differently.
     """
 
     secret: bytes
@@ -65,7 +68,7 @@ class BlockNames:
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        """Returns the naming for a configuration, or None if its prefix cache is off."""
+        """Returns the block names of a configuration, or None if its prefix cache is off."""
         if not config.reuse:
             return None
         return cls(secret, model, config.grain_tokens, config.grid_tokens)
@@ -80,7 +83,7 @@ class BlockNames:
         """Returns the names of the full blocks of `tokens`.
 
         Args:
-            block_tokens: Tokens of a block, a multiple of the fleet's block size.
+            block_tokens: Number of tokens of a block, a multiple of the cluster's block size.
             known: Names of the first blocks, if computed before.
         """
         known = known[: len(tokens) // block_tokens]
@@ -93,8 +96,8 @@ class BlockNames:
         return (*known, *names[every - 1 :: every])
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns a digest of the model and these parts, keyed with the secret. Different values of
-        `purpose` (up to 16 bytes) give unrelated digests. Each part is hashed with its length, so
+        """Returns a hash of the model and `parts`, keyed with the secret. Different values of
+        `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed with its length, so
         that different lists of parts never collide."""
         root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
         for part in (self.model, str(self.grain_tokens), *parts):
@@ -103,12 +106,11 @@ class BlockNames:
         return root.digest()
 
     def _root(self, request: Request) -> bytes:
-        """Returns the digest of the request's namespace."""
         return self.digest(b"jdisagg kv", request.tenant, request.cache_scope)
 
 
 class ResidencyTree:
-    """The cached blocks of one rank, each in `block_pages` pages."""
+    """The cached blocks of one data-parallel rank. Each block takes `block_pages` pages."""
 
     def __init__(self, ledger: PageLedger, block_pages: int, log: KeptLog) -> None:
         self._ledger = ledger
@@ -122,34 +124,37 @@ class ResidencyTree:
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
-        """Counts cached blocks."""
         return len(self._blocks)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """Returns how many leading blocks of the chain are cached. Does not count as a use."""
+        """Returns the number of leading blocks of the chain that are cached. Does not change the
+        eviction order."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
         return len(chain)
 
     def pages(self, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Returns the pages of cached blocks."""
+        """Returns the pages of the blocks of `chain`, all of which must be cached."""
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Counts the pages of cached blocks that have an owner, which take no free page."""
+        """Returns the number of pages of the chain's cached blocks that some owner holds. Sharing
+        these pages uses up no free page."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Creates `owner` as a holder of the pages of cached blocks, and returns the pages."""
+        """Creates `owner`, which holds the pages of the chain's cached blocks, and returns the
+        pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def let_go(self, owner: int, chain: Chain) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
-        cached. A block that is cached already keeps the pages that it has in the cache."""
+        cached. If a block of the chain is already cached in other pages, those stay and the owner's
+        pages become free."""
         pages, size = self._ledger.pages(owner), self._block_pages
         if len(pages) < len(chain) * size:
             raise LedgerError(
@@ -175,13 +180,13 @@ class ResidencyTree:
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
-        """Yields (name, index in chain, whether held) in order of eviction, held blocks last."""
+        """Yields (name, index in the block's sequence, whether an owner holds it) of each block in
+        order of eviction. Held blocks come last."""
         idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
             yield name, self._indices[name], name not in idle
 
     def clear(self) -> int:
-        """Drops all blocks and returns their number."""
         blocks = len(self._blocks)
         for page in self._names:
             self._ledger.keep_no_longer(page)
@@ -193,7 +198,8 @@ class ResidencyTree:
         return blocks
 
     def _given_away(self, page: int) -> tuple[int, ...]:
-        """Drops the block of a page that gets a new owner. Returns the block's other pages."""
+        """Drops the cached block of an idle page that is about to be reused. Returns the block's
+        other pages."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.on_evicted is not None:
@@ -236,83 +242,89 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Naming of this mesh's blocks; None if the cache is off."""
+        """Identifies how this mesh names its blocks, so that routers can compute the names; None if
+        the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns `BlockNames.digest`, which is stable as long as the secret is."""
+        """Returns `BlockNames.digest`: a hash of the model, keyed with the secret. It changes only
+        with the model or the secret."""
         assert self._names is not None, "nothing stays"
         return self._names.digest(purpose, *parts)
 
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
-        """Returns the pages of a block on a rank; empty if the rank does not cache it."""
+        """Returns the pages of a block on a rank; empty if the rank does not cache the block."""
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
 
     @property
     def kept_pages(self) -> tuple[int, ...]:
-        """Number of cached pages without a holder, by rank."""
+        """Number of cached pages that no sequence holds, for each rank."""
         return tuple([ledger.idle_pages for ledger in self._ledgers])
 
     @property
     def trees(self) -> Sequence[ResidencyTree]:
-        """Trees by rank; empty if the cache is off."""
+        """The cached blocks of each rank; empty if the cache is off."""
         return self._trees
 
     @property
     def blocks(self) -> int:
-        """Number of cached blocks on all ranks."""
         return sum([len(tree) for tree in self._trees])
 
     @property
     def evicted_blocks(self) -> int:
-        """Number of blocks evicted for lack of room."""
+        """Number of blocks evicted because their pages were needed, since the start."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
-        """Returns a new owner that is not a sequence: a negative number. Sequences have positive
-        keys."""
+        """Returns a new page owner for temporary use. The number is negative, whereas sequences
+        have positive keys."""
         self._guests -= 1
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Creates `owner`, which holds cached blocks so that they stay, and returns their pages."""
+        """Creates `owner`, which holds the chain's cached blocks to prevent their eviction. Returns
+        their pages."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
-        """Sets a callback for each evicted block, with rank, name, index in its chain and pages. It
-        is called before new KV is written to the pages."""
+        """Sets a callback that gets the rank, name, index in its sequence and pages of each evicted
+        block. It is called before new KV is written to the pages, so that they can still be
+        copied."""
         for rank, tree in enumerate(self._trees):
             tree.on_evicted = functools.partial(evicted, rank)
 
     def match(self, rank: int, chain: Chain) -> int:
-        """Returns how many leading blocks of the chain a rank caches."""
+        """Returns the number of leading blocks of the chain that a rank caches."""
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
-        """Returns the names of a sequence's full blocks, the first of which may be `known`."""
+        """Returns the names of a sequence's full blocks. `known` are the names of its first blocks,
+        if computed before."""
         if self._names is None:
             return ()
         return self._names.chain(request, tokens, self.block_tokens, known)
 
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
-        """Returns how many leading positions a rank caches, at most `most`. With `to_compute`, a
-        chunk must be able to begin after them."""
+        """Returns the number of leading positions of a sequence that a rank caches, at most `most`.
+        With `to_compute`, the number is rounded down so that a prefill chunk can start after these
+        positions."""
         if not chain:
             return 0
         known = min(most, self._trees[rank].match(chain) * self.block_tokens)
         return self.usable_tokens(known, to_compute)
 
     def usable_tokens(self, tokens: int, to_compute: bool) -> int:
-        """Rounds `tokens` down to whole blocks and, with `to_compute`, to where a chunk may
-        begin."""
+        """Rounds a number of tokens down to whole blocks. With `to_compute`, also rounds down to a
+        position where a prefill chunk may start."""
         multiple = math.lcm(self.block_tokens, self.cut_tokens or 1) if to_compute else 1
         return tokens // multiple * multiple // self.block_tokens * self.block_tokens
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
-        """Counts the pages of the first `tokens` cached positions that have an owner already."""
+        """Returns the number of pages among those of the first `tokens` cached positions that some
+        owner holds already."""
         return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(
@@ -338,7 +350,8 @@ class Residency:
 
     def clear(self, rank: int | None = None) -> int:
         """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep
-        their pages, but owners from an earlier `epoch` must release them without a chain."""
+        their pages, but those from an earlier `epoch` must pass an empty chain to `let_go`, so that
+        their blocks are not cached."""
         self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])

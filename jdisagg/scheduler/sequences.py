@@ -1,9 +1,10 @@
-"""The data of a request on a decode worker: a group (one reservation) and its children (sequences).
+"""The state of a request on a decode worker: a group, which reserves pages, and its children, one
+sequence for each sample of a request with n > 1.
 
-A sequence is the request, its accepted ids and its KV. `generated` holds all ids so far, including
-accepted ones. Its KV is in the pages that the ledger lists under `key`. Positions count prompt and
-generated tokens. Steps are issued before earlier results are read: `issued_position` is the slot's
-position after all commands in flight."""
+`generated` holds all tokens of a sequence after the prompt, including those of earlier attempts.
+The sequence's KV is in the pages that the ledger lists under `key`. Positions count prompt and
+generated tokens. Steps are issued before earlier results are read, so `issued_position` is the
+sequence's position after all commands in flight."""
 
 import enum
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from jdisagg.scheduler.residency import Chain
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
-    """Returns the sampling parameters for the token after `generated`. Token histories are included
-    only if the choice depends on them."""
+    """Returns the sampling parameters for the token after `generated`. Earlier tokens are included
+    only if sampling depends on them (penalties, grammars)."""
     penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,
@@ -30,8 +31,9 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
 
 
 def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
-    """Returns how many log-probabilities per prompt token a prefill must return, or None. A request
-    with accepted tokens has received them already."""
+    """Returns the number of log-probabilities per prompt token that a prefill must return, or None
+    for no log-probabilities. If the request has tokens from an earlier attempt, it has received the
+    log-probabilities already."""
     return None if accepted else request.sampling.prompt_logprobs
 
 
@@ -53,9 +55,11 @@ class Sequence:
     """One child of a group.
 
     Attributes:
-        accepted: Number of generated tokens that came with the call, from an earlier attempt.
-        limit: First position that must never be written.
-        frozen: Whether it is not stepped, because its last positions are being migrated.
+        accepted: Number of leading generated tokens that an earlier attempt or another worker
+            generated.
+        limit: First position after the sequence's last allowed token, which is never written.
+        frozen: Whether the sequence runs no decode steps, because its last positions are being sent
+            to another worker.
         told: Number of leading tokens of `generated` that were reported.
         held_logprobs: Log-probabilities of the unreported tokens.
     """
@@ -82,33 +86,34 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the newest token that was read back. Its KV is not written yet."""
+        """Position of the newest token that was read back from the device. Its KV is not written
+        yet."""
         return self.group.prompt_tokens + len(self.generated) - 1
 
     @property
     def age_key(self) -> tuple[float, int, int]:
-        """Sort key, oldest first. The youngest is preempted first."""
+        """Sort key by age, oldest sequence first. The youngest sequence is preempted first."""
         return (self.group.arrival, self.group.key, self.child)
 
     def sample_spec(self) -> SampleSpec:
-        """Returns the sampling parameters for its next token."""
         return sample_spec(self.group.request, self.child, tuple(self.generated))
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """One reservation: children that share the prompt's pages on one rank.
+    """The children of one request that were reserved together and share the prompt's pages on one
+    rank.
 
     Attributes:
         key: Owner of the pages until the group is ready.
-        copies: Copies (rank, source, destination) of the shared last page, to be made when the
-            group is ready.
+        copies: Copies of the prompt's shared last page as (rank, source page, destination page), to
+            be made when all KV has arrived.
         until: Deadline of its `generate` call.
-        cached_tokens: Leading positions whose KV was cached at the start.
-        chain: Names of the blocks of `known_tokens`, valid while the prefix cache is in epoch
-            `epoch`.
-        suspended_until: Time until which it is suspended with its KV in host memory; None if it is
-            not suspended.
+        cached_tokens: Number of leading positions whose KV was cached when pages were reserved.
+        chain: Names of the blocks of `known_tokens`. A clear of the prefix cache starts a new
+            `epoch` and invalidates the names.
+        suspended_until: Time until which the group is paused with its KV in host memory; None if it
+            is not paused.
     """
 
     key: int

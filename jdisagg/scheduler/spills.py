@@ -1,11 +1,11 @@
-"""Decides which sequences are swapped out to host memory when their pages are taken, and which is
-swapped in next. Sequences of suspended requests are swapped out, too, until they are resumed.
+"""Decides which preempted sequences are swapped out to host memory, and which is swapped in next.
+Sequences of paused (suspended) requests are swapped out, too, until the requests resume.
 
-A swapped-out sequence has no slot and no pages, and continues when it has both again. It is swapped
-out only if there is room in host memory, copying back was measured to be faster than recomputing,
-and it has no state but KV. Recurrent states and ring buffers are excluded, because steps in flight
-have already changed them. The oldest swapped-out sequence or waiting reservation
-(`scheduler/reservations.py`) gets pages first.
+A swapped-out sequence has no slot and no pages, and continues when it has both again. A sequence is
+swapped out only if host memory has room, copying back was measured to be faster than recomputing,
+and the model has neither recurrent state nor ring buffers. Steps in flight would already have
+changed these. Free pages go to the oldest swapped-out sequence or waiting request
+(`scheduler/reservations.py`).
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
@@ -34,11 +34,13 @@ class Spill:
     """One swapped-out sequence.
 
     Attributes:
-        batches: Pieces of positions [0, tokens), the last positions first, in order of copying out.
-        chain: Names of its first blocks, valid while the prefix cache is in epoch `epoch`.
-        until: Deadline for getting pages again.
+        batches: Pieces of the KV of positions [0, tokens), in the order in which they are copied to
+            host memory: last positions first.
+        chain: Names of the sequence's first blocks. A clear of the prefix cache starts a new
+            `epoch` and invalidates the names.
+        until: Deadline by which the sequence must have pages again.
         written: Whether all pieces and their checksums are in host memory.
-        guest: Ledger owner of the pages that are still to be copied out; 0 if none are.
+        guest: Ledger owner that holds the pages not copied to host memory yet; 0 if all are copied.
     """
 
     child: Sequence
@@ -54,7 +56,7 @@ class Spill:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sort key, oldest first, which is comparable with `WaitingReservation.order`."""
+        """Sort key by age, comparable with `WaitingReservation.order`."""
         return (self.child.group.arrival, self.child.group.key)
 
     @property
@@ -85,11 +87,11 @@ class Spills:
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory in use."""
+        """Number of bytes of host memory that swapped-out sequences take."""
         return sum([spill.bytes for spill in self._spills.values()])
 
     def bytes_of(self, batches: list[Batch]) -> int:
-        """Returns the bytes of host memory that these batches need, over all layer groups."""
+        """Returns the number of bytes of host memory that the pieces of `batches` need."""
         offers = [piece.offer for batch in batches for piece in batch]
         tokens = sum([offer.block_tokens for offer in offers if offer.group == 0])
         return tokens * self._token_bytes
@@ -113,7 +115,7 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """Returns the oldest sequence that waits for pages, or None."""
+        """Returns the oldest swapped-out sequence that waits for pages, or None."""
         waiting = [
             one
             for one in self._spills.values()
@@ -122,30 +124,33 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns the entries of sequences that have ended."""
+        """Removes and returns the swapped-out sequences that have ended, for example by
+        cancellation."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
         return tuple(gone)
 
     def waiting(self) -> int:
-        """Counts swapped-out sequences that are not suspended and thus wait for pages."""
+        """Returns the number of swapped-out sequences that wait for pages. Those of suspended
+        requests do not."""
         suspended = [one.child.group.suspended_until is not None for one in self._spills.values()]
         return len(suspended) - sum(suspended)
 
     def returning(self) -> int:
-        """Counts sequences that are being copied back."""
+        """Returns the number of sequences that are being swapped in."""
         return sum([one.child.stage is Stage.RETURNING for one in self._spills.values()])
 
     def forget(self, spill: Spill) -> None:
-        """Removes a sequence whose KV is in pages again."""
+        """Removes a sequence whose KV is in pages again, and frees its share of host memory."""
         del self._spills[spill.child.key]
 
 
 def batch_ranges(limits: MeshLimits, named_tokens: int, block_tokens: int, tokens: int) -> Ranges:
-    """Returns the ranges [start, end) in which positions [0, tokens) are copied out, batch by
-    batch. The last positions come first, so that whole pages become free after each batch. Each
-    block of `block_tokens` within the first `named_tokens` positions is a separate range."""
+    """Splits positions [0, tokens) into ranges [start, end) that are copied to host memory in
+    batches. The last positions come first, so that whole pages become free after each batch. The
+    first `named_tokens` positions belong to cacheable blocks of `block_tokens` tokens, each of
+    which is a separate range."""
     unit = block_tokens or math.lcm(limits.page_size, limits.granule_tokens)
     step = -(-limits.chunk_buckets[-1] // unit) * unit
     batches: Ranges = []

@@ -1,8 +1,10 @@
-"""Assigns the slots for recurrent state on the ranks of one mesh. Pure.
+"""Assigns the slots for recurrent state and sliding-window ring buffers on each rank of one mesh.
+Pure.
 
-A sequence holds a slot from before its prefill until it ends. Without recurrent state and ring
-buffers (`MeshLimits.ring_pages`), no slots are used and there is always room. A group shares its
-slot with its first child. The other children have own slots, into which its state is copied."""
+A sequence holds a slot from before its prefill until it ends. If the model has neither recurrent
+state nor ring buffers (`MeshLimits.ring_pages`), no slots are used and there is always room. The
+first child of a group (n > 1) uses the group's slot. Each other child has its own slot, into which
+the group's state is copied."""
 
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger
@@ -33,7 +35,7 @@ class StateSlots:
         return not self._each or self.free_slots(rank) >= sequences
 
     def take(self, rank: int, owner: int) -> None:
-        """Assigns a slot to an owner. The caller must have checked that one is free."""
+        """Assigns a slot to an owner. The caller must have checked that a slot is free."""
         if not self._each:
             return
         taken = self._ledgers[rank].reserve(owner, self._each)

@@ -1,10 +1,11 @@
-"""Decides what a decode mesh does next: prefill, decode, wait, or interrupt the running span. A
-span is one command of many decode steps. Pure.
+"""Decides what a decode mesh does next: prefill, decode, wait, or interrupt the running span (one
+command of many decode steps). Pure.
 
 CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first. No
-step is issued while sequences are about to join the batch. In UNIFIED mode these are the sequences
-of a chunk in flight. In all modes they are sequences whose last KV insertions were issued before
-the newest step in flight. The mesh is busy meanwhile, and the new sequences join the next step.
+step is issued while sequences are about to join the batch, so that they join the next step. The
+mesh is still busy with earlier commands meanwhile. Such sequences are those of a prefill chunk in
+flight (UNIFIED mode only), and those whose last KV insertions were issued before the newest step in
+flight.
 
 `next_step` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
 
@@ -23,19 +24,20 @@ class Action(enum.Enum):
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """The input of `next_step`: work that waits for the mesh, and work in flight.
+    """The input of `next_step`: work that waits for the mesh, and commands in flight.
 
     Attributes:
-        prompts_queued: Whether some prompt is not completely issued.
+        prompts_queued: Whether some prompt has tokens that are in no issued prefill chunk.
         prefilled_last: Whether the newest command was a prefill chunk.
-        decode_runnable: Whether any sequence can be stepped; used only if a prompt waits, too.
-        interruptible: Whether the mesh runs spans, which can be ended early.
+        decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits,
+            too.
+        interruptible: Whether the mesh runs spans: commands of many steps that can be ended early.
         span_in_flight: Whether a span is running.
-        span_blocks: Whether a sequence waits for the end of that span.
+        span_blocks: Whether a sequence waits for the end of the running span.
         chunk_in_flight: Whether a prefill chunk was issued and its result is not applied yet.
-        kv_arriving: Whether blocks are being pulled or inserted.
-        kv_completing: Whether a hand-off needs only insertions that were issued before the newest
-            step in flight.
+        kv_arriving: Whether KV blocks are being received from another worker.
+        kv_completing: Whether some KV transfer will be complete before the newest step in flight
+            ends, because all its insertions were issued before that step.
     """
 
     mode: Mode
@@ -51,8 +53,9 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepDecision(msgspec.Struct, frozen=True, gc=False):
-    """The decision and its reason. With `quiet`, nothing else waits, so one command may run several
-    steps. If DECODE finds no sequence to step, a queued prompt is prefilled instead."""
+    """The action that the mesh takes next, and the reason. `quiet` means that no other work waits,
+    so one command may run several steps. If no sequence can run when the action is DECODE, a queued
+    prompt is prefilled instead."""
 
     action: Action
     reason: str
