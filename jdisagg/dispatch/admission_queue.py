@@ -1,8 +1,9 @@
-"""Queue of requests that wait at the router for workers, in fair order (router/fairness.py).
+"""Queue of requests that wait at the router for workers, in the fair order of router/fairness.py.
 
-The head of the queue is tried again whenever a worker reported, a prompt was prefilled or an
-attempt ended. No request overtakes the head, so small requests do not starve a large one. The
-constructor's `place` makes the decision."""
+The queue tries to place its first request again whenever a worker has reported its status, a prompt
+was prefilled, or an attempt (one execution of a request on chosen workers) ended. No request
+overtakes the first one, so small requests do not starve a large one. The constructor's `place`
+decides whether a request is placed."""
 
 import asyncio
 import contextlib
@@ -17,7 +18,8 @@ from jdisagg.timeouts import RequestTimeouts
 
 
 class Endable(Protocol):
-    """A placement. `end` releases the capacity that it holds."""
+    """A request's placement on workers. `end` releases the worker capacity that the placement
+    holds."""
 
     def end(self) -> None: ...
 
@@ -43,10 +45,10 @@ class AdmissionQueue(Generic[Item, PlacedT]):
 
     Args:
         weights: Weight of each tenant in the fair order; a tenant that is not listed has weight 1.
-        clock: Clock with which the queue measures its speed.
-        timeouts: Polling intervals.
-        place: Returns the item's placement, or None if the item must wait. Raises if the item is
-            refused.
+        clock: Clock with which the queue measures how fast it is served.
+        timeouts: Intervals at which the first request is tried again.
+        place: Returns a request's placement, or None if the request must wait. Raises if the
+            request is refused.
         refresh: Updates the snapshot of the workers that `place` reads.
     """
 
@@ -73,20 +75,22 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return len(self._queue)
 
     def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
-        """Returns the seconds that a new request would wait at the queue's recent speed."""
+        """Returns the seconds that a new request would wait if the queue is served at its recent
+        speed."""
         if not self._queue:
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
 
     def changed(self) -> None:
-        """Tries the head of the queue again, because a worker may have room now."""
+        """Tries to place the first request again, because a worker may have room now."""
         if self._waiting:
             self._news.set()
 
     async def wait(
         self, item: Item, tenant: str, cost: float, due: float, priority: int
     ) -> PlacedT:
-        """Waits for the item's turn and returns its placement. Raises the errors of `place`."""
+        """Queues a request until it is placed, and returns the placement. Raises the errors of
+        `place`."""
         self._last_key += 1
         key = self._last_key
         waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)

@@ -1,8 +1,8 @@
 """Parses a model's answers to a chat into text, reasoning and tool calls.
 
-The usage of an event then includes the number of reasoning tokens; its other fields are unchanged.
-A parser's state depends only on the text so far, so a resumed stream feeds the parser the client's
-text."""
+The usage in a parsed event also includes the number of reasoning tokens. The event's other fields
+are unchanged. A parser's state depends only on the text so far. When a client resumes a stream, the
+text that it already received is therefore parsed again."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ MISTRAL_ID_CHARACTERS = 9  # Mistral's templates reject other lengths
 
 
 class ChatAnswers:
-    """Parsers of all answers to one request of `chat`, one per child."""
+    """Parsers of all answers to one chat request, one parser per child (parallel sample)."""
 
     def __init__(
         self, request: Request, chat: ChatPrompt, form: AnswerFormat, decoder: Detokenizer
@@ -50,7 +50,7 @@ class ChatAnswers:
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the given events with parsed answers. Closing this iterator closes `events`."""
+        """Yields the given events with their text parsed. Closing this iterator closes `events`."""
         async with aclosing(events):
             await self._resume()
             async for event in events:
@@ -91,7 +91,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """Adds ids to tool calls. Drops all but the first call if only one call is allowed."""
+        """Adds ids to tool calls. If the request allows only one call, drops the others."""
         if not calls:
             return ()
         self._called.add(child)
@@ -102,8 +102,8 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """Returns an id for a tool call that is the same after each resumption. For Kimi K2 the id
-        contains the call's number within the conversation."""
+        """Returns an id for a tool call. The id stays the same if the client resumes the stream.
+        For Kimi K2 the id contains the call's number within the conversation."""
         if self._form.tools == "kimi_k2":
             earlier = sum(len(message.tool_calls) for message in self._chat.messages)
             return f"functions.{call.name}:{earlier + call.index}"
@@ -114,8 +114,8 @@ class ChatAnswers:
         return f"call_{drawn[:CALL_ID_CHARACTERS]}"
 
     def _thinking(self) -> bool:
-        """Returns whether the prompt ends inside reasoning, because some chat templates write the
-        opening marker of reasoning."""
+        """Returns whether the prompt ends inside reasoning. Some chat templates end with the marker
+        that opens reasoning."""
         marks, chat = self._form.marks, self._chat
         if marks is None:
             return False

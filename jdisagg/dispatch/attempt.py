@@ -52,10 +52,11 @@ class Attempt:
 
     Args:
         children: Indices of the children that the attempt runs.
-        preempted: Called with each preempted child's index. Another attempt follows.
+        preempted: Called with the index of each child that its worker preempted. Another attempt
+            continues the child.
 
     Attributes:
-        open: Children that have not ended.
+        open: Indices of the children that have not ended.
         failed: Workers that failed during the attempt. Later attempts avoid them.
         refused: Workers whose limits the request exceeds.
     """
@@ -93,7 +94,8 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether every child has ended at its worker. Only the stream's end remains."""
+        """Whether every child has ended at its worker, so that the attempt waits only for the end
+        of the worker's stream."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
@@ -131,9 +133,10 @@ class Attempt:
                 await to_the_end(self._free(held))
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """Returns a prefill worker if the decode worker should not compute the prompt after all: it
-        has less of the prompt cached than the router expected, and its streams would stall for more
-        than one chunk. Returns None if the decode worker computes the prompt."""
+        """Returns a prefill worker to compute a prompt that the router meant for the decode worker,
+        or None if the decode worker still computes the prompt. A prefill worker is needed if the
+        decode worker has fewer prompt tokens cached than expected and its running streams would
+        stall for more than one chunk."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):
@@ -142,7 +145,7 @@ class Attempt:
         return await self._context.placer.another_prefill(self._run.avoid)
 
     async def tell_suspended(self) -> None:
-        """Notifies the decode worker of suspensions and resumptions since the last notice."""
+        """Notifies the decode worker of each suspension and resumption since the last notice."""
         async with self._telling:
             run = self._run
             while self._reserved and self._told < run.suspensions:
@@ -167,8 +170,8 @@ class Attempt:
             await to_the_end(self._end_hand_off(decoding))
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
-        """Waits until decoding has ended (returns None) or the source of the KV has failed (returns
-        the error). Raises errors that another source would not fix."""
+        """Waits until decoding has ended, or the prefill worker that supplies the KV has failed.
+        Returns None or the failure. Raises errors that another prefill worker would not fix."""
         while True:
             self._news.clear()
             if decoding.done() or not (self.open or self.over):
@@ -202,11 +205,11 @@ class Attempt:
     async def _failover(
         self, held: ReservationHandle, decoding: Part, failure: UnavailableError | OverloadedError
     ) -> None:
-        """Replaces the failed prefill worker. The new one sends the KV that the decode worker still
-        lacks.
+        """Replaces the failed prefill worker. The new prefill worker sends the KV that the decode
+        worker has not received yet.
 
-        Raises HandoffError after `timeouts.request.sources` failed workers, because the decode
-        worker is then probably at fault."""
+        Raises HandoffError after `timeouts.request.sources` prefill workers have failed, because
+        the decode worker is then probably at fault."""
         assert self._source is not None
         if self._sources == self._times.sources:
             self.failed.add(held.worker)
@@ -241,7 +244,8 @@ class Attempt:
     async def _prefill(
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
-        """Computes the prompt at the source. The reply carries the first token of each child."""
+        """Computes the prompt at the prefill worker `source`, whose reply carries the first token
+        of each child."""
         peer, peer_tokens = self._peer_of(source.worker)
         call = PrefillCall(
             request=self._run.request,
@@ -271,7 +275,8 @@ class Attempt:
                 )
 
     async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:
-        """Processes the spans of a reservation and of those to which its sequence migrates."""
+        """Processes the tokens of a reservation. If the sequence migrates, continues with the
+        reservation at the new worker."""
         spans = held.port.generate(
             GenerateCall(held.key, held.attempt, self._run.remaining_seconds(), source)
         )
@@ -305,7 +310,8 @@ class Attempt:
             )
 
     async def _follow(self, held: ReservationHandle, spans: AsyncIterator[Span]) -> bool:
-        """Processes the spans of one reservation. Returns whether its sequence migrated."""
+        """Processes the spans of tokens that one reservation streams. Returns whether the sequence
+        migrated to another worker."""
         async for span in spans:
             if span.lost is not None:
                 self._lost.append(span.lost)
@@ -321,7 +327,8 @@ class Attempt:
         return False
 
     async def _migrate(self, held: ReservationHandle, source: HandoffSource) -> None:
-        """Starts a migration. The current worker keeps decoding until the sequence has moved."""
+        """Starts to migrate the sequence to another decode worker. The current worker decodes until
+        the migration is complete."""
         if self._migration is not None:
             await self._migration.close()
         if not source.address:
@@ -377,8 +384,8 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """Counts a recovered failure or pause, and marks the request's timings as no longer
-        comparable with the prediction."""
+        """Counts a failure or pause from which the request recovered. The request's measured times
+        are then no longer compared with the predicted ones."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 
@@ -389,8 +396,8 @@ class Attempt:
         return self._source
 
     def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
-        """Returns the worker from which `worker` may fetch cached KV, or None, and the number of
-        tokens cached there."""
+        """Returns the peer from which `worker` may fetch cached KV, or None, and the number of
+        prompt tokens that the peer has cached."""
         decision = self._placement.decision
         if decision.prefill != worker or not decision.peer or decision.peer in self.failed:
             return None, 0
@@ -403,14 +410,14 @@ class Attempt:
         )
 
     def _begin(self, part: Coroutine[object, object, None]) -> Part:
-        """Starts a task that wakes `_failure` when it ends."""
+        """Runs `part` as a task. When the task ends, `_failure` is woken."""
         task = asyncio.create_task(part)
         task.add_done_callback(lambda _: self._news.set())
         return task
 
     def _blame(self, worker: str, error: JdisaggError) -> None:
-        """Records a failed worker, which later attempts avoid. A failed hand-off does not count,
-        because the worker that reports it may be healthy."""
+        """Records a failed worker, which later attempts avoid. A failed hand-off is not recorded,
+        because the worker that reports the failure may be healthy."""
         if isinstance(error, InvalidRequestError):
             self.refused.add(worker)
         elif isinstance(error, UnavailableError) and not isinstance(error, HandoffError):
@@ -419,7 +426,7 @@ class Attempt:
     # ---- the end
 
     async def _end_child(self, child: int) -> None:
-        """Ends one child at the decode worker, which continues with the other children."""
+        """Ends one child at the decode worker. The worker continues with the other children."""
         await quietly(self._held.port.cancel(self._held.key, child), self._times.close_seconds)
 
     async def _end_decode(self, spans: AsyncIterator[Span]) -> None:
@@ -433,7 +440,7 @@ class Attempt:
         await self._release(self._times.close_seconds)
 
     async def _release(self, seconds: float) -> None:
-        """Frees what the prefill worker holds for this attempt, if the worker is reachable."""
+        """If the prefill worker is reachable, frees the KV that it holds for this attempt."""
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)

@@ -1,10 +1,12 @@
-"""Limits of clients at one router: per bearer token, and a common limit of tokenizer work.
+"""Limits on clients of one router: quotas per bearer token, and one limit on tokenizer work that
+all clients share.
 
-`KeyUse` counts streams, requests and tokens per second of each token (`KeyLimits`). Each router
-counts separately. `LongTexts` tokenizes long texts in threads, so that they delay no stream, and
-limits their total size: a text is accepted if it takes at most half of the room that is left. Small
-texts therefore find room beside the largest ones. A text without room is refused and the client may
-send it again; no text is queued. Both classes are used on one event loop and read no clock."""
+`KeyUse` enforces the quotas of each bearer token (`KeyLimits`): running streams, requests per
+second and tokens per second. Each router counts separately. `LongTexts` tokenizes long texts in
+threads, so that they delay no stream, and limits their total size. A text is accepted if its size
+is at most half of the limit's unused part, so small texts are accepted even beside the largest
+ones. Other texts are refused, not queued, and the client may send them again. Both classes are used
+on one event loop and read no clock."""
 
 import asyncio
 from collections import Counter
@@ -39,16 +41,17 @@ class KeyUse:
     ) -> Iterator[Used]:
         """Counts one running stream while the context is entered.
 
-        Yields a function that the caller calls with the number of generated tokens. Generated
-        tokens are charged afterwards: a caller whose bucket is then negative is refused until it
-        has refilled.
+        Yields a function that the code which streams the answer calls with the number of generated
+        tokens. These tokens are charged after they were generated. A client whose token bucket
+        becomes negative is refused until the bucket has refilled.
 
         Args:
-            who: Caller. A caller without a bearer token has no limits.
-            prompt_tokens: Tokens charged before the stream starts.
+            who: Client, identified by its bearer token. A client without a bearer token has no
+                limits.
+            prompt_tokens: Number of prompt tokens, which are charged before the stream starts.
             now: Seconds of a monotonic clock.
-            resumed: Whether the client resumes a request that was charged before. It then counts
-                only as a stream.
+            resumed: Whether the client resumes a request that was charged before. A resumed request
+                counts only as a running stream.
 
         Raises:
             QuotaExceededError: A limit of the bearer token is reached. The message names the limit
@@ -102,7 +105,8 @@ def _check(
 
 
 class LongTexts:
-    """Runs work on texts in threads. The texts in work have at most `room_bytes` in total."""
+    """Runs work on long texts in threads. All texts being processed have at most `room_bytes` bytes
+    in total."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes

@@ -86,7 +86,7 @@ class ServingPath(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """The model's tokenizer. `encode` adds BOS unless `add_special_tokens` is False."""
+    """The model's tokenizer. `encode` adds the BOS token unless `add_special_tokens` is False."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -113,7 +113,7 @@ class ChatTokenizer(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model. `prefill_layout` is None if one mesh does both prefill and decode.
-    `sampling`: Defaults of options that a request leaves unset."""
+    `sampling`: Default sampling options of the model, for options that a request leaves unset."""
 
     name: str
     family: str
@@ -137,14 +137,14 @@ Prompt = str | TokenPrompt | ChatPrompt
 
 
 class Frontend:
-    """Builds requests and streams them through the request path. Refuses a request whose tenant and
-    id are those of a running request.
+    """Builds requests and streams them through the request path. Refuses a request if another
+    request with the same tenant and id is running.
 
     Args:
-        path: Request path.
+        path: Request path, which runs the requests.
         codec: Tokenizer.
         model: The served model.
-        limits: Limits of requests.
+        limits: Limits on requests, such as the largest prompt.
         routing: Returns the router's routing status.
         grammars: Compiler of structured output, or None to refuse it.
         answers: Format in which the model writes reasoning and tool calls.
@@ -189,11 +189,13 @@ class Frontend:
         """Validates and tokenizes a prompt, and builds the request from it.
 
         Args:
-            tenant: Tenant that the client names. The tenant of the client's bearer token
-                (`jdisagg.caller`) takes precedence.
-            resumption: Tokens that the client already has. The stream continues after them.
+            tenant: Name of the tenant from the client's request. The tenant of the client's bearer
+                token (`jdisagg.caller`) takes precedence.
+            resumption: Tokens of an earlier stream that the client already has. The new stream
+                continues after them.
             life: Random number that identifies the stream across retries (`Request.life`).
-            cache_salt: Requests share cached KV only that have the same salt.
+            cache_salt: Text that separates prefix caches: only requests with equal salts share
+                cached KV.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
@@ -260,8 +262,8 @@ class Frontend:
             self._check_ids(name, ids)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokenizes a prompt like `build_request` and returns the token ids. The prompt may exceed
-        the context. Raises InvalidRequestError."""
+        """Tokenizes a prompt like `build_request` and returns the token ids. The prompt may be
+        longer than the model's context. Raises InvalidRequestError for an invalid prompt."""
         return await self._tokens(prompt, self._check_prompt(prompt), within_context=False)
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -278,7 +280,7 @@ class Frontend:
         return self._decode(token_ids, skip_special_tokens)
 
     def piece(self, token_id: int) -> str:
-        """Returns the text of any one token. Incomplete characters become U+FFFD."""
+        """Returns the text of one token. Incomplete characters become U+FFFD."""
         return self._codec.decode([token_id], skip_special_tokens=False)
 
     def stream(
@@ -287,8 +289,8 @@ class Frontend:
         """Yields the events of a request. Closing this iterator cancels the request.
 
         Args:
-            chat: The chat of the request, if it is one. The answers are then parsed for reasoning
-                and tool calls. Answers that follow a grammar are not parsed.
+            chat: Chat from which the request was built, or None. Answers to a chat are parsed for
+                reasoning and tool calls, except answers that follow a grammar.
         """
         events = self._stream(request)
         if chat is None:
@@ -333,7 +335,8 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """Waits until the earlier stream of a resumed request has ended at this server."""
+        """Waits until the earlier stream of a request that its client resumes has ended at this
+        server."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -350,7 +353,8 @@ class Frontend:
         """Suspends a running request of the caller (`RequestPath.suspend`).
 
         Args:
-            keep_seconds: Seconds for which the request's KV is kept, or None until its deadline.
+            keep_seconds: Seconds for which workers keep the KV of the suspended request. None means
+                until the request's deadline.
 
         Raises:
             InvalidRequestError: No such request is running at this server.
@@ -365,13 +369,13 @@ class Frontend:
         await self._path.suspend(caller.current().tenant_of(tenant), request_id, seconds)
 
     async def resume(self, request_id: str, tenant: str = "") -> None:
-        """Resumes a suspended request of the caller. Raises like `suspend`."""
+        """Resumes a suspended request of the caller. Raises the same errors as `suspend`."""
         await self._path.suspend(caller.current().tenant_of(tenant), request_id, None)
 
     async def reset_cache(self) -> int:
-        """Clears the prefix cache of every worker and returns the number of removed blocks. Raises
-        UnauthenticatedError if the caller belongs to a tenant, because the cache serves all
-        tenants."""
+        """Clears the prefix cache of every worker and returns the number of removed blocks. The
+        caches serve all tenants, so a caller that belongs to one tenant gets UnauthenticatedError.
+        """
         who = caller.current()
         if who.tenant:
             raise UnauthenticatedError(
@@ -381,7 +385,8 @@ class Frontend:
         return await self._path.reset_cache()
 
     def _check_prompt(self, prompt: Prompt) -> int:
-        """Makes the checks that need no tokenizer. Returns an estimate of the bytes to tokenize."""
+        """Makes those checks of a prompt that need no tokenizer. Returns an estimate of the bytes
+        to tokenize."""
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
                 raise InvalidRequestError(
@@ -436,10 +441,11 @@ class Frontend:
         return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _check_beginning(self, text: str) -> None:
-        """Tokenizes only the start of a very long text, and raises if it exceeds the context.
+        """Tokenizes only the start of a very long text. Raises InvalidRequestError if this part
+        alone exceeds the model's context.
 
-        The tokens of a prefix differ from those of the whole text only near the cut, so checking
-        against twice the context is safe."""
+        The tokens of the start can differ from those of the whole text near the end of the start.
+        The check therefore allows twice the context."""
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -452,8 +458,8 @@ class Frontend:
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError for token ids without an embedding. Tokenizers may have such
-        ids, because tokens were added after training."""
+        """Raises InvalidRequestError for token ids for which the model has no embedding. Some
+        tokenizers have such ids, because tokens were added after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
             text = self._codec.decode([largest], skip_special_tokens=False)

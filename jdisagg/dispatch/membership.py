@@ -2,16 +2,16 @@
 
 Workers register, send heartbeats with their status, and deregister. The router polls no worker. The
 age of a worker's last heartbeat decides its state. A LIVE worker gets requests. A SUSPECT worker
-gets no new ones, but its running ones continue. The ports of a worker that is gone are closed,
-which ends their calls, and the worker must register again. A new boot id under a known name is
-another process. At the same address the new process replaces the old one, whose ports are closed at
-once. At another address the new process is refused while the old one is alive; otherwise two
-workers with one name would displace each other forever. All workers must serve the model of the
-first one. The error for another model names the field that differs.
+gets no new requests, but its running requests continue. A worker that stays silent for longer
+counts as gone: its ports are closed, which ends their calls, and the worker must register again. If
+a worker registers under a known name with a new boot id, it is another process. A new process at
+the same address replaces the old process. A new process at another address is refused while the old
+process is alive. Otherwise two workers with one name would displace each other forever. All workers
+must serve the model of the first one. The error for another model names the field that differs.
 
-Imports neither JAX nor gRPC; ports come from a factory. `sweep` must be called regularly. The
-mappings `prefill` and `decode` are live views. Iteration uses a copy, so workers may come and
-go."""
+Imports neither JAX nor gRPC; worker ports come from a factory. `sweep` must be called regularly,
+because it removes the workers that are gone. The mappings `prefill` and `decode` are live views.
+Iteration uses a copy, so workers may come and go."""
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,8 @@ Port = TypeVar("Port")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPorts:
-    """The ports of a registered worker for its role. `close` ends all calls. Idempotent."""
+    """Ports through which the router calls a registered worker in its role. `close` ends all calls
+    and is idempotent."""
 
     prefill: PrefillPort | None = None
     decode: DecodePort | None = None
@@ -64,12 +65,12 @@ class Membership:
     Args:
         clock: Clock that measures the ages of heartbeats.
         open_ports: Opens the ports of a worker that registers.
-        timeouts: Ages at which workers are suspect and gone.
+        timeouts: Silence, in seconds, after which a worker is suspect and after which it is gone.
         on_change: Called when a worker registers, sends its first status, or is removed.
         known: Index of cached blocks, which the workers' reports update.
 
     Attributes:
-        accounts: Snapshot on which placement decides. Each status updates it.
+        accounts: Snapshot of the workers on which placement decides. Each heartbeat updates it.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class Membership:
 
     @property
     def model(self) -> ModelCard | None:
-        """The first worker's model, which all others must serve. None before the first."""
+        """Model of the first registered worker, which all other workers must serve. None while no
+        worker has registered."""
         return self._model
 
     def register(self, card: WorkerCard) -> None:
@@ -128,7 +130,8 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Stores a worker's status. Returns False if the worker must register again."""
+        """Stores the status that a worker's heartbeat carries. Returns False if the worker must
+        register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -151,7 +154,8 @@ class Membership:
         return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
-        """Removes a leaving worker. Idempotent. A newer process of the same name stays."""
+        """Removes a worker that leaves. Idempotent. A newer process with the same name is not
+        removed."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
             self._forget(entry)
@@ -165,7 +169,7 @@ class Membership:
         return tuple(entry.card for entry in gone)
 
     def excuse(self, seconds: float) -> None:
-        """Shortens the measured silence of every worker by `seconds`, in which this process was
+        """Shortens the measured silence of every worker by the `seconds` in which this process was
         stopped or busy and could not receive heartbeats."""
         for entry in self._entries.values():
             entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
@@ -198,7 +202,8 @@ class Membership:
         )
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last status of each worker. Suspect workers are marked as draining."""
+        """Returns the last status of each worker. Suspect workers are marked as draining in the
+        result."""
         said = [
             (entry, entry.status)
             for entry in self._entries.values()
@@ -213,7 +218,8 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether a mixed worker is live, or both a prefill and a decode worker are."""
+        """Whether the live workers can serve requests: at least one mixed worker, or one prefill
+        and one decode worker."""
         roles = {status.role for status in self.statuses() if not status.draining}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
@@ -293,8 +299,8 @@ class _LivePorts(Mapping[str, Port], Generic[Port]):
 
 
 def _description(card: WorkerCard) -> Description:
-    """Returns the part of a worker's card that placement needs. Its prices are None unless the card
-    describes both model and hardware."""
+    """Returns the part of a worker's card that placement needs. The result's `kind`, from which
+    speeds are predicted, is None unless the card describes both the model and the hardware."""
     geometry, hardware = card.model.geometry, card.hardware
     if geometry is None or hardware is None:
         return Description(card.place)

@@ -1,8 +1,8 @@
-"""Migration of a running sequence to another decode worker: the part that the router runs.
+"""The router's part in migrating a running sequence to another decode worker.
 
-The old worker's stream continues during the migration. The new worker's stream is buffered until
-the old worker reports that the sequence moved, which keeps tokens in order. If the migration fails,
-the old worker continues and the client's stream is not affected."""
+The old worker's stream continues during the migration. The router buffers the new worker's stream
+until the old worker reports that the migration is complete, so that tokens stay in order. If the
+migration fails, the old worker continues and the client's stream is not affected."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,12 +14,12 @@ from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, Span, clo
 
 
 class Migration:
-    """One migration. It starts when the object is created.
+    """One migration of a sequence. It starts when the object is created.
 
     Args:
-        children: The one child that migrates, as a tuple.
+        children: Tuple with the one child (parallel sample) that migrates.
         origin: Worker that runs the child now.
-        source: Hand-off under which `origin` offers the child's KV.
+        source: Hand-off through which the new worker pulls the child's KV from `origin`.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class Migration:
         self._task = asyncio.create_task(self._take_over(children, source))
 
     def arrived(self) -> tuple[ReservationHandle, AsyncIterator[Span]]:
-        """Returns the new reservation and its stream. Call it after the old worker released the
-        sequence. Raises HandoffError if no worker received the sequence."""
+        """Returns the reservation at the new worker and its stream of tokens. Call this method
+        after the old worker has released the sequence. Raises HandoffError if no worker received
+        the sequence."""
         if self._held is None:
             raise HandoffError(
                 f"a sequence left worker {self._origin!r}, and no other worker received it"
@@ -47,7 +48,7 @@ class Migration:
         return self._held, self._stream()
 
     async def close(self) -> None:
-        """Cancels the migration and frees what it holds at the new worker."""
+        """Cancels the migration and frees its reservation at the new worker."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._free()

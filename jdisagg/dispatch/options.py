@@ -1,7 +1,7 @@
 """Sampling options of a request, and their conversion to `SamplingParams`.
 
-Other restrictions of an answer (forced tool calls, allowed tokens, bad words) are converted to a
-grammar, so workers only implement grammars."""
+Forced tool calls, allowed tokens and bad words are converted to a grammar, so that workers need to
+implement only grammars."""
 
 import dataclasses
 import secrets
@@ -30,11 +30,12 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams` and two that are converted
-    to a grammar. `allowed_token_ids` are the only tokens allowed, and `bad_words` are texts that
-    the answer must not contain. An absent or None option takes the model's default
-    (`ModelInfo.sampling`) or else the general default. The general default of `max_tokens` is 256
-    or the context left, and `seed` is random."""
+    """Keyword arguments of a generation: the fields of `SamplingParams`, and two fields that are
+    converted to a grammar. `allowed_token_ids` are the only tokens that the answer may contain, and
+    `bad_words` are texts that the answer must not contain. An absent or None option takes the
+    model's default (`ModelInfo.sampling`) or else the general default. The general default of
+    `max_tokens` is 256, or fewer if the prompt leaves less context. The general default of `seed`
+    is a random number."""
 
     max_tokens: int | None
     temperature: float | None
@@ -66,7 +67,7 @@ _RESTRICTIONS = ("allowed_token_ids", "bad_words")
 def restricted(
     prompt: ChatPrompt | None, options: SamplingOptions, eos_ids: Sequence[int]
 ) -> tuple[SamplingOptions, str]:
-    """Converts restrictions of the answer to a grammar.
+    """Converts forced tool calls, allowed tokens and bad words to a grammar.
 
     A forced tool call replaces the request's own grammar, which applies to text answers only.
 
@@ -74,10 +75,11 @@ def restricted(
         prompt: The validated chat, or None if the prompt is not a chat.
 
     Returns:
-        The options with the grammar, and the name of the converted field ("" for `grammar` itself).
+        The options with the grammar, and the name of the field that was converted ("" if the
+        options contained a grammar or no restriction).
 
     Raises:
-        InvalidRequestError: Two fields restrict the answer.
+        InvalidRequestError: More than one field restricts the answer.
     """
     found: dict[str, Grammar] = {}
     if prompt is not None and (forced := forced_calls(prompt)) is not None:
@@ -103,7 +105,7 @@ def restricted(
 
 
 def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
-    """Returns a grammar that accepts any sequence of these tokens."""
+    """Returns a grammar that accepts any sequence of the tokens `token_ids`."""
     at_most("allowed_token_ids", len(token_ids), MAX_ALLOWED_TOKENS)
     ranges: list[list[int]] = []
     for token_id in sorted({one for one in token_ids if isinstance(one, int)}):
@@ -116,7 +118,7 @@ def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
 
 
 def _without(words: tuple[object, ...]) -> Grammar:
-    """Returns a grammar that accepts any text without these words."""
+    """Returns a grammar that accepts any text in which none of `words` occurs."""
     at_most("bad_words", len(words), MAX_BAD_WORDS)
     escaped: list[str] = []
     for word in words:
@@ -129,15 +131,16 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """Returns pairs (token id, bias) from a mapping or an iterable of pairs."""
+    """Returns logit biases as pairs (token id, bias). `biases` is a mapping or an iterable of
+    pairs."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 
 def sampling_params(
     options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
 ) -> SamplingParams:
-    """Builds the sampling parameters. `room_tokens`, the context that the prompt leaves, bounds
-    only the default of max_tokens."""
+    """Builds the sampling parameters. `room_tokens` is the number of tokens that fit into the
+    context after the prompt. It limits max_tokens only if the client did not set max_tokens."""
     given: dict[str, Any] = {
         name: value
         for name, value in options.items()
@@ -156,9 +159,10 @@ def sampling_params(
 def within_room(
     sampling: SamplingParams, options: SamplingOptions, room_tokens: int
 ) -> SamplingParams:
-    """Reduces the default of max_tokens to `room_tokens`, the context that the prompt leaves.
+    """Reduces the default of max_tokens to `room_tokens`, the number of tokens that fit into the
+    context after the prompt.
 
-    A max_tokens that the client set is not changed: the frontend refuses one that does not fit."""
+    A value that the client set is not changed. The frontend refuses it if it does not fit."""
     if options.get("max_tokens") is not None or sampling.max_tokens <= room_tokens:
         return sampling
     if sampling.min_tokens > room_tokens:
@@ -170,13 +174,13 @@ def within_room(
 
 
 def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:
-    """Returns the number of prompt log-probabilities that a request reports."""
+    """Returns the number of prompt log-probabilities that the reply to a request contains."""
     top = sampling.prompt_logprobs
     return 0 if top is None else prompt_tokens * (1 + top) * sampling.n
 
 
 def check_prompt_numbers(numbers: int) -> None:
-    """Raises InvalidRequestError if one reply cannot hold that many prompt log-probabilities."""
+    """Raises InvalidRequestError if one reply cannot hold `numbers` prompt log-probabilities."""
     if numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"prompt_logprobs: {numbers} values requested (tokens x (1 + prompt_logprobs) x n), and"

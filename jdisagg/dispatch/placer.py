@@ -1,12 +1,14 @@
 """The placer: gives the router's pure decision functions their inputs and applies the results.
 
-`router/placement.decide` refuses, places or defers a new request on the snapshot in `Accounts`.
-Deferred requests wait in the admission queue, which refuses them once they can no longer meet their
-time limit. Requests that were placed before (retried, preempted, resumed) bypass the queue.
+`router/placement.decide` refuses, places or defers a new request. It decides on the snapshot of the
+workers in `Accounts`. Deferred requests wait in the admission queue. The queue refuses a request
+once its first token can no longer come within the time limit. Requests that were placed before
+(retried, preempted, resumed) bypass the queue.
 
-Each attempt reports its progress to its `PlacementHandle`, which ends the attempt's charges and
-updates the circuit breakers. The workers' statuses either come from a membership or are requested
-before each decision (`refresh`)."""
+Each attempt is charged to its workers: the snapshot counts the attempt's work until the workers'
+statuses include it. The attempt reports its progress to its `PlacementHandle`, which ends the
+charges and updates the workers' circuit breakers. The workers' statuses come from a `Membership`,
+or are requested before each decision (`refresh`)."""
 
 import math
 from collections import deque
@@ -69,7 +71,7 @@ class PlacerSettings:
         routing: The operator's routing configuration.
         policy: Placement policy, or None to derive it from `routing`.
         affinity: Index of the prompt prefixes that each worker has cached.
-        events: Receives each decision and its outcome.
+        events: Listener that receives each decision and its outcome.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -80,8 +82,9 @@ class PlacerSettings:
 
 @plain
 class PlacementRequest:
-    """An attempt that needs workers. `arrived_at` and `deadline` are the times of its request.
-    `under_way`: Whether the request was placed or resumed before."""
+    """An attempt that needs workers. `arrived_at` and `deadline` are the arrival and the deadline
+    of its request. `avoid` names workers that failed the request. `under_way`: Whether the request
+    was placed or resumed before."""
 
     request: Request
     children: tuple[Child, ...]
@@ -93,7 +96,8 @@ class PlacementRequest:
 
 @plain
 class _Sized:
-    """A placement request with the values that are computed once for all decisions about it."""
+    """A placement request with derived values that are computed once, although the request may be
+    decided many times."""
 
     asked: PlacementRequest
     work: Work
@@ -106,7 +110,7 @@ def _nobody_knows() -> Mapping[str, int]:
 
 @dataclass(slots=True, eq=False)
 class _RecentDecision:
-    """A recent decision. Measured times are added when they are known."""
+    """A recent decision. The measured times are added when the request reaches them."""
 
     at: float
     waited_seconds: float
@@ -141,7 +145,8 @@ class _RecentDecision:
 
 
 class PlacementHandle:
-    """A decision and its charges. The attempt reports progress to it. Idempotent."""
+    """The placement of one attempt: the decision and what it charged to the workers. The attempt
+    reports its progress to this object. All methods are idempotent."""
 
     def __init__(
         self, decision: Decision, placed: Charges, placer: "Placer", entry: _RecentDecision
@@ -157,14 +162,15 @@ class PlacementHandle:
         self._placed.prefill_sent(self._placer.now())
 
     def prefilled(self) -> None:
-        """Records that the first token arrived. It credits no worker yet, because failover may have
-        changed the prefill worker and the KV may not arrive."""
+        """Records that the first token arrived. The workers are not yet marked as successful,
+        because failover may have replaced the prefill worker and the KV transfer may still fail."""
         self._prefilled = True
         self._placed.prefilled()
         self._placer.changed()
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """Records a token decoded from KV that `prefill` computed (None: the decode worker)."""
+        """Records that `decode` generated a token from KV that `prefill` computed. None means that
+        `decode` computed the KV itself."""
         self._placer.events.handed_over(prefill, decode)
         self.worked({prefill or decode, decode})
 
@@ -188,8 +194,8 @@ class PlacementHandle:
 
     def end(self, failed: Iterable[str] = ()) -> None:
         """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
-        prefilled, the other workers are credited unless `worked` was called before: the end of a
-        long answer does not show a worker's present state."""
+        prefilled, calls `worked` for the other workers, unless it was called before: the end of a
+        long answer is no evidence of a worker's present state."""
         self._placed.end()
         failed = frozenset(failed)
         decision = self.decision
@@ -205,7 +211,7 @@ class Placer:
 
     Args:
         accounts: The snapshot of the workers.
-        settings: Policy, prefix index and receiver of events.
+        settings: Policy, prefix index and listener for events.
         clock: Clock of all times of the placer.
         counters: Counters of placements, rejections and deferred requests.
         timeouts: Waiting times of the queue, and back-off times of the circuit breakers.
@@ -254,7 +260,7 @@ class Placer:
         return len(self._queue)
 
     def status(self) -> RoutingStatus:
-        """Returns the last decisions and the work charged to each worker."""
+        """Returns the last decisions and the work that the router has sent to each worker."""
         now = self.now()
         past = tuple(entry.past(now) for entry in reversed(self._entries))
         return RoutingStatus(self.waiting, past, tuple(_accounts(self.accounts, now)))
@@ -294,8 +300,8 @@ class Placer:
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the most prompt tokens that a decode worker may compute. Infinity means no
-        limit."""
+        """Returns the maximum number of prompt tokens that a decode worker may compute itself.
+        Infinity means no limit."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
@@ -309,7 +315,7 @@ class Placer:
         return another_decode(self.accounts.state, avoid, self.now(), self._rules)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        """Records the length of a child's answer, from which later lengths are predicted."""
+        """Records the length of an answer. The lengths of later answers are predicted from it."""
         self._predictor.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
@@ -341,7 +347,8 @@ class Placer:
             self.accounts.bar(worker, 0.0)
 
     def _breaker(self, worker: str) -> Breaker | None:
-        """Returns the breaker of the worker's registration, or None without failures."""
+        """Returns the circuit breaker of a worker, or None if the worker has not failed since it
+        registered."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 
@@ -353,8 +360,9 @@ class Placer:
     def _try(
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
-        """Decides once. Returns None if the request is deferred. With `beside_queue` other requests
-        wait and must not be overtaken: it then returns None instead of placing the request."""
+        """Decides once about a request. Returns None if the request must wait. `beside_queue`
+        states that other requests already wait and must not be overtaken. The request is then not
+        placed even if workers are free."""
         query = self._ask(sized, now, ahead_seconds)
         answer = self._decide(query, now)
         if isinstance(answer, Refusal):

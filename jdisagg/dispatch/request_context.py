@@ -29,12 +29,13 @@ class ClusterPorts:
     Args:
         prefill: Ports of the workers that prefill, by name.
         decode: Ports of the workers that decode, by name.
-        address: Returns the address at which a worker listens for its peers ("": they reach it by
-            name).
+        address: Returns the address at which a worker listens for its peers ("": peers reach the
+            worker by its name).
         boot_id: Returns the boot id of a worker's process (0 if unknown).
-        statuses: Returns the last statuses (None: they are requested from the workers).
-        accounts: Snapshot that a membership maintains (None: statuses are requested before each
-            placement).
+        statuses: Returns the last status of each worker. None means that statuses are requested
+            from the workers.
+        accounts: Snapshot of the workers that a `Membership` maintains. None means that the path
+            requests statuses before each placement.
     """
 
     prefill: Mapping[str, PrefillPort]
@@ -55,7 +56,7 @@ class ClusterPorts:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Objects that all attempts share. `new_id` generates ids of hand-offs."""
+    """Objects that all attempts of all requests share. `new_id` generates ids of hand-offs."""
 
     cluster: ClusterPorts
     placer: Placer
@@ -91,8 +92,7 @@ async def reserve(
     """Reserves pages for `children` at a decode worker.
 
     Args:
-        whole: Whether all KV of the children will be transferred, including what the worker has
-            cached.
+        whole: Whether the worker receives all KV of the children, even KV that it has cached.
         computes: Whether the worker itself computes the part of the prompt that it has not cached.
 
     Raises:
@@ -105,7 +105,8 @@ async def reserve(
 
 
 async def quietly(call: Awaitable[None], seconds: float) -> None:
-    """Awaits a clean-up call and ignores its failure: leases free the worker's resources later."""
+    """Awaits a clean-up call for at most `seconds`. Ignores a failure, because the worker frees its
+    resources anyway when their lease expires."""
     with contextlib.suppress(JdisaggError, TimeoutError), limit(seconds):
         await call
 

@@ -14,13 +14,14 @@
     end         the last event carries usage and timings; everything is freed on both sides
 
 A preemption is not a failure: another attempt always follows. Each child may fail
-`limits.max_attempts` times, and failed workers are avoided while there are others. If a worker is
-overloaded, a new request is refused, and a request that was placed before waits until its deadline.
+`limits.max_attempts` times, and failed workers are avoided while there are others. If the workers
+are overloaded, a new request is refused. A request that was placed before waits until its deadline.
 
 Closing the generator cancels the request: the attempts' tasks are cancelled, which frees their
 reservations and hand-offs. All state of a request is in its `RequestRun`. The path imports neither
-JAX nor gRPC: its ports are the workers themselves or remote stubs. It reads time from its clock,
-and the event loop bounds its waits. The two agree: a virtual clock has its own event loop."""
+JAX nor gRPC: its ports are the workers themselves or remote stubs. The path reads time from its
+clock, while the event loop ends its waits. In a simulation with a virtual clock, the event loop
+therefore uses the same clock."""
 
 import asyncio
 import functools
@@ -55,8 +56,8 @@ class RequestPath:
 
     Args:
         cluster: Ports and statuses of the workers.
-        new_text: Creates a child's detokenizer.
-        limits: Limits of requests, and timeouts.
+        new_text: Creates the detokenizer of one child (parallel sample) of a request.
+        limits: Limits on requests, and timeouts.
         clock: Clock of all times in the path.
         settings: Settings of the placer.
         new_id: Generates ids of hand-offs.
@@ -122,9 +123,9 @@ class RequestPath:
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
         """Suspends or resumes a running request. The request's deadline does not change.
 
-        A suspended request frees its slots and pages. Its KV stays in the workers' host memory if
-        there is room, and no attempt starts. A resumed request continues at the next token, with
-        the saved KV or after recomputing it.
+        Suspension frees the request's decode slots and KV pages. The workers keep its KV in host
+        memory if there is room. A resumed request continues at the next token, with the KV from
+        host memory or after recomputing the KV.
 
         Args:
             keep_seconds: Seconds for which workers keep the KV, or None to resume.
@@ -149,7 +150,7 @@ class RequestPath:
         run.attempts[attempt] = asyncio.create_task(self._attempt(run, attempt, wait_seconds))
 
     async def _attempt(self, run: RequestRun, attempt: Attempt, wait_seconds: float) -> None:
-        """Runs one attempt and starts the attempts that follow it."""
+        """Runs one attempt. Starts further attempts for its children that have not ended."""
         error: Exception | None = None
         placed = False
         try:
@@ -204,10 +205,10 @@ class RequestPath:
     def _seconds_before_retry(
         self, run: RequestRun, error: Exception, children: list[int], refused: set[str]
     ) -> float:
-        """Returns the seconds to wait before another attempt at `children`, or raises `error` if
-        there must be none. Failures are counted per child, because the death of one worker may end
-        many attempts. `refused`: Workers whose limits the request exceeds. Other workers may have
-        room for it."""
+        """Returns the seconds to wait before another attempt at `children`. Raises `error` if the
+        request must not be attempted again. Failures are counted per child, because one crashed
+        worker may end many attempts. `refused`: Workers whose limits the request exceeds. The
+        request may fit on other workers."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -282,14 +283,14 @@ class RequestPath:
         return tuple(answer for answer in answers if answer is not None)
 
     def routing(self) -> RoutingStatus:
-        """Returns the router's last decisions and the work charged to each worker."""
+        """Returns the router's last decisions and the work that it has sent to each worker."""
         return self.placer.status()
 
     async def reset_cache(self) -> int:
         """Clears the prefix cache of every worker. Returns the number of blocks removed.
 
         Raises:
-            UnavailableError: A worker did not answer. Its cached blocks may still be used.
+            UnavailableError: A worker did not answer, so its blocks may remain cached.
         """
         cluster, seconds = self._context.cluster, self._context.limits.timeouts.request
         ports = {**cluster.prefill, **cluster.decode}

@@ -1,13 +1,13 @@
 """State of one running request: its children with their accepted tokens, its deadline, its attempts
 and its timings.
 
-Accepted tokens are stored only in this module. All tokens from workers pass through `accept`, which
-accepts each exactly once and in order, whichever worker, attempt or message delivers it. A
-re-prefill computes the prompt and the accepted tokens. This module makes no decisions about
-workers.
+Accepted tokens are stored only in this module. All tokens from workers pass through `accept`. It
+accepts each token exactly once and in order, whichever worker, attempt or message delivers the
+token. After a failure or preemption, another worker prefills the prompt and the accepted tokens.
+This module makes no decisions about workers.
 
-Invariants: no token is accepted twice. No token is skipped; otherwise `DeliveryError` reports a
-bug. No token follows the end of a child."""
+Invariants: no token is accepted twice. No token is skipped: if a worker skips one, `DeliveryError`
+reports the bug. No token is accepted after the end of its child."""
 
 import asyncio
 from collections import Counter
@@ -37,13 +37,13 @@ RESUMPTION_BITS = 20  # 2**bits attempt numbers between two resumptions by the c
 
 
 class DeliveryError(AssertionError):
-    """A worker skipped a token of a child."""
+    """Raised if a worker skipped a token of a child, which is a bug."""
 
 
 class TextStream(Protocol):
-    """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that is final
-    and holds the rest back. The held text, which `finish` returns, may still complete a stop
-    string."""
+    """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that later
+    tokens cannot change and holds the rest back. `finish` returns the held text, which may still
+    complete a stop string."""
 
     @property
     def stopped(self) -> bool: ...
@@ -55,7 +55,8 @@ NewTextStream = Callable[[Request], TextStream]
 
 
 class RunningAttempt(Protocol):
-    """An attempt of the request. `over`: Whether its workers have ended all of its children."""
+    """An attempt of the request. `over`: Whether every child of the attempt has ended at its
+    worker."""
 
     @property
     def over(self) -> bool: ...
@@ -66,7 +67,7 @@ class RunningAttempt(Protocol):
 @dataclass(slots=True, eq=False)
 class ChildRun:
     """One of the request's n parallel streams. `resumed_tokens`: Number of accepted tokens that the
-    client sent at its resumption. All recorded times are of later tokens."""
+    client already had when it resumed the stream. Times are recorded for later tokens only."""
 
     text: TextStream
     accepted: list[int]
@@ -87,8 +88,9 @@ class ChildRun:
 class RequestRun:
     """One running request.
 
-    A client that resumes (`request.resumption`) sends the accepted tokens. Attempt numbers start
-    higher at each resumption, so that workers drop the attempts of the earlier stream."""
+    A client that resumes a stream sends the tokens that it has (`request.resumption`). Each
+    resumption starts with a higher attempt number, so that workers end the attempts of the earlier
+    stream."""
 
     def __init__(
         self,
@@ -139,7 +141,8 @@ class RequestRun:
         self.awake.set()
 
     def suspend(self, keep_seconds: float | None) -> None:
-        """Suspends the request (None: resumes it). No attempt starts while it is suspended."""
+        """Suspends the request, or resumes it if `keep_seconds` is None. No attempt starts while
+        the request is suspended."""
         self.keep_seconds, self.as_planned = keep_seconds, False
         self.suspensions += 1
         if keep_seconds is None:
@@ -149,7 +152,8 @@ class RequestRun:
 
     @property
     def suspensions_known_anew(self) -> int:
-        """Suspensions and resumptions that a new worker need not be notified of."""
+        """Number of suspensions and resumptions of which a worker that starts on the request need
+        not be notified."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
@@ -181,12 +185,13 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """Returns the child with its accepted tokens, which a re-prefill computes again."""
+        """Returns the child's index and accepted tokens for a call to a worker, which prefills
+        these tokens again."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:
-        """Groups children for attempts. Children without tokens share the prompt and form one
-        group. Each other child is a group of its own."""
+        """Groups children for attempts. Children without accepted tokens form one group, because
+        they need only the prompt's KV. Each other child is a group of its own."""
         children = list(children)
         together = tuple(index for index in children if not self.children[index].accepted)
         alone = [(index,) for index in children if self.children[index].accepted]
@@ -204,8 +209,8 @@ class RequestRun:
         self.context_tokens = placement.decision.context_tokens
 
     def note_cached(self, tokens: CachedTokens) -> None:
-        """Records the cached tokens that the first prefill found. Later attempts do not count,
-        because they find the KV that the first one computed."""
+        """Records the number of prompt tokens that the first prefill found in the cache. Later
+        attempts do not count, because they find KV that the first attempt computed."""
         if self._cached is None:
             self._cached = tokens
 
@@ -214,8 +219,8 @@ class RequestRun:
         return self._attempt
 
     async def resume(self) -> None:
-        """Replays the tokens that the client already has. Neither their text nor the end of a child
-        is sent again. Yields to other tasks between blocks of tokens."""
+        """Replays the tokens that the client already has. Their text is not sent again, nor is the
+        end of a child that had ended. Yields to other tasks between blocks of tokens."""
         for child, had in zip(self.children, self._had, strict=False):
             for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
                 child.text.push(had.token_ids[first : first + REPLAYED_TOKENS])
@@ -227,8 +232,8 @@ class RequestRun:
         self._unfinished = len(self.open_children)
 
     def accept_prompt(self, logprobs: PromptLogprobs | None) -> None:
-        """Stores the prompt's log-probabilities once they are complete. They are sent with the next
-        event, and later attempts no longer request them."""
+        """Stores the prompt's log-probabilities if they are complete. They are then sent with the
+        next event, and later attempts do not request them."""
         wanted = self.request.sampling.prompt_logprobs is not None
         if logprobs is not None and wanted and len(logprobs) + 1 == self.prompt_tokens:
             self._prompt_logprobs = logprobs
@@ -245,8 +250,9 @@ class RequestRun:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """Accepts the tokens of a child that are new, up to the child's end, and queues them as an
-        event for the client. `first_index` is the index of the first given token."""
+        """Accepts those of the tokens that are new, up to the end of the child, and queues them as
+        an event for the client. `first_index` is the position of `token_ids[0]` in the child's
+        answer."""
         child = self.children[index]
         seen = len(child.accepted) - first_index
         if seen > 0:
@@ -302,7 +308,7 @@ class RequestRun:
 
     @property
     def has_more(self) -> bool:
-        """Whether more events follow for the client."""
+        """Whether the client will receive more events."""
         return self._unfinished > 0 or bool(self._events)
 
     async def next_event(self) -> StreamEvent:
@@ -313,7 +319,8 @@ class RequestRun:
         return event
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with this error, raised after the events already queued."""
+        """Ends the request with `error`. The client receives the events already queued before the
+        error is raised."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:
@@ -340,13 +347,13 @@ class RequestRun:
     # ---- the end
 
     def clean_up(self, call: asyncio.Task[None]) -> None:
-        """Registers a clean-up call, for which `close` waits."""
+        """Runs a clean-up call as a task, for which `close` waits."""
         self._closing.add(call)
         call.add_done_callback(self._closing.discard)
 
     async def close(self, seconds: float) -> None:
-        """Cancels the attempts that are not over, and waits at most `seconds` until they have freed
-        what they hold at workers."""
+        """Cancels the attempts that are not over. Waits at most `seconds` until they have freed
+        their resources at the workers."""
         self.closed = True
         self._timer.cancel()
         tasks = [*self.attempts.values(), *self._closing]

@@ -18,12 +18,12 @@ class RouterEvents(Protocol):
         policy: PlacementPolicy,
         answer: PlacementOutcome,
     ) -> None:
-        """Called when placement placed or refused a request on this snapshot. Deferred requests are
-        reported when they are decided."""
+        """Called when placement has placed or refused a request. `state` is the snapshot on which
+        it decided. A deferred request is reported only when it is finally placed or refused."""
         ...
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
-        """Called with the predicted and the measured seconds of "ttft" or "tpot"."""
+        """Called with the predicted and the measured seconds of `what`: "ttft" or "tpot"."""
         ...
 
     def handed_over(self, prefill: str | None, decode: str) -> None:

@@ -1,4 +1,5 @@
-"""Status of a router: its last decisions with reasons and outcomes, and its worker accounts.
+"""Status of a router: its last decisions with reasons and outcomes, and the work that it has sent
+to each worker.
 
 Plain data for `GetStatus`, which clients read too. `dispatch.placer` builds it. The workers' own
 reports are in `WorkerStatus`."""
@@ -37,11 +38,12 @@ class WorkerAccount:
     """Work that this router has sent to a worker.
 
     Attributes:
-        attempts: Attempts that run at the worker now.
-        unseen_tokens: Prompt tokens of attempts sent after the worker's last status.
-        unseen_pages: Pages of attempts sent after the worker's last status.
-        committed_pages: Pages that all attempts are expected to need by their end.
-        barred_seconds: Remaining time in which the worker gets no requests because it failed.
+        attempts: Number of attempts that this router runs at the worker now.
+        unseen_tokens: Number of prompt tokens that were sent after the worker's last status.
+        unseen_pages: Number of KV pages that attempts sent after the worker's last status need.
+        committed_pages: Number of KV pages that all attempts at the worker are expected to need by
+            their end.
+        barred_seconds: Seconds for which the worker still gets no requests, because it failed.
     """
 
     worker: str
@@ -54,8 +56,8 @@ class WorkerAccount:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """Status of a router. `waiting`: Requests that wait for workers. `decisions`: Recent decisions,
-    latest first."""
+    """Status of a router. `waiting`: Number of requests that wait for workers. `decisions`: Recent
+    decisions, latest first."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

@@ -1,23 +1,25 @@
 """Detokenization of one stream: token ids in, text out, cut at a stop string.
 
-The request path uses `TokenStream`, which combines `IncrementalDetokenizer` and `StopStrings`. They
-need only a `Detokenizer` (ids -> text), and no requests, transports or JAX.
+The request path uses `TokenStream`, which combines `IncrementalDetokenizer` and `StopStrings`. Both
+need only a `Detokenizer` (ids -> text), and use neither requests, transports nor JAX.
 
 Invariants:
 - The state depends only on the prompt and the pushed tokens, however they were split into spans
-  (rule 9). Pushing the accepted ids into a new stream restores the state and the delivered text.
+  (rule 9). A new stream that is given the accepted ids has the same state and returns the same
+  text.
 - The returned pieces, joined, equal the text that decoding prompt and output at once adds to the
   prompt's text. Decoding is not additive: a leading space may depend on the previous token, and a
   character may consist of several tokens.
 - No piece ends within a character. U+FFFD at the end may be an unfinished character and is held
-  back. At most three are held back (a character has up to four bytes), so invalid bytes are
-  delivered too.
+  back. At most three U+FFFD are held back, because a character has up to four bytes. Invalid bytes
+  are therefore delivered, too.
 - Work per token is bounded: only a window of the last tokens is decoded. The first tokens of the
   window are context.
 - No piece contains any part of a stop string that is completed later.
 
-One exception: a byte-fallback decoder turns a whole run of byte tokens into U+FFFD when one byte is
-invalid. Complete characters of the run that were already delivered are not changed."""
+One exception to the second invariant: a byte-fallback decoder turns a whole run of byte tokens into
+U+FFFD when one byte is invalid. Complete characters of that run that were already delivered are not
+changed."""
 
 import functools
 import itertools
@@ -38,15 +40,15 @@ Decode = Callable[[Sequence[int]], str]
 
 class Detokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of these tokens. Invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of token ids. Invalid UTF-8 becomes U+FFFD."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Result of one push. `tokens_kept`: Number of the pushed tokens that belong to the output.
-    Usually these are all. If a stop string ended the output, tokens after the one that completed it
-    are dropped."""
+    """New text of a stream, and whether a stop string ended the output. `tokens_kept`: Number of
+    pushed tokens that belong to the output. It is smaller than the number pushed only if a stop
+    string ended the output: tokens after the token that completed the stop string are dropped."""
 
     text: str
     tokens_kept: int
@@ -54,10 +56,11 @@ class TextDelta:
 
 
 class TokenStream:
-    """Text of one output. Push delivered ids in order, without the final stop id.
+    """Converts one output's token ids to text. Push the ids in order, without the final stop id.
 
-    A stop string ends the output where it is first completed. If one character completes several,
-    the longest counts. Stop strings with text of the first `min_tokens` tokens do not count.
+    A stop string ends the output where it is first completed. If one character completes several
+    stop strings, the longest one counts. A stop string that contains text of the first `min_tokens`
+    tokens does not count.
 
     include_stop: Whether the text includes the stop string that ends it. keep_special: Whether
     special tokens are part of the text."""
@@ -97,7 +100,8 @@ class TokenStream:
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Adds tokens and returns their text. After a stop string, all tokens are dropped."""
+        """Adds tokens and returns the new text. After a stop string has ended the output, all
+        tokens are dropped."""
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self.stopped:
@@ -121,8 +125,9 @@ class TokenStream:
 
 class IncrementalDetokenizer:
     """Returns the text that each new token adds. `_window` holds the last tokens of prompt and
-    output. `_given` is the part of its text that was returned or belongs to the prompt. The text of
-    the first `_settled` tokens was returned completely, and of the rest `_given_since`."""
+    output. `_given` is the part of the window's text that was returned or belongs to the prompt.
+    The text of the window's first `_settled` tokens was returned completely. `_given_since` is the
+    part that was returned of the remaining tokens' text."""
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
@@ -152,8 +157,8 @@ class IncrementalDetokenizer:
         return self._take(0)
 
     def _take(self, may_hold: int) -> str:
-        """Returns the new text of the window that later tokens cannot change, and marks it as
-        returned. At most `may_hold` characters are held back."""
+        """Returns the window's new text, without the end that later tokens may change, and marks
+        the text as returned. At most `may_hold` characters are held back."""
         text, given = self._decode(self._window), self._given
         alone = not text.startswith(given)
         if alone:  # new bytes made the context's last byte run invalid: decode without the context
@@ -179,8 +184,8 @@ class IncrementalDetokenizer:
         return new[prompts:]
 
     def _slide(self) -> None:
-        """Drops all but the last tokens, cutting between characters. Does nothing if the rest has
-        no text."""
+        """Drops all but the last tokens of the window. The cut is between two characters. Does
+        nothing if the remaining tokens have no text."""
         full = len(self._window) >= MAX_WINDOW_TOKENS
         context = self._window[-CONTEXT_TOKENS if full else self._next_start :]
         text = self._decode(context)
@@ -189,8 +194,8 @@ class IncrementalDetokenizer:
             self._settled = self._next_start = len(context)
 
     def _last_whole(self) -> int:
-        """Returns the number of tokens of the longest part of the window, from its start, whose
-        text does not end in an unfinished character."""
+        """Returns the length, in tokens, of the longest prefix of the window whose text does not
+        end in an unfinished character."""
         for end in range(len(self._window), 0, -1):
             if not self._decode(self._window[:end]).endswith(UNFINISHED):
                 return end
@@ -201,8 +206,9 @@ class StopStrings:
     """Passes text through until a stop string is complete. Holds back text that may be the
     beginning of a stop string.
 
-    Uses one Knuth-Morris-Pratt matcher per stop string, with one step per character however long
-    the strings are. `include`: Whether the text includes the stop string that ends it."""
+    Uses one Knuth-Morris-Pratt matcher per stop string, so the work per character does not depend
+    on the length of the stop strings. `include`: Whether the text includes the stop string that
+    ends it."""
 
     def __init__(self, stop: Sequence[str], include: bool = False) -> None:
         self.matched = False
@@ -214,7 +220,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Returns the text that can be delivered, or "" once `matched`."""
+        """Adds text. Returns the text that can be delivered, or "" if a stop string was completed
+        before."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):
@@ -260,8 +267,8 @@ def _fallbacks(text: str) -> list[int]:
 
 
 def _context(decode: Decode, prompt_token_ids: Sequence[int]) -> list[int]:
-    """Returns the last tokens of the prompt: if possible, enough to have text that begins with a
-    complete character."""
+    """Returns the last tokens of the prompt, as context for decoding. If possible, their text
+    begins with a complete character."""
     end = len(prompt_token_ids)
     few = range(MAX_HELD_CHARACTERS + 1)
     for count in (CONTEXT_TOKENS, 4 * CONTEXT_TOKENS, 12 * CONTEXT_TOKENS):

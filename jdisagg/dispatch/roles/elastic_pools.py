@@ -1,8 +1,9 @@
-"""Runs the elastic controller: samples workers, stores its advice and makes its role changes.
+"""Runs the elastic controller: samples the workers, stores the controller's advice on pool sizes,
+and makes the role changes that it decides.
 
-With `acts` False it only gives advice, and roles change only on request (`switch`). After each
-change the controller starts a new observation window. The live router and the simulator run the
-same class with different clocks and ports."""
+With `acts` False the controller only gives advice, and roles change only on an operator's request
+(`switch`). After each role change the controller starts a new observation window. The live router
+and the simulator run the same class with different clocks and ports."""
 
 import asyncio
 import logging
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SwitchesRoles(Protocol):
-    """Makes role changes: `RoleSwitcher` (role_switcher.py), or the simulator's."""
+    """Makes role changes. Implemented by `RoleSwitcher` (role_switcher.py) and by the simulator."""
 
     @property
     def changing(self) -> bool: ...
@@ -37,8 +38,9 @@ class ElasticPools:
         controller: The elastic controller.
         switcher: Makes role changes.
         statuses: Returns the last status of each worker.
-        acts: Whether the controller's role changes are made.
-        say: Called with a text about each change.
+        acts: Whether the role changes that the controller decides are made; otherwise it only gives
+            advice.
+        say: Called with a text about each role change.
         held: Returns the number of requests that wait at the router.
     """
 
@@ -65,7 +67,7 @@ class ElasticPools:
         self._task = asyncio.create_task(self.run())
 
     async def stop(self) -> None:
-        """Stops the loop. A role change in progress continues at its worker."""
+        """Stops sampling. A role change in progress continues at the worker."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -125,7 +127,8 @@ class ElasticPools:
         )
 
     async def run(self) -> None:
-        """Samples and decides forever. A round that fails is logged, and the next one follows."""
+        """Samples and decides at regular intervals, forever. A failure is logged and does not end
+        the loop."""
         while True:
             try:
                 await self._round()

@@ -1,8 +1,9 @@
 """Reports the outcome of each request to the elastic controller.
 
-A request that was refused, or whose deadline passed before its first token, counts as one without a
-first token. Not reported are requests that the client cancelled or resumed, that had invalid
-fields, or that exceeded a tenant's quota, because their outcome does not depend on the pools."""
+A refused request, and a request whose deadline passed before its first token, are reported with an
+infinite TTFT. Some requests are not reported, because their outcome does not depend on the size of
+the pools: requests that the client cancelled or resumed, that had invalid fields, or that exceeded
+a tenant's quota."""
 
 import math
 from collections.abc import AsyncGenerator, Callable
@@ -19,7 +20,7 @@ from jdisagg.router.elastic_signals import EndedRequest
 
 
 class OutcomeTap:
-    """Middleware of a `ServingPath` that reports outcomes (see
+    """Middleware of a `ServingPath` that reports the outcome of each request (see
     `messages.ports_middleware.through`).
 
     Args:

@@ -1,10 +1,10 @@
 """Role changes at a router: one worker at a time, with a report of the outcome.
 
-The switcher makes the check that a single worker cannot make: the last worker of a role keeps its
-role. It then calls the worker and polls it until one of three outcomes. The worker serves in its
-new role and this router places requests there; or the worker is back in its old role; or its
-process restarted, in the role of its command line. A worker does not answer between two roles, so
-silence is tolerated until the deadline."""
+The switcher refuses to change the role of the last worker of a role, which a single worker cannot
+check. It then calls the worker and polls it until one of three outcomes: the worker serves in its
+new role and this router places requests on it, the worker is back in its old role, or its process
+restarted in the role of its command line. A worker does not answer while it changes its role, so
+the switcher tolerates silence until the deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -110,8 +110,8 @@ class RoleSwitcher:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """Starts the role change. If the reply is lost, the worker's report shows whether the
-        change started."""
+        """Starts the role change at the worker. If the reply is lost, the worker's report shows
+        whether the change started."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):
