@@ -1,11 +1,12 @@
-"""Accounts for work that this router has sent and that worker statuses cannot include yet: the
-`own_` columns of the snapshot.
+"""Accounts for work that this router has sent to workers and that the workers' statuses do not
+include yet. The accounts are the `own_` columns of the snapshot (cluster_state.py).
 
-An attempt's work is charged to its workers when it is placed. The charge ends with the worker's
-next status that was taken after the call arrived (`settle_seconds`), which includes the work. A
-prompt that still waits for its reservation is not sent yet, and its charge stays. Work that ended
-is subtracted at once, also from the worker's last status. `committed_pages` counts differently: the
-pages that all running sequences of this router at a worker will hold at their expected ends.
+An attempt's work is charged to its workers when it is placed. The charge ends with the first status
+that the worker can have taken after the call arrived (`settle_seconds`), because such a status
+includes the work. A prompt that waits for its decode reservation is not sent yet, so its charge
+stays. Work that ended is subtracted at once, also from the worker's last status. The column
+`committed_pages` is maintained differently: it counts the pages that all running sequences of this
+router at a worker will hold at their expected ends.
 
 Each call costs O(1). Times are arguments. Invariant: when all placed attempts have ended, every
 `own_` column is zero."""
@@ -30,10 +31,10 @@ class Work:
     """Size of an attempt.
 
     Attributes:
-        tokens: Prompt and accepted tokens, all of which need KV.
-        cached_tokens: The part of `tokens` that the prefilling worker has cached.
-        children: Sequences that share these tokens.
-        expected_tokens: Tokens that each child is expected to generate.
+        tokens: Number of tokens that need KV: the prompt and the tokens accepted so far.
+        cached_tokens: Number of those of the `tokens` that the prefilling worker has cached.
+        children: Number of sequences that share the `tokens`.
+        expected_tokens: Number of further tokens that each child is expected to generate.
     """
 
     tokens: int
@@ -46,8 +47,8 @@ class Work:
         return self.tokens - self.cached_tokens
 
     def pages(self, page_size: int, growth_tokens: int | None = None) -> int:
-        """Returns the pages of all children after `growth_tokens` each (None: the expected
-        tokens)."""
+        """Returns the number of KV pages that all children hold together after each has generated
+        `growth_tokens` tokens. None means `expected_tokens`."""
         grown = (
             self.expected_tokens
             if growth_tokens is None
@@ -59,8 +60,8 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """Charge of an attempt to one worker, as pairs (column, amount). `sent_at`: Time at which the
-    work was sent, or None before."""
+    """Amounts that an attempt adds to columns of one worker, as pairs (column, amount). `sent_at`:
+    Time at which the work was sent to the worker, or None if it was not sent yet."""
 
     worker: str
     life: int
@@ -70,8 +71,8 @@ class _Charge:
 
 
 class Accounts:
-    """Maintains the `own_` columns of the snapshot `state`. Report statuses to it, not to
-    `state`."""
+    """Maintains the `own_` columns of the snapshot `state`, which count work that no status
+    includes yet. Pass worker statuses to `heard` and not to `state.update`."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Accounts:
             self._fresh[worker] = still
 
     def bar(self, worker: str, until: float) -> None:
-        """Marks a worker to be avoided until that time, as long as there are others."""
+        """Marks a worker that placement avoids until time `until`, unless there is no other."""
         row = self.state.row(worker)
         if row is not None:
             self.state.bar(row, until)
@@ -122,7 +123,8 @@ class Accounts:
             self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
-        """Sets the time of the last heartbeat, because this router received none for a while."""
+        """Sets the time of a worker's last heartbeat. Used after this router could receive no
+        heartbeats for a while."""
         row = self.state.row(worker)
         if row is not None:
             self.state.hear(row, heard_at)
@@ -132,8 +134,8 @@ class Accounts:
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """Charges an attempt to its workers. `prefill` is None if the decode worker computes the
-        prompt."""
+        """Adds an attempt's work to the accounts of its workers. `prefill` is None if the decode
+        worker computes the prompt."""
         return Charges(self, prefill, decode, work, now)
 
     def charge(
@@ -145,8 +147,8 @@ class Accounts:
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
-        """Ends a charge. If the worker's last status included the work, adds the amounts `said` to
-        the status columns instead."""
+        """Ends a charge, because its work ended. If the worker's last status included the work,
+        corrects the status columns by the amounts `said` instead."""
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
@@ -160,8 +162,8 @@ class Accounts:
     def add(
         self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1
     ) -> None:
-        """Adds `sign` times the amounts to columns of the worker's row, unless it has registered
-        again since."""
+        """Adds `sign` times the amounts to columns of the worker's row. Does nothing if the worker
+        has registered again since `life`."""
         state = self.state
         row = state.row(worker)
         if row is not None and state.life(worker) == life:
@@ -174,7 +176,8 @@ class Accounts:
 
 
 class Charges:
-    """The charges of one attempt, from its placement to its end. All methods are idempotent."""
+    """The charges of one attempt to its workers, from its placement to its end. All methods are
+    idempotent."""
 
     def __init__(
         self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float
@@ -202,7 +205,7 @@ class Charges:
         self._open = True
 
     def prefill_sent(self, now: float) -> None:
-        """Records that the prompt was sent to the worker that computes it."""
+        """Records that the prompt was sent to the prefilling worker."""
         if self._queued is not None and self._queued.sent_at is None:
             self._queued.sent_at = now
 

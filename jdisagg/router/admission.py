@@ -1,8 +1,10 @@
-"""Admission: refuses new requests that would wait in vain, with a reason and a retry-after. Pure.
+"""Admission: refuses new requests that would probably miss their time limit, with a reason and a
+retry-after. Pure.
 
 There are four reasons: too many requests wait for their first token (`admit`), a tenant's quota is
-used up (`Quotas`), the first token would miss its limit (`placement.decide`, including the wait in
-this router from `Drain`), and no worker takes requests. Times are arguments."""
+used up (`Quotas`), the first token would miss its time limit (`placement.decide`, which adds the
+wait in this router's queue that `Drain` predicts), and no worker takes requests. Times are
+arguments."""
 
 import bisect
 import math
@@ -32,11 +34,12 @@ def admit(
     """Refuses a request if too many requests already wait for their first token.
 
     Args:
-        seconds_per_request: Recent mean time between two first tokens, which determines the
-            retry-after. None before the first.
-        own_waiting: Waiting requests of this tenant. Below its share among `tenants` a tenant is
-            admitted until twice the limit wait, because others filled the queue. The bound of twice
-            the limit also holds for many tenants that arrive one after another.
+        seconds_per_request: Recent mean time between the first tokens of two successive requests.
+            It determines the retry-after. None while it is unknown.
+        own_waiting: Number of waiting requests of this tenant. A tenant below its equal share among
+            `tenants` is still admitted until twice `max_waiting_requests` wait, because other
+            tenants filled the queue. Twice the limit is never exceeded, even if many tenants arrive
+            one after another.
 
     Raises:
         OverloadedError: `max_waiting_requests` requests wait.
@@ -56,17 +59,20 @@ def admit(
 
 
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
-    """Returns the seconds from arrival to the latest first token, at most the deadline."""
+    """Returns the seconds after a request's arrival within which its first token must come: the
+    TTFT objective, or the deadline if that is earlier."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
 class Quotas:
-    """Token buckets by tenant. A request costs its prompt and its expected answer. A request that
-    costs more than a whole burst needs a full bucket and leaves it negative.
+    """Token buckets, one per tenant. A request takes as many tokens as its prompt and its expected
+    answer have. A request that takes more than the whole burst needs a full bucket and leaves the
+    bucket negative.
 
     Args:
-        tokens_per_second: Rate of each tenant. Tenants that are not listed have no limit.
-        burst_seconds: Seconds of the rate that may be used at once.
+        tokens_per_second: Rate of each tenant, in tokens per second. Tenants that are not listed
+            have no limit.
+        burst_seconds: Size of a bucket, in seconds of the tenant's rate.
     """
 
     def __init__(self, tokens_per_second: Mapping[str, float], burst_seconds: float) -> None:
@@ -75,7 +81,8 @@ class Quotas:
         self._buckets: dict[str, Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Takes tokens from the tenant's bucket. Raises QuotaExceededError if it holds too few."""
+        """Takes tokens from the tenant's bucket. Raises QuotaExceededError if the bucket holds too
+        few tokens."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -98,8 +105,9 @@ class Quotas:
 
 
 class Drain:
-    """Recent speed at which the router's queue is served, in cost per second: an exponential mean
-    over `DRAIN_SECONDS` of the time in which requests waited."""
+    """Measures the recent speed at which the router's queue is served, in cost (tokens) per second.
+    It is an exponential moving average over `DRAIN_SECONDS`. Only time in which requests waited
+    counts."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -121,7 +129,8 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """Returns the seconds to serve `cost`, or 0 while the speed is unknown."""
+        """Returns the seconds to serve requests of total cost `cost`, or 0 while the speed is
+        unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
@@ -143,9 +152,9 @@ class Drain:
 
 
 class Lateness:
-    """Recent errors of predicted times to first token. Predictions omit some delays (prompts of
-    other dp ranks, a slow mesh). Without a correction, requests would be admitted that miss their
-    limit."""
+    """Recent errors of predicted times to first token, from which later predictions are corrected.
+    Predictions omit some delays (prompts of other dp ranks, a slow mesh). Without the correction,
+    the router would admit requests that miss their time limit."""
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque()
@@ -159,9 +168,10 @@ class Lateness:
         bisect.insort(self._ranked, seconds)
 
     def seconds(self, now: float, limit_seconds: float) -> float:
-        """Returns the seconds to add to a prediction so that a share `IN_TIME` of the requests
-        comes in time, or 0 with few errors. Returns at most half of the limit, because refused
-        requests give no measurement and the delay may be over."""
+        """Returns the seconds to add to a predicted TTFT, so that a share `IN_TIME` of the recent
+        first tokens would have come in the predicted time. Returns 0 while few errors are recorded.
+        Returns at most half of the limit, because refused requests give no measurement and the
+        delay may be over."""
         while self._errors and self._errors[0][0] < now - ERRORS_SECONDS:
             self._forget_oldest()
         late = of_sorted(self._ranked, IN_TIME) if len(self._ranked) >= ERRORS_LEAST else 0.0

@@ -1,9 +1,9 @@
 """Selects the workers that may serve an attempt, with a penalty for each, in seconds. Pure.
 
-Workers that are gone are no candidates. Draining and silent workers are candidates, with a penalty,
-only for an attempt that has tokens already. Workers with an open breaker have a larger penalty, and
-workers that failed this attempt have the largest. The costs of the request itself are in
-`cost_terms`, the choice in `placement`."""
+Workers that are gone are no candidates. Draining workers and workers that are late with their
+heartbeats are candidates, with a penalty, only if the request has tokens already. Workers with an
+open circuit breaker have a larger penalty. Workers that failed this request have the largest
+penalty. `cost_terms` predicts the costs of the request, and `placement` makes the choice."""
 
 import numpy as np
 
@@ -23,8 +23,8 @@ class Candidates:
     """Workers of one `side` (prefill or decode) that may be chosen.
 
     Attributes:
-        rows: The workers' rows in the snapshot.
-        table: The columns of these rows.
+        rows: Row numbers of the workers in the snapshot.
+        table: Columns of the snapshot, limited to these workers.
         against: Penalty of each worker, in seconds.
     """
 
@@ -44,25 +44,27 @@ class Candidates:
 
     @property
     def penalties(self) -> Array | None:
-        """Each worker's penalty plus seconds until its programs are loaded. None if all are 0."""
+        """Each worker's penalty plus the seconds until its XLA programs are loaded, or None if all
+        sums are 0."""
         if self.against is self.side.zeros and not self.side.loading:
             return None
         return self.against + self.table["loading_seconds"]
 
     @property
     def unknown(self) -> bool:
-        """Whether any candidate's speed is unknown, so that it has no predicted times."""
+        """Whether the speed of any candidate is unknown, so that its times cannot be predicted."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
     def trusted(self) -> Flags | None:
-        """Flags of the workers from which cached KV may be fetched, or None if all are allowed."""
+        """Flag for each worker: whether cached KV may be fetched from it. None if KV may be fetched
+        from all workers."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property
     def load(self) -> Array:
-        """For each worker, requests per slot plus the fraction of pages in use. A worker that still
-        loads programs counts as full."""
+        """Load of each worker: requests per decode slot, plus the fraction of KV pages in use. A
+        worker that still loads XLA programs counts as full."""
         table = self.table
         requests = np.maximum(table["running"] + table["waiting"], table["open"])
         pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
@@ -90,7 +92,8 @@ def candidates(
 def usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
-    """Returns the workers of a side that are not gone, with their penalties."""
+    """Returns the workers of `side` (prefill or decode) that may be chosen, with their
+    penalties."""
     rows, table = side.rows, side.table or state.table.take(side.span)
     all_well = not (side.draining or query.avoid) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):

@@ -2,12 +2,14 @@
 worker reports or work is placed.
 
 There are three kinds of columns: the worker's last status, its description (place, role, speed),
-and the work that this router has sent and no status can include yet (`own_`, maintained by
-`accounts.py`). The `own_` columns spread a burst of requests between two heartbeats. Rows keep
-their order of arrival, so a replay breaks ties in the same way. Times are arguments.
+and the work that this router has sent and that no status includes yet (`own_`, maintained by
+`accounts.py`). Because of the `own_` columns, a burst of requests between two heartbeats is spread
+over the workers. Rows stay in the order in which the workers arrived, so that a replayed decision
+breaks ties in the same way. Times are arguments.
 
-Sums are over a worker's dp ranks unless the column's name says otherwise: `best_` is the rank with
-the most free pages, which takes the next sequence, and `most_` the fullest rank."""
+Sums are over a worker's dp ranks unless the column's name says otherwise: `best_` columns describe
+the rank with the most free pages, which takes the next sequence. `most_` columns describe the
+fullest rank."""
 
 import hashlib
 import math
@@ -77,7 +79,8 @@ Flags = npt.NDArray[np.bool_]
 
 class Table:
     """Columns of numbers by name, with one entry per worker. Flags are 0 or 1. `speed` is an index
-    into a list of speeds. Places are stored as codes."""
+    into a list of speeds. The parts of a worker's place (rack, host, domain, process) are stored as
+    integer codes."""
 
     def __init__(self, cells: Array) -> None:
         self.cells = cells
@@ -107,8 +110,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A worker's description from its card. `place` has the form of `WorkerCard.place`. `kind` is
-    None if the worker's speed is unknown."""
+    """The part of a worker's card that placement needs. `place` has the form of `WorkerCard.place`.
+    `kind` determines the worker's speed and is None if the speed is unknown."""
 
     place: str = ""
     kind: Kind | None = None
@@ -119,11 +122,12 @@ class Side:
     """The workers of one kind (prefill only, or decode and mixed).
 
     Attributes:
-        rows: The workers' rows in the snapshot, ascending.
-        room: Sequences that each worker may hold: a few more than its slots, so that the next
-            sequence is ready when a slot is freed (scheduler/reservations.py).
+        rows: Row numbers of the workers in the snapshot, ascending.
+        room: Number of sequences that each worker may hold. It is a little larger than the worker's
+            number of decode slots, so that the next sequence is ready when a slot is freed
+            (scheduler/reservations.py).
         speed, chunk_tokens, page_size: Value common to all workers, or None if they differ.
-        table: The workers' current numbers, or None if the rows are not contiguous.
+        table: View of the workers' columns, or None if the rows are not contiguous.
         zeros: A read-only array of zeros, one per worker.
     """
 
@@ -144,8 +148,8 @@ class Side:
 
 
 class ClusterState:
-    """The snapshot of all workers. `update` adds a worker at its first status. `describe` sets its
-    description, before or after that."""
+    """The snapshot of all workers. `update` adds a worker when its first status arrives. `describe`
+    sets a worker's description and may be called before or after that status."""
 
     def __init__(self) -> None:
         self.table = Table(np.zeros((len(COLUMNS), 16)))
@@ -180,19 +184,20 @@ class ClusterState:
         return self._rows.get(name)
 
     def row_of(self, name: str) -> int:
-        """Returns the worker's row, or -1 if the worker is unknown."""
+        """Returns the worker's row number, or -1 if the worker is unknown."""
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """Returns the `row_of` of each worker in a numbering, as a read-only array."""
+        """Returns the row number of each worker in `roster`, as a read-only array. Unknown workers
+        have -1."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
         return self._roster_rows[1]
 
     def life(self, name: str) -> int:
-        """Returns a number that identifies the worker's registration and changes when a forgotten
-        worker returns. 0 if the worker is unknown."""
+        """Returns a number that identifies the worker's registration, or 0 if the worker is
+        unknown. A worker that was removed and returns has a new number."""
         return self._lives.get(name, 0)
 
     def name(self, row: int) -> str:
@@ -246,7 +251,8 @@ class ClusterState:
             self._place(row, description)
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """Stores a worker's status. Leaves the `own_` columns, which `accounts` maintains."""
+        """Stores a worker's status. Does not change the `own_` columns, which `accounts`
+        maintains."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -277,7 +283,8 @@ class ClusterState:
         self._heard_since = min(self._heard_since, now)
 
     def forget(self, name: str) -> None:
-        """Removes a worker. Later rows move up, so keep names and not rows. Idempotent."""
+        """Removes a worker. Idempotent. Later workers get new row numbers, so callers must store
+        names and not row numbers."""
         row = self._rows.pop(name, None)
         self._statuses.pop(name, None)
         self._forms.pop(name, None)
@@ -295,14 +302,16 @@ class ClusterState:
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Returns the columns of a worker's row that do not follow from its description."""
+        """Returns a worker's values by column, without the columns that follow from its
+        description."""
         row = self._rows[name]
         return {
             column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
         }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """Adds a worker with the columns `numbers`. Raises KeyError for an unknown column."""
+        """Adds a worker with the values `numbers`, by column. Raises KeyError for an unknown
+        column."""
         self._descriptions[name] = description
         row = self._rows.get(name)
         if row is None:
@@ -314,7 +323,7 @@ class ClusterState:
         self._change_form()
 
     def bar(self, row: int, until: float) -> None:
-        """Marks the worker to be avoided until that time, as long as there are others."""
+        """Marks the worker, which placement avoids until time `until` unless there is no other."""
         self.table["barred_until"][row] = until
         self.barred_until = max(self.barred_until, until)
 
@@ -324,7 +333,7 @@ class ClusterState:
         self._heard_since = min(self._heard_since, at)
 
     def silent_for(self, now: float, most: float) -> bool:
-        """Returns whether any worker may have been silent for more than `most` seconds."""
+        """Returns whether any worker has sent no status for more than `most` seconds."""
         if now - self._heard_since > most:
             heard = [self.table["heard_at"][side.span] for side in self._both()]
             self._heard_since = min(float(column.min(initial=now)) for column in heard)
@@ -409,7 +418,8 @@ class ClusterState:
 
 
 def _form(status: WorkerStatus) -> object:
-    """Returns the parts of a status that describe the worker and rarely change."""
+    """Returns those fields of a status that rarely change. Derived values are rebuilt only if one
+    of them changes."""
     return (
         status.role,
         status.page_size,
@@ -424,13 +434,14 @@ def _form(status: WorkerStatus) -> object:
 
 
 def _only(column: Array) -> float | None:
-    """Returns the common value, or None if values differ."""
+    """Returns the value that all entries of a column share, or None if they differ."""
     return float(column[0]) if len(column) and (column == column[0]).all() else None
 
 
 def _codes(place: str) -> list[int]:
-    """Returns one code per part of the place. Two workers have equal codes if they share the place
-    up to that part. A missing part has code 0."""
+    """Returns an integer code for each part of a place (rack, host, domain, process). Two workers
+    have equal codes for a part if their places are equal up to and including the part. A missing
+    part has code 0."""
     parts = place.split("/")[: len(PARTS)] if place else []
     beginnings = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     codes = [

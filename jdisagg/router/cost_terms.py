@@ -1,12 +1,13 @@
 """Predicts the seconds of each stage of one attempt, for all candidates at once. Pure.
 
-For prefill workers these are the backlog and the prompt itself. For decode workers they are the
-wait for room, and a step with the sequence in it. For pairs it is the part of the KV transfer after
-the prefill.
+A prefill worker has two stages: its backlog, and the prompt itself. A decode worker has two stages:
+the wait until it has room, and a decode step that includes the sequence. A pair has one stage: the
+part of the KV transfer that remains after the prefill.
 
-A decode worker has room with a free slot, pages on its best rank, pages for the expected growth of
-this router's sequences, an empty queue, and a step within the bound. If one of these is missing,
-sequences must end first. They end at the rate of Little's law: running / (mean length x step)."""
+A decode worker has room if it has a free slot, enough free pages on the rank with the most free
+pages, pages for the expected growth of this router's sequences, an empty queue, and a step within
+the TPOT bound. Otherwise running sequences must end first. By Little's law they end at the rate
+running / (mean length x step)."""
 
 import math
 from dataclasses import replace
@@ -40,8 +41,8 @@ class Holder:
     """A worker from which prefill workers may fetch cached KV.
 
     Attributes:
-        row: The worker's row in the snapshot.
-        tokens: Tokens of the prompt that the worker has cached.
+        row: Row number of the worker in the snapshot.
+        tokens: Number of tokens of the prompt that the worker has cached.
         issued_seconds: Seconds until the steps already issued to the worker's mesh are done.
         decodes: Whether the worker is a decode worker.
     """
@@ -54,17 +55,18 @@ class Holder:
 
 @plain
 class PrefillCosts:
-    """Costs of prefill workers `rows`, in seconds.
+    """Predicted costs of the prefill workers `rows`, in seconds, one entry per worker.
 
     Attributes:
-        queue: Time of the backlog.
-        prefill: Time of the prompt itself.
-        spared: Time saved by cached or fetched tokens.
-        chunks: Number of chunks of the prompt.
-        known: Indices of workers with cached tokens, and their numbers of cached tokens.
-        holders: Workers from which KV may be fetched.
-        fetches: For each worker the index of the holder to fetch from (-1: no fetch), or None if no
-            worker fetches.
+        queue: Seconds until the worker's earlier prompts are computed.
+        prefill: Seconds to compute the prompt itself.
+        spared: Seconds that cached or fetched tokens save.
+        chunks: Number of chunks in which the prompt is computed.
+        known: Indices of the workers that have tokens of the prompt cached, and how many tokens
+            each has cached.
+        holders: Workers from which cached KV may be fetched.
+        fetches: For each worker, the index in `holders` from which it fetches KV, or -1 if it
+            fetches none. None if no worker fetches.
     """
 
     rows: Indices
@@ -77,7 +79,7 @@ class PrefillCosts:
     fetches: Indices | None = None
 
     def few(self, places: Indices) -> "PrefillCosts":
-        """Returns the costs of the workers at these indices, with `known` left empty."""
+        """Returns the costs of the workers at the indices `places`, with `known` left empty."""
         return PrefillCosts(
             self.rows.take(places),
             self.queue.take(places),
@@ -92,9 +94,9 @@ class PrefillCosts:
 
 @plain
 class DecodeCosts:
-    """Costs of decode workers `rows`: seconds until a worker has room (`queue`), seconds of a step
-    with the sequence in it, and whether sequences run at the worker. `room`: Whether all workers
-    have room now."""
+    """Predicted costs of the decode workers `rows`. For each worker, `queue` is the seconds until
+    it has room for the sequence, `step` the seconds of a decode step that includes the sequence,
+    and `busy` whether sequences run at the worker. `room`: Whether all workers have room now."""
 
     rows: Indices
     queue: Array
@@ -104,7 +106,8 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """Seconds from the KV's arrival to the first token decoded from it, for each worker."""
+        """For each worker, seconds from the arrival of the KV to the first token that is decoded
+        from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
@@ -114,14 +117,15 @@ class DecodeCosts:
 
 @plain
 class LocalCosts:
-    """Costs of decode workers that compute the prompt themselves.
+    """Predicted costs of decode workers if they compute the prompt themselves, one entry per
+    worker.
 
     Attributes:
-        costs: Prefill costs if chunks and decode steps alternate.
-        lost: Seconds of the chunks alone, by which running streams are delayed.
-        lacking: Tokens to compute.
-        longest: Longest time that a running stream waits for a token.
-        paced: Seconds until running streams have recovered from the worker's last prompt.
+        costs: Costs of the prefill, with a decode step of the running streams after each chunk.
+        lost: Seconds of the chunks alone, which delay the running streams.
+        lacking: Number of tokens of the prompt that are not cached and must be computed.
+        longest: Longest time, in seconds, that a running stream waits for a token meanwhile.
+        paced: Seconds until running streams have made up for the delay by the worker's last prompt.
     """
 
     costs: PrefillCosts
@@ -240,9 +244,9 @@ def transfers_of(
     far: Link,
     places: Indices | None = None,
 ) -> Array:
-    """Returns seconds to transfer the KV that the decode side lacks, [prefill workers, decode
-    workers], over the best link of each pair. `places`: Indices of the prefill workers within their
-    side, if known."""
+    """Returns the seconds to transfer the KV that each decode worker does not have, over the best
+    link of each pair. The shape is [prefill workers, decode workers]. `places`: Indices of the
+    prefill workers in `state.prefill`, if known."""
     missing: Array | float = float(query.work.tokens)
     at, cached = known_at(state, decodes, query)
     if len(at):
@@ -262,8 +266,8 @@ def too_far(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Flags:
-    """Returns a mask [prefill workers, decode workers]: pairs that share no rack although the
-    prompt is too short for a prefill in another rack."""
+    """Returns a mask [prefill workers, decode workers] of pairs to avoid: the workers are in
+    different racks, and the prompt is too short for a prefill in another rack."""
     unknown = np.full(len(prefills.rows), float(query.work.tokens))
     at, known = known_at(state, prefills.rows, query)
     unknown[at] -= known
@@ -272,8 +276,8 @@ def too_far(
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
-    """Returns the seconds of a transfer that remain after the prefill: while a chunk is computed,
-    the chunks before it are transferred."""
+    """Returns the seconds of a transfer that remain after the prefill ended. While a chunk is
+    computed, the earlier chunks are transferred."""
     if not np.count_nonzero(chunks != 1.0):
         return transfer
     last = transfer / chunks
@@ -281,9 +285,9 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
 
 
 def most_computed(table: Table, whole: bool = False) -> Array:
-    """Returns the most prompt tokens that each decode worker computes itself. Mixed workers have no
-    limit. Workers with --append_tokens compute one chunk (0 if `whole`: prompt log-probabilities).
-    Other workers compute 0."""
+    """Returns the maximum number of prompt tokens that each decode worker computes itself. Mixed
+    workers have no limit. Workers with --append_tokens compute at most one chunk, and none if
+    `whole` (log-probabilities of the prompt are requested). Other workers compute none."""
     able = table.flag("can_prefill") & (not whole)
     appended = np.where(able, table["chunk_tokens"], 0.0)
     return np.where(table.flag("mixed"), np.inf, appended)
@@ -297,7 +301,8 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Returns the costs of prefill on decode workers, where chunks and decode steps alternate."""
+    """Returns the costs of computing the prompt on decode workers, where prefill chunks and decode
+    steps alternate."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
@@ -321,11 +326,12 @@ def paced_until(
 ) -> float | None:
     """Returns the earliest time of a mixed worker's next prompt, or None without a limit.
 
-    No running stream of a mesh gets a token while the mesh computes a prompt. Steps alone keep the
-    TPOT bound (see `decodes_of`). Steps and prefills together keep it while prefills take at most
-    the share of time `1 - step / tpot_slo_seconds`. Each prompt therefore moves `paced_until`
-    forward by its own seconds divided by that share. Until then the next prompt waits at the
-    router, which can still reorder or refuse it. All dp ranks wait for the rank that computes."""
+    No running stream of a mesh gets a token while the mesh computes a prompt. Decode steps alone
+    keep the TPOT bound (see `decodes_of`). Steps and prefills together keep the bound if prefills
+    take at most the share `1 - step / tpot_slo_seconds` of the time. Each prompt therefore moves
+    `paced_until` forward by the prompt's prefill seconds divided by that share. Until then the next
+    prompt waits at the router, which can still reorder or refuse it. Prompts of all dp ranks count,
+    because all ranks wait while one computes."""
     row, bound = state.row(decision.decode), policy.tpot_slo_seconds
     if decision.prefill is not None or decision.terms is None or bound == math.inf or row is None:
         return None
@@ -342,13 +348,14 @@ def paced_until(
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
-    """Returns the number of the prompt's tokens that a worker has cached, at most all but one."""
+    """Returns the number of prompt tokens that a worker has cached. The last token never counts,
+    because it must be computed."""
     return min(query.cached.get(worker, 0), query.work.tokens - 1)
 
 
 def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
-    """Returns the indices, among ascending `rows`, of workers with cached tokens, and their numbers
-    of cached tokens (at most all of the prompt but one)."""
+    """Returns the indices, in ascending `rows`, of the workers that have prompt tokens cached, and
+    how many tokens each has cached. The last token of the prompt never counts."""
     cached = query.cached
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING

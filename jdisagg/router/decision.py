@@ -1,4 +1,5 @@
-"""Input and output of placement, as plain data for the live router, decision logs and simulator."""
+"""Input and output of placement, as plain data that the live router, decision logs and the
+simulator share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ class Affinity(Protocol):
     """Index that reports how much of a prompt each worker has cached."""
 
     def known(self, request: Request) -> Known:
-        """Hashes the prompt once. Returns a function that reads the index anew at each call."""
+        """Hashes the prompt of a request once. Returns a function that looks up the current number
+        of cached tokens of each worker."""
         ...
 
 
@@ -28,17 +30,19 @@ class PlacementQuery:
     """One attempt to place.
 
     Attributes:
-        cached: Number of the prompt's tokens that each worker has cached.
+        cached: Number of prompt tokens that each worker has cached.
         avoid: Workers that failed this attempt.
         under_way: Whether the request was admitted before (retried, preempted, resumed). It is then
             neither refused nor deferred.
         resuming: Whether the request has tokens already, so that draining workers may serve it.
-        age_seconds: Time since the request arrived.
-        ahead_seconds: Expected further wait at this router.
-        limit_seconds: Time after arrival by which the first token must come.
-        typical_tokens: Mean length of answers, which determines how soon a sequence makes room.
-        whole: Whether log-probabilities of the prompt are requested. Their programs compile at
-            first use, and running streams of the same mesh would wait for the compilation.
+        age_seconds: Seconds since the request arrived.
+        ahead_seconds: Seconds that the request is expected to wait further at this router.
+        limit_seconds: Seconds after the arrival within which the first token must come.
+        typical_tokens: Mean length of answers in tokens, from which the time until running
+            sequences end is predicted.
+        whole: Whether log-probabilities of the prompt are requested. A decode worker then does not
+            compute the prompt: the XLA programs for prompt log-probabilities compile at first use,
+            and running streams would wait for the compilation.
     """
 
     work: Work
@@ -59,17 +63,17 @@ class PlacementPolicy:
 
     Attributes:
         tpot_slo_seconds: Longest predicted decode step of a placement (inf: no limit).
-        hold_seconds: Seconds of queued work beyond which a worker gets no more. Further requests
-            wait at the router, which can still reorder them.
-        local_gain: Share by which prefill on the decode worker must shorten first token and
-            hand-off to be chosen.
-        far: Link between workers that share no rack.
-        decode_first: Whether decode pages are reserved before the prefill starts. Waiting for them
+        hold_seconds: Seconds of queued work beyond which a worker gets no more requests. Further
+            requests wait at the router, which can still reorder them.
+        local_gain: Fraction by which prefill on the decode worker must shorten the time to first
+            token and hand-off, compared with a pair, to be chosen.
+        far: Network link between workers in different racks.
+        decode_first: Whether decode pages are reserved before the prefill starts. Waiting for pages
             then delays the first token and not the second.
         suspect_seconds: Silence after which a worker gets no new requests.
         gone_seconds: Silence after which a worker gets no requests at all.
         peer_fetch: Whether prefill workers fetch cached KV from other prefill workers.
-        fetch_from_decode: Whether they also fetch it from decode workers.
+        fetch_from_decode: Whether prefill workers also fetch cached KV from decode workers.
         far_prefill_tokens: Prompts with fewer uncached tokens are prefilled in the decode worker's
             rack if possible.
     """
@@ -88,8 +92,9 @@ class PlacementPolicy:
 
 @plain
 class CostTerms:
-    """Predicted seconds of each stage: prefill queue, prefill, the part of the transfer after the
-    prefill, the wait for room at the decode worker, and one decode step with the sequence in it."""
+    """Predicted seconds of each stage: prefill queue, prefill, the part of the KV transfer that
+    remains after the prefill, the wait for room at the decode worker, and one decode step that
+    includes the sequence."""
 
     prefill_queue: float = 0.0
     prefill: float = 0.0
@@ -100,16 +105,16 @@ class CostTerms:
 
 @plain
 class Decision:
-    """The chosen workers.
+    """The workers that placement chose for an attempt.
 
     Attributes:
         prefill: Prefill worker, or None if the decode worker computes the prompt.
-        context_tokens: Context limit of the decode worker.
-        kind: Reason of the choice from a small fixed set, for metrics.
-        terms: Predicted seconds of each stage, or None if the choice was by load.
-        cached_tokens: Tokens that the prefilling worker has cached.
-        peer: Worker from which the prefilling worker may fetch more, or "".
-        peer_tokens: Tokens that `peer` has cached.
+        context_tokens: Largest context of the decode worker, in tokens.
+        kind: Reason of the choice, from a small fixed set of labels for metrics.
+        terms: Predicted seconds of each stage, or None if the workers were chosen by load.
+        cached_tokens: Number of prompt tokens that the prefilling worker has cached.
+        peer: Worker from which the prefilling worker may fetch further cached KV, or "".
+        peer_tokens: Number of prompt tokens that `peer` has cached.
     """
 
     prefill: str | None
@@ -135,8 +140,8 @@ class Deferred:
 
 @plain
 class Refusal:
-    """The request is refused, because its first token would miss the limit. `kind`: Cause from a
-    small fixed set."""
+    """The request is refused, because its first token would miss its time limit. `kind`: Cause,
+    from a small fixed set of labels."""
 
     reason: str
     retry_after_seconds: float

@@ -4,9 +4,9 @@ answer.
     record = record_of(state, query, now, policy, answer)  # dicts, lists, numbers, texts
     assert replay(record) == answer_of(record)
 
-`replay` restores the record's snapshot and decides again with the current code. A record contains
-only the workers on which the decision depends (`placement.witnesses`). It contains lengths and
-worker names, but neither tokens nor callers.
+`replay` restores the snapshot from a record and decides again with the current code. A record
+contains only the workers on which the decision depends (`placement.witnesses`). A record contains
+lengths and worker names, but neither token ids nor the names of tenants.
 
 Raises ConfigError for malformed records."""
 
@@ -54,7 +54,7 @@ def record_of(
     policy: PlacementPolicy,
     answer: PlacementOutcome,
 ) -> Record:
-    """Builds the record of a decision. Call it before the snapshot changes."""
+    """Builds the record of a decision. Call this function before the snapshot changes."""
     mattered = witnesses(state, query, now, policy)
     names = [name for name in state if name in mattered]
     kinds: list[Kind] = []
@@ -94,7 +94,8 @@ def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
 
 
 def replay(record: Mapping[str, Any]) -> PlacementOutcome:
-    """Decides again on a record's snapshot and returns the answer. Raises like `decide`."""
+    """Decides again on the snapshot in a record and returns the answer. Raises the errors of
+    `placement.decide`."""
     with _Reading():
         if record["version"] != VERSION:
             raise ConfigError(
