@@ -1,2 +1,2 @@
-"""Model families, one per file, built from `jdisagg.ops`; readers of checkpoints and tokenizers;
-and the catalogue of families."""
+"""Model families, with one file per family, built from `jdisagg.ops`. Also reads checkpoints and
+tokenizers. `catalog.py` lists the families."""

@@ -1,10 +1,11 @@
-"""Attention and the decoder layer of all families. `models/feed_forward.py` has the feed-forward
-blocks.
+"""Attention and decoder layer, shared by all model families. `models/feed_forward.py` has the
+feed-forward blocks.
 
 These Flax NNX modules run on local shards inside `shard_map` (`Shards` names the axes) or on whole
-arrays, and derive local head and expert counts from the weights. There is one psum after the
-attention output and one after the feed-forward; biases are added after the psum. Layers hold no
-index, so layers of equal configuration have equal structure."""
+arrays, and derive local head and expert counts from the weights. Each layer has two psums: after
+the attention output projection and after the feed-forward block. Biases are added after the psum.
+Layers do not store their index, so layers of equal configuration have equal structure and share one
+compiled program."""
 
 import math
 
@@ -29,7 +30,8 @@ from models.mamba2 import Mamba2
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rope. `attend` caches keys and values."""
+    """Grouped-query attention with rope. The caller's `attend` function writes keys and values to
+    the cache and computes the attention."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -87,8 +89,8 @@ class Attention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] for the tokens `rows_R`. For all other tokens only keys and
-        values are computed and cached."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only,
+        and just caches keys and values of the other tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
         k_TC = self.k(x_TD, shards)
@@ -123,7 +125,8 @@ class Attention(nnx.Module):
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
 
     def _normal(self, x: jax.Array, norm: Norm | None, shards: Shards) -> jax.Array:
-        """Splits into heads and normalises each head by itself or all heads together."""
+        """Splits queries or keys into heads and applies their norm, over each head or over all
+        heads together."""
         if norm is None:
             return self._heads(x)
         return self._heads(norm(x, shards.tp)) if self.norm_all else norm(self._heads(x))
@@ -138,7 +141,7 @@ class Attention(nnx.Module):
 def _mixer(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
 ) -> Attention | MultiHeadLatentAttention | GatedDeltaNet | Mamba2:
-    """Builds a layer's attention, or its recurrent replacement."""
+    """Builds a layer's attention module, or its recurrent module if the layer is recurrent."""
     if layer.delta:
         return GatedDeltaNet(make, config, layer.delta, form)
     if layer.mamba:
@@ -148,8 +151,8 @@ def _mixer(
 
 
 class DecoderLayer(nnx.Module):
-    """Attention (or a recurrent layer in its place) and feed-forward, or only one of them. Each has
-    a residual connection, and norms before it, after it, or both."""
+    """Decoder layer: a mixer (attention or a recurrent module) and a feed-forward block, or only
+    one of the two. Each has a residual connection. Norms come before it, after it, or both."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -221,7 +224,8 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scale is None else x * self.layer_scale[...][None, :]
 
     def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
-        """Returns what a block adds to the residual stream: y after its norm and factor."""
+        """Returns a block's contribution to the residual stream: its output y, after the norm and
+        factor that the model has there."""
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
 

@@ -1,4 +1,5 @@
-"""The supported families, by config.json's `model_type`, with each family's config reader."""
+"""Catalogue of the supported model families: maps the `model_type` of config.json to the function
+that reads the family's configuration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from models.quantization_config import stored_quantization
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family. `architecture` is the class name in config.json."""
+    """A model family. `architecture` is the name under `architectures` in config.json."""
 
     architecture: str
     read_config: Callable[[HfConfig], DecoderConfig]
@@ -84,8 +85,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the configuration of a supported model. Raises CheckpointError, with the name, for
-    other models."""
+    """Reads the configuration of a supported model. Raises CheckpointError, which names the model
+    type, for unsupported models."""
     kind = hf.raw("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -1,5 +1,5 @@
-"""A checkpoint's chat template: Jinja in a sandbox, with the helpers that published templates
-expect.
+"""Renders a checkpoint's chat template with Jinja in a sandbox, and provides the helper functions
+that published templates call.
 
 Neither a checkpoint's template nor a client's messages may execute Python, so the environment is
 immutable and sandboxed. A template that does not compile raises CheckpointError. Messages that the
@@ -21,8 +21,8 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block `{% generation %}`, which marks the assistant's text for training. Renders its
-    body."""
+    """Supports the tag `{% generation %}`, which marks the assistant's text for training. Here the
+    tag has no effect: its body is rendered as usual."""
 
     tags = {"generation"}
 
@@ -32,17 +32,17 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Refused(Exception):
-    """Raised by `raise_exception` in a template."""
+    """Raised when a template calls `raise_exception` to reject the messages."""
 
 
 class ChatTemplate:
     """A model's chat template, or several by name.
 
     Args:
-        sources: Template text by name. "default" renders conversations; "tool_use", where present,
-            renders those with tools (transformers chooses in the same way).
-        special_tokens: Values that templates read by name: bos_token, eos_token, and
-            additional_special_tokens, a list.
+        sources: Template text by name. "default" renders conversations. If "tool_use" is present,
+            it renders conversations with tools, as in transformers.
+        special_tokens: Variables of the templates: the strings bos_token and eos_token, and the
+            list additional_special_tokens.
 
     Raises:
         CheckpointError: From `render`, if a template does not compile or none is named default.
@@ -68,11 +68,12 @@ class ChatTemplate:
         """Returns the prompt's text.
 
         Args:
-            messages: The content of each is text, a list of text parts, or None. Content is
-                converted if the template displays only text or only parts.
-            continue_final_message: Ends the prompt inside the last message, after its content.
-            arguments: Further variables of the template, `documents` among them.
-            tools: Tools in the form of OpenAI's API.
+            messages: Conversation. Each message's content is a string, a list of text parts, or
+                None. It is converted if the template supports only strings or only lists.
+            continue_final_message: Whether the prompt ends directly after the last message's
+                content, so that the model continues this message.
+            arguments: Additional variables of the template, such as `documents`.
+            tools: Tool definitions in the format of OpenAI's API.
 
         Raises:
             InvalidRequestError: If the template refuses the messages or an argument.
@@ -102,8 +103,8 @@ class ChatTemplate:
         return _before_the_mark(text, mark) if mark else text
 
     def _in_form(self, name: str, message: Mapping[str, object]) -> dict[str, object]:
-        """Returns the message with its content as text or as parts, whichever the template
-        displays."""
+        """Returns the message with its content as a string or as a list of parts, depending on
+        which form the template supports."""
         content = message.get("content")
         forms = self._forms_of(name, message.get("role"), bool(message.get("tool_calls")))
         if isinstance(content, Sequence) and not isinstance(content, str) and not forms.several:
@@ -113,9 +114,9 @@ class ChatTemplate:
         return dict(message) if "content" not in message else {**message, "content": content}
 
     def _forms_of(self, name: str, role: object, calling: bool) -> "_Forms":
-        """Renders a probe in each form of content and returns which of them the template displays
-        for a role, with or without tool calls. The result is cached, because it depends on the
-        template only."""
+        """Returns the forms of content (string or list of parts) that the template supports for a
+        role, with or without tool calls. Renders a test message in each form to find out, and
+        caches the result."""
         if (name, role, calling) not in self._forms:
             text = self._probe(name, role, calling, _PROBE)
             both = [{"type": "text", "text": text} for text in (_PROBE, _SECOND_PROBE)]
@@ -175,7 +176,8 @@ class ChatTemplate:
 
 
 class _Forms(NamedTuple):
-    """Whether a template displays text content, the first of several text parts, and all parts."""
+    """Forms of message content that a template supports: `text` is a string, `one` is a list with
+    one text part, and `several` is a list with several."""
 
     text: bool
     one: bool
@@ -191,9 +193,9 @@ _REFUSALS = (
 
 
 def _continued(messages: list[dict[str, object]]) -> str:
-    """Appends a mark to the last message's content, in place, and returns the mark. The prompt ends
-    where the rendered mark begins; the content itself may occur several times. The mark ends with a
-    space, which is missing in the result if the template strips content."""
+    """Appends a marker to the last message's content, in place, and returns the marker. The prompt
+    is cut where the marker appears in the rendered text, because the content itself may occur
+    several times. The marker ends with a space, which shows whether the template strips content."""
     content = messages[-1].get("content") if messages else None
     number = 0
     while f"<<continue-{number}>>" in str(messages):
@@ -227,7 +229,7 @@ def _now(form: str) -> str:
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,  # noqa: E501
              sort_keys: bool = False) -> str:  # fmt: skip
-    """Encodes JSON without the HTML escapes of Jinja's own filter."""
+    """Replaces Jinja's filter `tojson`, which would escape HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

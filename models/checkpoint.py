@@ -1,10 +1,11 @@
-"""Loads a checkpoint directory into any layout. Each device's slices are read directly from the
-files.
+"""Loads a checkpoint directory into any parallel layout. Each device's slices are read directly
+from the files.
 
 A directory holds config.json and either safetensors files in Hugging Face format or the Orbax
-format that `jdisagg convert` writes. Missing, unknown and wrongly shaped tensors are listed in an
-error. Each process reads only its own slices. As in transformers, a head tensor that differs from
-the embedding is used even if config.json sets `tie_word_embeddings`."""
+format that `jdisagg convert` writes. One error lists all missing, unknown and wrongly shaped
+tensors. Each process reads only the slices of its own devices. If config.json sets
+`tie_word_embeddings` but the checkpoint has an output head that differs from the embedding, the
+head is used, as in transformers."""
 
 import logging
 import re
@@ -65,8 +66,9 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 
 def load_kv_scales(directory: str | Path) -> tuple[KVScales, str]:
-    """Returns the divisors of keys and values stored in fp8, and the source of the divisors. The
-    source "" means that all divisors are one. Raises `CheckpointError`."""
+    """Returns the KV scales: the numbers by which keys and values are divided before they are
+    stored in fp8. Also returns the source of the scales, which is "" if all scales are one by
+    default. Raises `CheckpointError`."""
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
@@ -88,10 +90,12 @@ def load_model(
     Args:
         directory: Checkpoint folder.
         layout: Layout of the weights.
-        devices: As many devices as the layout has.
+        devices: Devices to place the weights on. Their number must equal the layout's.
         dtype: Type of the weights, "float32" or "bfloat16".
-        platform: JAX platform for which kernels are oriented. None means that of the devices.
-        weights: Quantized type of the layers' matrices, applied while reading.
+        platform: JAX platform, which determines whether weight matrices are stored transposed. None
+            means the devices' platform.
+        weights: Type to which the layers' matrices are quantized while they are read. Empty means
+            no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
 
     Raises:
@@ -148,8 +152,8 @@ def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors 
 def _with_kv_scales(
     read: Decoder, kept: Decoder, scales: KVScales, mesh: Mesh, layout: Layout
 ) -> Decoder:
-    """Copies the arrays of `read` into `kept`, an abstract model that also has KV scales, and fills
-    these from `scales`."""
+    """Adds KV scales to a loaded model. Copies the arrays of `read` into the abstract model `kept`,
+    which has parameters for the scales, and fills these parameters from `scales`."""
     leaves = jax.tree.leaves(nnx.state(read))
     of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
     arrays = []
@@ -167,8 +171,9 @@ def _with_kv_scales(
 
 
 def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
-    """Opens the tensors of the model that `hf` describes, under the names of a text model.
-    Quantized matrices appear as floats under their unquantized names."""
+    """Opens a checkpoint's tensors. The text part of a multimodal model appears under the tensor
+    names of a text model. Quantized matrices appear as float matrices under their unquantized
+    names."""
     files = SafetensorsFiles.from_directory(directory)
     files = files.text_part() if hf.nested else files
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
@@ -177,7 +182,7 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
 
 
 def _has_own_head(files: CheckpointTensors) -> bool:
-    """Whether the files have a head that differs from the embedding."""
+    """Whether the checkpoint has an output head (`lm_head`) that differs from the embedding."""
     shapes = files.shapes()
     if _HEAD not in shapes or _EMBEDDING not in shapes:
         return False
@@ -191,8 +196,8 @@ def _has_own_head(files: CheckpointTensors) -> bool:
 
 
 def find_sources(model: Decoder, files: CheckpointTensors, directory: Path) -> list[Source]:
-    """Returns the source of each parameter, in leaf order. Raises CheckpointError with the tensors
-    that do not fit."""
+    """Returns where each parameter is stored in the files, in the order of `jax.tree.leaves`.
+    Raises CheckpointError, which lists the tensors that are missing, unknown or wrongly shaped."""
     found = files.shapes()
     sources = [find_source(part, model.config, found) for part in parameter_shapes(model)]
     _check(sources, files, model.config, directory)
@@ -277,8 +282,8 @@ def _check(
 
 
 def _adds_nothing(name: str, files: CheckpointTensors) -> bool:
-    """Whether the tensor is a zero bias without a parameter in the model. Some quantizers write
-    such a bias for each matrix."""
+    """Whether the tensor is a bias of zeros, which can be ignored if the model has no such bias.
+    Some quantization tools write a zero bias for each matrix."""
     return name.endswith("_proj.bias") and not np.any(files.read(name, (slice(None),)))
 
 

@@ -1,9 +1,9 @@
-"""A decoder-only transformer that implements `jdisagg.model_api`: stem (embedding, final norm,
-head) and layers.
+"""A decoder-only transformer that implements `jdisagg.model_api`. It consists of a stem (embedding,
+final norm and output head) and layers.
 
 `abstract_model` builds it with shapes only, `init_model` with random weights, and `checkpoint.py`
-from files. The vocabulary is padded to a multiple of tp. Kernels have the platform's orientation
-(`jdisagg/ops/linear.py`)."""
+from files. The vocabulary is padded to a multiple of the tensor-parallel size.
+`jdisagg/ops/linear.py` decides per platform whether weight matrices are stored transposed."""
 
 import math
 
@@ -24,7 +24,7 @@ from models.linear import Linear, Norm
 
 
 class DecoderStem(nnx.Module):
-    """Embedding [V, D], final norm, and a head unless tied to the embedding."""
+    """Embedding [V, D], final norm, and an output head unless the head is tied to the embedding."""
 
     def __init__(self, make: Make, config: DecoderConfig, padded: int, form: KernelForm) -> None:
         self.embedding = parameter(
@@ -70,7 +70,7 @@ class DecoderStem(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The model: `stem`, `layers`, and the properties that programs use."""
+    """The whole model: `stem`, `layers`, and the properties that `jdisagg.model_api` requires."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Decoder(nnx.Module):
         attend: Attend,
         shards: Shards | None = None,
     ) -> jax.Array:
-        """Returns the logits of every position, float32 [T, V_padded]. For tests and training only:
-        serving programs call stem and layers separately."""
+        """Returns the logits of every position, float32 [T, V_padded]. Used by tests and training
+        only. Serving calls the stem and the layers separately."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=True):
@@ -121,7 +121,7 @@ def abstract_model(
     """Builds the model with shapes instead of arrays.
 
     Args:
-        tp: Determines the padding of the vocabulary.
+        tp: Tensor-parallel size. The vocabulary is padded to a multiple of it.
         weights: Quantized type of the layers' matrices. Empty means `dtype`.
     """
 
@@ -139,8 +139,8 @@ def init_model(
     platform: str = "cpu",
     tp: int = 1,
 ) -> Decoder:
-    """Builds random weights: matrices of variance 1 / fan-in, an embedding of deviation 0.02, norms
-    one, biases zero."""
+    """Builds a model with random weights. Matrices have variance 1 / fan-in, and the embedding has
+    standard deviation 0.02. Norm weights are one and biases zero."""
     count = 0
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array:

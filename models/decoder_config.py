@@ -18,10 +18,10 @@ from jdisagg.ops.rope_frequencies import Rope
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention. The cache holds `rank` latent and `rope_dim` rotated values per
-    token, shared by all heads. A head's key has `nope_dim` + `rope_dim` values, and its value has
-    `value_dim`. Queries are computed in two steps through `query_rank` values, or in one step if
-    `query_rank` is 0."""
+    """Sizes of multi-head latent attention. The cache holds `rank` latent values and `rope_dim`
+    values with rotary positions per token, shared by all heads. A head's key has `nope_dim` +
+    `rope_dim` values, and its value has `value_dim`. Queries are computed by two projections with
+    `query_rank` values between them, or by one projection if `query_rank` is 0."""
 
     query_rank: int
     rank: int
@@ -32,8 +32,8 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Gated DeltaNet: `key_heads`, each with a group of value heads, and a convolution over the
-    last `taps` tokens."""
+    """Sizes of a Gated DeltaNet layer. Each of `key_heads` heads serves a group of value heads. A
+    convolution covers the last `taps` tokens."""
 
     key_heads: int
     value_heads: int
@@ -47,7 +47,8 @@ class DeltaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Convolution channels of one key head: its query, its key, and the values of its group."""
+        """Number of convolution channels for one key head. They hold the head's query, its key, and
+        the values of its group."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     def state(self) -> tuple[KVComponent, ...]:
@@ -59,15 +60,16 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class MambaConfig:
-    """Mamba-2: `heads` of `head_dim` values with a state of `state_dim` each, in `groups` that
-    share their write and read vectors, and a convolution over the last `taps` tokens.
+    """Sizes of a Mamba-2 layer. Each of `heads` heads has `head_dim` values and a state [state_dim,
+    head_dim]. The heads of a group share write and read vectors (B and C in the paper). A
+    convolution covers the last `taps` tokens.
 
     Attributes:
-        copies: 0 if groups are sharded with the heads. Otherwise each kv shard computes the groups'
-            write and read vectors, and their convolution state is stored `copies` times, once per
-            kv head, so that each head shard holds a copy.
-        bias: Whether input and output projections have biases.
-        step_limits: Bounds of the steps after the softplus.
+        copies: 0 if groups are sharded with the heads. Otherwise every kv shard computes the write
+            and read vectors of all groups. Their convolution state is then stored `copies` times,
+            once per kv head, so that each shard holds it.
+        bias: Whether the input and output projections have biases.
+        step_limits: Smallest and largest step size; steps are clipped after the softplus.
     """
 
     heads: int
@@ -86,12 +88,13 @@ class MambaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Convolution channels that the heads of a group share: its write and read vectors."""
+        """Number of convolution channels that the heads of a group share. They hold the group's
+        write and read vectors."""
         return 2 * self.state_dim
 
     def own_units(self, heads: int) -> tuple[int, int]:
         """Splits a device's `heads` neighbouring heads into the largest equal units that each lie
-        within one group. Returns (units, heads per unit)."""
+        within one group. Returns the number of units and the number of heads per unit."""
         size = math.gcd(heads, self.group_heads)
         return heads // size, size
 
@@ -111,17 +114,19 @@ class MambaConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Attention of a layer.
+    """Configuration of a layer's attention.
 
     Attributes:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
-        scale: Factor of the scores. None means one over the root of the head size.
-        cap: Bound of the scores through a tanh. 0 means none.
+        scale: Factor of the attention scores. None means 1 / sqrt(head size).
+        cap: Bound of the attention scores, as cap * tanh(score / cap). 0 means no bound.
         sinks: Whether each head has a sink: a learned score in the softmax without a value.
-        latent: Latent attention, or None. It has one kv head and queries of `head_dim` values.
-        gated: Whether outputs are multiplied by the sigmoid of a gate.
+        latent: Sizes of latent attention, or None for ordinary attention. Latent attention has one
+            kv head, and its queries have `head_dim` values.
+        gated: Whether attention outputs are multiplied by the sigmoid of a learned gate.
         value_norm: Whether each head of v has a norm without a weight.
-        keys_are_values: Whether v is computed with the matrix of k, before norms and rope.
+        keys_are_values: Whether v equals k before norms and rope, so that no separate matrix for v
+            exists.
     """
 
     query_heads: int
@@ -145,20 +150,22 @@ class ExpertConfig:
     """Experts of a layer and their routing.
 
     Attributes:
-        normalised: Whether the chosen weights are scaled to sum to one, before `scaling`.
+        normalised: Whether the weights of a token's chosen experts are divided by their sum before
+            they are multiplied by `scaling`.
         shared_ffn: Width of an expert that every token uses. 0 means none.
-        shared_gate: Whether that expert has a gate of its own.
-        scores: Softmax over all experts, or sigmoid of each.
-        correction: Whether a bias is added to the scores for the choice of experts, but not for
-            their weights.
+        shared_gate: Whether the shared expert's output is multiplied by the sigmoid of a learned
+            gate.
+        scores: Function that turns router logits into scores: a softmax over all experts, or a
+            sigmoid of each.
+        correction: Whether a learned bias is added to the scores when experts are chosen. The
+            experts' weights use scores without this bias.
         groups, groups_per_token: Number of expert groups, and number of best groups from which a
             token's experts are chosen.
-        wide: Whether softmax routing multiplies by the router matrix in float32, as sigmoid routing
-            always does.
+        wide: Whether softmax routing computes router logits in float32. Sigmoid routing always
+            does.
         biased: Whether experts and router have biases.
         clamp: Gate function of the experts. None means silu.
-        latent: Width of the experts' inputs and outputs, if narrower than the model's. 0 means the
-            model's width.
+        latent: Width of the experts' inputs and outputs. 0 means the model's width.
         beside: Whether a dense block of width `shared_ffn` runs in parallel with the experts, each
             with its own norms, and the router reads the residual stream (Gemma 4).
     """
@@ -183,16 +190,18 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer.
+    """Configuration of one layer.
 
     Attributes:
-        window: Positions attended to, the token's own included. None means all.
-        experts: None in a dense layer.
+        window: Number of latest positions that a token attends to, its own position included. None
+            means all.
+        experts: Configuration of the experts. None in a dense layer.
         rotated: Whether the layer has rotary positions.
-        rope, attention: Overrides of the model's. None means the model's.
-        delta, mamba: Recurrent layer in place of attention, or None.
+        rope, attention: Configuration for this layer. None means the configuration of the whole
+            model.
+        delta, mamba: Sizes of the recurrent module that replaces attention, or None.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
-            or both. Nemotron's layers have one of them.
+            or both. Nemotron's layers have only one of the two.
     """
 
     window: int | None = None
@@ -212,20 +221,22 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder-only transformer.
+    """Configuration of a decoder-only transformer.
 
     Attributes:
-        ffn: Width of dense layers.
-        context_tokens: Longest sequence that the positions were built for.
+        ffn: Hidden width of the feed-forward block in dense layers.
+        context_tokens: Number of tokens of the longest sequence that the model supports.
         norms: Place of the norms: before attention and feed-forward, after them, or both.
-        norms_above_one: Whether norm weights are added to one, those of q and k included.
-        embedding_scale, residual_scale: Factors of embeddings and of a block's contribution to the
-            residual stream.
+        norms_above_one: Whether norms multiply by 1 + weight instead of weight. Applies to the
+            norms of q and k too.
+        embedding_scale, residual_scale: Factor of the token embeddings, and factor of each block's
+            contribution to the residual stream.
         logits_divisor: Divisor of the logits.
-        logits_cap: Bound of the logits through a tanh. 0 means none.
-        layer_scales: Whether each layer's output has a learned factor.
-        left_aside, mtp_aside: Multi-token prediction layers of the checkpoint, which are not read:
-            their number after the last layer, and whether they have a name prefix of their own.
+        logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
+        layer_scales: Whether each layer's output is multiplied by a learned factor.
+        left_aside, mtp_aside: Multi-token prediction layers of the checkpoint, which are ignored.
+            `left_aside` is their number if they are stored as further layers after the last.
+            `mtp_aside` is set if their tensor names start with "mtp." instead.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
     """
 
@@ -256,7 +267,7 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Largest number of shards into which the kv heads of every layer divide."""
+        """Largest number of shards that divides the number of kv heads of every layer."""
         return math.gcd(*(self.attention_of(layer).kv_heads for layer in self.layers))
 
     @property
@@ -273,7 +284,7 @@ class DecoderConfig:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Sizes that a layout must divide. `ffn` is 0 if no layer is dense."""
+        """Sizes that a parallel layout must divide. `ffn` is 0 if no layer is dense."""
         dense = any(layer.experts is None and layer.parts != "mixer" for layer in self.layers)
         experts, linear = self.experts, self._linear
         return ModelGeometry(
@@ -288,7 +299,7 @@ class DecoderConfig:
         )
 
     def cost_geometry(self, name: str) -> CostGeometry:
-        """Returns the sizes for the cost model."""
+        """Returns the model's sizes in the form that the cost model needs."""
         attention, experts = self.attention, self.experts
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
@@ -369,8 +380,8 @@ class DecoderConfig:
         return KVSpec(tuple(self._kept_of(layer, kept) for layer in self.layers), dtype)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
-        """Returns the KV spec of a layer. `kept` is the type of keys and values, or "" for the
-        spec's type."""
+        """Returns the specification of the KV that a layer stores. `kept` is the type of keys and
+        values, or "" for the default type."""
         if layer.recurrent:
             return KVLayer((), state=layer.recurrent.state())
         if layer.parts == "ffn":

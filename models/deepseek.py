@@ -132,7 +132,7 @@ def _check_turned_part(hf: HfConfig) -> None:
 
 
 def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
-    """Reads all fields except those of the experts."""
+    """Reads all fields except those that describe experts."""
     refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")
     rope_dim = hf.count("qk_rope_head_dim", sizes.rope_dim)

@@ -19,7 +19,8 @@ from models.linear import Linear, Norm
 
 
 class GatedMLP(nnx.Module):
-    """down(act(gate(x)) * up(x)), its width sharded over tp."""
+    """Computes down(act(gate(x)) * up(x)). The hidden width is sharded over the tensor-parallel
+    axes."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
@@ -39,7 +40,7 @@ class GatedMLP(nnx.Module):
 
 
 class PlainMLP(nnx.Module):
-    """down(relu(up(x))^2), its width sharded over tp."""
+    """Computes down(relu(up(x))^2). The hidden width is sharded over the tensor-parallel axes."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
@@ -67,7 +68,8 @@ _OUT_OF_EXPERTS: Axes = ("expert", "expert_ffn", "embed")
 def _experts(
     make: Make, shape: tuple[int, int, int], axes: Axes, form: KernelForm
 ) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array] | None]:
-    """Creates a stack of matrices [E, in, out], and scales [E, out] if it is quantized."""
+    """Creates the expert matrices [E, in, out], and scales [E, out] if the matrices are
+    quantized."""
     experts, into, out = shape
     kept = (experts, into // 2, out) if form.packed(experts=True) else shape
     stack = parameter(make(kept, form.role(experts=True), into), axes)
@@ -78,7 +80,8 @@ def _experts(
 
 class SparseMLP(nnx.Module):
     """A router and experts, optionally with biases and with a shared expert for every token. Each
-    expert is a gated MLP, which lies whole on one device (ep > 1) or is split over tp."""
+    expert is a gated MLP. It is stored whole on one device if ep > 1, and is otherwise split over
+    tp."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
@@ -189,7 +192,8 @@ class SparseMLP(nnx.Module):
 def _latent(
     make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
 ) -> tuple[Linear, Linear] | tuple[None, None]:
-    """Creates the projections to the experts' width and back, replicated on each device."""
+    """Creates the projections from the model's width to the experts' narrower width and back. Each
+    device holds a full copy."""
     if not routed.latent:
         return None, None
     into, out = (config.width, routed.latent), (routed.latent, config.width)
@@ -200,8 +204,9 @@ def _latent(
 
 
 class ParallelMLP(nnx.Module):
-    """A dense block in parallel with experts, each with its own norms. The dense block takes the
-    layer's normalised input, and experts and router take the residual stream and normalise it."""
+    """A dense block in parallel with experts, each with its own norms. The dense block's input is
+    the layer's normalised input. Experts and router receive the residual stream and normalise it
+    themselves."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm

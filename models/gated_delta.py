@@ -3,8 +3,9 @@ Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each hea
 
 Each key head serves a group of value heads, and a group's queries, keys and values are adjacent in
 one kernel and one convolution. Groups and state are sharded over the mesh axis "kv". Devices along
-"rep" compute the same recurrence, and only the gate and the output are split over them. The
-recurrent state is float32, and the convolution's state has the activations' type."""
+the mesh axis "rep" repeat the same recurrence, and only the gate and the output projection are
+split over these devices. The recurrent state is float32, and the convolution's state has the
+activations' type."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns [T, D], or [R, D] for the tokens `rows_R`. Others only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
+        the other tokens only update the state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TN = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
@@ -86,8 +88,8 @@ class GatedDeltaNet(nnx.Module):
         return DeltaInputs(q_TNH * delta.key_dim**-0.5, k_TNH, v_TNH, decay_TN, write_TN)
 
     def _inputs(self, kept_RGX: jax.Array) -> jax.Array:
-        """Returns the convolution's state as [R, S, C] from its stored form by groups [R, G, S x
-        channels]."""
+        """Converts the convolution's state from its stored form, one row per group [R, G, S x
+        channels], to [R, S, C]."""
         rows = kept_RGX.shape[0]
         by_group = kept_RGX.reshape(rows, -1, self.delta.taps - 1, self.delta.group_channels)
         return by_group.swapaxes(1, 2).reshape(rows, self.delta.taps - 1, -1)

@@ -1,6 +1,6 @@
 """Gemma 2 and Gemma 3's text model: norms before and after blocks with weights added to one, scaled
 embeddings, GELU, and windows in some layers. Gemma 2 bounds scores and logits through a tanh (arXiv
-2408.00118). Gemma 3's layers with a window have other rotary parameters than the rest."""
+2408.00118). In Gemma 3, layers with a window have other rotary parameters than layers without."""
 
 from dataclasses import replace
 
@@ -25,9 +25,9 @@ def read_2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Gemma 3, whose published configs omit fields with transformers' defaults. In
-    transformers 5 `rope_parameters` has one entry per kind of layer. Earlier configs give those of
-    layers without a window only."""
+    """Reads Gemma 3. Its published configs omit fields that have their default value in
+    transformers. In transformers 5 `rope_parameters` has one entry per kind of layer. Earlier
+    configs give the rotary parameters only for layers without a window."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8}
     hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
     given, local = hf.raw("rope_parameters"), None

@@ -78,8 +78,9 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
-    """Refuses features of E2B and E4B that a missing field would imply. When only sizes are read,
-    fields that request such a feature are refused too; `refuse_unread` does that in other cases."""
+    """Raises CheckpointError for features of E2B and E4B, which transformers enables by default if
+    their field is missing. Fields that request such a feature are normally refused by
+    `refuse_unread`. If only sizes are read, this function refuses them."""
     if "hidden_size_per_layer_input" not in hf.fields:
         raise hf.error(
             "hidden_size_per_layer_input",
@@ -106,8 +107,8 @@ def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
 def _full(
     hf: HfConfig, windowed: AttentionConfig, windows: tuple[int | None, ...]
 ) -> AttentionConfig:
-    """Returns the attention of layers without a window. Reads the published fields or, from
-    transformers 5, the sizes by layer number."""
+    """Returns the attention of layers without a window. Reads the fields of the published configs,
+    or the sizes per layer that transformers 5 writes."""
     same = hf.flag("attention_k_eq_v", False)
     heads, size = windowed.kv_heads, hf.count("global_head_dim", 512)
     given = hf.count("num_global_key_value_heads", heads)

@@ -1,5 +1,5 @@
-"""generation_config.json: tokens that end a text, and sampling defaults for requests that leave
-them unset, as in vLLM and SGLang.
+"""generation_config.json: end-of-text tokens, and defaults for sampling parameters that a request
+does not set. vLLM and SGLang use the file in the same way.
 
 `do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. Must not
 import JAX, because routers use this module."""
@@ -61,7 +61,7 @@ def stated_eos_ids(path: Path) -> list[int]:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Reads a JSON object, empty if there is no such file."""
+    """Reads a JSON object from a file. Returns an empty object if the file does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -45,7 +45,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertConfig:
-    """Reads DeepSeek-V3's routing, under its field names."""
+    """Reads the routing options of the experts. GLM-4.5 uses DeepSeek-V3's routing and field
+    names."""
     for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if hf.raw(field) not in (None, only):
             raise hf.error(field, f"must be {only!r}", "other routing is not supported here")

@@ -31,8 +31,8 @@ class FamilyDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """A multimodal model of which the text part is served: its class name, the text part's default
-    `model_type`, and the default of `tie_word_embeddings`."""
+    """A multimodal model whose text part is served. Holds its class name, the default `model_type`
+    of the text part, and the default of `tie_word_embeddings`."""
 
     architecture: str
     text: str
@@ -58,8 +58,8 @@ class HfConfig:
     def __init__(
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
-        """Wraps the fields. `sizes_only` ignores unsupported options, for cost estimates. `nested`
-        means that the fields are the text part of a multimodal model."""
+        """Wraps the fields. With `sizes_only`, unsupported options are ignored, which suffices for
+        cost estimates. `nested` is set if the fields are the text part of a multimodal model."""
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
         self.nested = outer is not None and isinstance(inner, dict)
@@ -151,13 +151,14 @@ class HfConfig:
         return tuple(value)
 
     def changed(self, **fields: object) -> "HfConfig":
-        """Returns a copy with other values. Both share the record of read fields."""
+        """Returns a copy in which some fields have other values. The copy and the original share
+        one record of the fields that were read."""
         other = HfConfig(self.fields | fields, self.where, sizes_only=self.sizes_only)
         other._read, other.nested = self._read, self.nested
         return other
 
     def pass_over(self, *fields: str) -> None:
-        """Marks fields as read that do not change the output of this family."""
+        """Marks fields as read because they do not change the output of this model family."""
         self._read.update(fields)
 
     def unread(self, *, known_only: bool = False) -> list[str]:
@@ -176,7 +177,8 @@ class HfConfig:
         return found
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError with all unread fields."""
+        """Raises CheckpointError if fields that may change the output were not read. The error
+        lists them all."""
         if (found := self.unread()) and not self.sizes_only:
             raise CheckpointError(
                 f"{self.where}: not supported for {self.fields.get('model_type')}:"
@@ -188,7 +190,8 @@ class HfConfig:
 def _text_part(
     fields: Mapping[str, object], inner: Mapping[str, object], outer: Outer, where: str
 ) -> dict[str, object]:
-    """Merges the fields of the whole model into the text part, which overrides them."""
+    """Merges the top-level fields of a multimodal config.json into the fields of its text part.
+    Fields of the text part take precedence."""
     architectures = fields.get("architectures")
     # Published as KimiK25..., written by transformers as Kimi_K25...
     stated = architectures if isinstance(architectures, list) else [outer.architecture]

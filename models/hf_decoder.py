@@ -1,5 +1,5 @@
-"""Reads the config.json fields that all families share: sizes, biases, rotary positions, windows. A
-family's file reads its own options and replaces values of the result."""
+"""Reads the config.json fields that all families share: sizes, biases, rotary positions, windows.
+The file of each family then reads the family's own options and replaces values of the result."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,8 +103,9 @@ def with_one_window(hf: HfConfig, config: DecoderConfig, window: int | None) -> 
 def read_layer_types(
     hf: HfConfig, layers: int, window: int | None, default: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Returns the window of each layer, or None. `layer_types` selects the layers with a window.
-    Without this field, `default` does."""
+    """Returns the window of each layer, or None for a layer without a window. The field
+    `layer_types` selects the layers with a window. If config.json lacks it, `default` selects
+    them."""
     types = hf.names("layer_types")
     if types is None:
         return tuple(window if windowed else None for windowed in default)
@@ -124,8 +125,8 @@ def read_layer_types(
 
 
 def refuse_windows(hf: HfConfig, reason: str) -> None:
-    """Refuses windows and special kinds of layers that the config enables, for families with
-    uniform layers."""
+    """Raises CheckpointError if the config enables windows or special kinds of layers. For families
+    whose layers are all alike."""
     types = hf.names("layer_types") or ()
     if any(kind != "full_attention" for kind in types) and not hf.sizes_only:
         raise hf.error("layer_types", f"is not supported ({reason})", "use a checkpoint without it")

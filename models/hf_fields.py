@@ -1,4 +1,4 @@
-"""Lists of config.json fields: those that never change the output, and those that do.
+"""Lists of config.json fields: fields that never change the output, and fields that do.
 
 `HfConfig` checks the fields that a family's reader did not request against these lists. A field in
 neither list is refused by name, unless its value means the same as an absent field."""

@@ -43,8 +43,8 @@ def hybrid_layers(
 
 
 def checked_mamba(hf: HfConfig, mamba: MambaConfig, kv_heads: int, groups: str) -> MambaConfig:
-    """Returns `mamba` with its step limits and the copies that `kv_heads` require. `groups` is the
-    field that states the number of groups."""
+    """Returns `mamba` with step limits, and with `copies` set as `kv_heads` requires. `groups` is
+    the name of the config field that holds the number of groups, for error messages."""
     if mamba.heads % mamba.groups:
         raise hf.error(groups, f"must divide the {mamba.heads} Mamba heads", "correct it")
     return replace(

@@ -3,7 +3,8 @@
 Gated DeltaNet (`models/gated_delta.py`) groups rows by key head. Qwen3-Next stores queries, keys,
 values and gate in one tensor grouped by key head, and the two scalars of each value head in
 another. Qwen3.5 has one tensor for queries, keys and values, each with all its heads together, and
-one for each other parameter. The convolution of both is as in Qwen3.5.
+one for each other parameter. Both models store the convolution's queries, keys and values in
+Qwen3.5's order.
 
 Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
 step per head), one for the convolution over x, b and c, and one for each other parameter. Our
@@ -37,7 +38,8 @@ def delta_source(
     found: Mapping[str, tuple[int, ...]],
     parameter: ParameterShape,
 ) -> Source:
-    """Returns the source of one parameter of a layer whose tensor names begin with `prefix`."""
+    """Returns where one Gated DeltaNet parameter is stored. The layer's tensor names begin with
+    `prefix`."""
     delta, flipped, start = config.delta, not parameter.transposed, prefix + DELTA_PREFIX
     assert delta is not None, "this layer has a gated delta net"
     channels = delta.key_heads * delta.group_channels
@@ -65,14 +67,16 @@ def delta_source(
 
 
 def _parts(delta: DeltaConfig, size: int, first: int, count: int) -> tuple[int, ...]:
-    """Returns the rows [first, first + count) of each key head, which has `size` rows."""
+    """Returns the indices of the tensor rows [first, first + count) within each key head. A key
+    head has `size` rows."""
     return tuple(
         size * head + first + row for head in range(delta.key_heads) for row in range(count)
     )
 
 
 def _by_group(delta: DeltaConfig) -> tuple[int, ...]:
-    """Returns the tensor rows of queries, keys and values in the parameter's order, by key head."""
+    """Returns the indices of the tensor's rows of queries, keys and values in the order of the
+    parameter, which is grouped by key head."""
     queries = delta.key_heads * delta.key_dim
     values = delta.values_per_key * delta.value_dim
     rows: list[int] = []
@@ -100,7 +104,8 @@ def mamba_source(
     found: Mapping[str, tuple[int, ...]],
     parameter: ParameterShape,
 ) -> Source:
-    """Returns the source of one parameter of a layer whose tensor names begin with `layer`."""
+    """Returns where one Mamba-2 parameter is stored. The layer's tensor names begin with
+    `layer`."""
     mamba, key = config.mamba, key.removeprefix("attention.")
     assert mamba is not None, "this layer has Mamba-2"
     start = next(
@@ -132,8 +137,8 @@ def mamba_source(
 
 
 def _shared(mamba: MambaConfig, first: int) -> tuple[int, ...]:
-    """Returns the rows of each group's b and c. In the tensor all groups' b precede all groups'
-    c."""
+    """Returns the indices of the tensor rows of b and c, ordered by group. In the tensor, b of all
+    groups comes before c of all groups."""
     size, half = mamba.state_dim, mamba.groups * mamba.state_dim
     return tuple(
         first + part + size * group + row

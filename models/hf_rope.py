@@ -2,8 +2,8 @@
 (`rope_scaling`, `rope_theta`).
 
 `dynamic` and `longrope` change the rotation of all positions, cached ones included, once a sequence
-exceeds the original context. transformers and vLLM handle this differently. Such a model is served
-within its original context, where both agree, and longer sequences are refused."""
+exceeds the original context. transformers and vLLM handle such sequences differently. These models
+are served only up to their original context, where both agree. Longer sequences are refused."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ def rope_of(
     context: int,
     defaults: FamilyDefaults,
 ) -> Rope:
-    """Reads one set of parameters."""
+    """Reads one set of rotary parameters, `given`, which config.json holds under `field`."""
 
     def wrong(rule: str, remedy: str = "correct it") -> CheckpointError:
         return CheckpointError(f"{hf.where}: {field} {rule}; {remedy}")
@@ -128,9 +128,10 @@ def rope_of(
 
 
 def extended_context(context: int, rope: Rope) -> int:
-    """Returns the longest sequence in tokens. linear multiplies max_position_embeddings, and yarn
-    multiplies its original context. For llama3 max_position_embeddings includes the extension.
-    dynamic and longrope are served without their extension."""
+    """Returns the number of tokens of the longest supported sequence. Type linear multiplies
+    max_position_embeddings, and yarn its original context, by the factor. For llama3,
+    max_position_embeddings already includes the extension. dynamic and longrope are served without
+    extension."""
     match rope.type:
         case "linear":
             return max(context, int(context * rope.factor))
@@ -145,8 +146,8 @@ def extended_context(context: int, rope: Rope) -> int:
 def _proportional(
     hf: HfConfig, number: Callable[[str, float], float], head_dim: int, defaults: FamilyDefaults
 ) -> Rope:
-    """Reads a rope of type proportional, which rotates a part of each head's pairs. The part is
-    rounded as in transformers."""
+    """Reads rotary parameters of type proportional, which rotates only a fraction of each head's
+    dimension pairs. The number of pairs is rounded as in transformers."""
     part = number("partial_rotary_factor", 1.0)
     theta, factor = number("rope_theta", defaults.rope_theta), number("factor", 1.0)
     pairs = int(part * head_dim // 2)
@@ -193,7 +194,8 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """Returns the LongRoPE paper's factor, which also applies within the original context."""
+    """Returns the factor of cosines and sines from the LongRoPE paper, which also applies within
+    the original context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

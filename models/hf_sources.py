@@ -1,7 +1,8 @@
 """Reads slices of parameters from Hugging Face tensors, without reading the rest of a tensor.
 
-Hugging Face matrices are [out, in]. Parameters are [in, out] or [out, in], and [E, in, out] for
-experts. A parameter's vocabulary may be padded beyond its tensor; padding is read as zeros."""
+Matrices in Hugging Face files are [out, in]. Our parameters are [in, out] or [out, in], and [E, in,
+out] for experts. A parameter's vocabulary may be padded beyond its tensor; padding is read as
+zeros."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One tensor of `shape`. `flipped` means that the parameter is its transpose."""
+    """A parameter that equals one whole tensor of `shape`, or its transpose if `flipped`."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +50,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PerExpert:
-    """A stack [E, in, out] of tensors [out, in], one per expert. `pattern` contains '{expert}'."""
+    """A parameter [E, in, out] that stacks one tensor [out, in] per expert. `pattern` contains
+    '{expert}'."""
 
     pattern: str
     experts: int
@@ -88,8 +90,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A stack [N, in, out] from one tensor [N x rows of a head, in]: for each head its rows from
-    `first_row` on."""
+    """A parameter [N, in, out] whose heads are interleaved with others in one tensor [N x rows of a
+    head, in]. Each head's part starts at row `first_row` of the head's rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -137,8 +139,8 @@ class SomeRows:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A stack [E, in, out] that is a part of one tensor [E, all out, in], from row `first_row` on.
-    With `inward` the tensor is [E, in, all out]."""
+    """A parameter [E, in, out] that is a part of one tensor [E, all out, in]. The part starts at
+    row `first_row`. With `inward` the tensor is [E, in, all out]."""
 
     name: str
     shape: tuple[int, ...]

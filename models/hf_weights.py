@@ -1,9 +1,9 @@
-"""Tables of the Hugging Face tensor names of each parameter. `models/hf_sources.py` reads slices of
-these tensors.
+"""Maps each parameter to its tensors in a Hugging Face checkpoint. `models/hf_sources.py` reads
+slices of these tensors.
 
-Experts have one tensor each or one fused tensor, in which gate and up are adjacent, or interleaved
-if biased (gpt-oss). Queries, keys and values may be one tensor, and so may gate and up of a dense
-block."""
+Each expert may have its own tensors, or one fused tensor may hold all experts. In a fused tensor
+gate and up are adjacent, or interleaved if the experts have biases (gpt-oss). Queries, keys and
+values may be fused into one tensor, and so may gate and up of a dense block."""
 
 from collections.abc import Mapping
 
@@ -154,7 +154,8 @@ FUSED_EXPERTS_DOWN = (
 
 
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """Returns the source of one parameter, in the form of the checkpoint's tensors `found`."""
+    """Returns where one parameter is stored. `found` holds the shapes of the checkpoint's tensors,
+    which show the format in use."""
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)
@@ -210,7 +211,8 @@ def _fused_matrix(
 
 
 def _first(prefix: str, names: tuple[str, ...], found: Shapes) -> str:
-    """Returns the first of these names in a layer that the checkpoint has, or ""."""
+    """Returns the first of `names` that exists in the checkpoint under the layer's `prefix`, or
+    ""."""
     return next((prefix + name for name in names if prefix + name in found), "")
 
 
@@ -236,8 +238,8 @@ def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
 
 
 def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
-    """Returns the source in a fused tensor: [E, out, in] in transformers 5, [E, in, out] for some
-    families in transformers 4."""
+    """Returns where a parameter lies in a fused tensor of all experts. The tensor is [E, out, in]
+    in transformers 5, and [E, in, out] for some families in transformers 4."""
     inward = (shape[0], shape[2], shape[1])
     if found[name] == inward and inward != shape:
         return Fused(name, inward, first, inward=True)
@@ -245,8 +247,8 @@ def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Sh
 
 
 def _biased_experts(prefix: str, key: str, shape: tuple[int, ...]) -> Source:
-    """Returns the source in a stack [E, in, out] or [E, out], in which gate and up alternate in the
-    last dimension."""
+    """Returns where a parameter lies in gpt-oss's fused tensors of all experts, matrices [E, in,
+    out] and biases [E, out]. Gate and up alternate in the last dimension."""
     half, _, bias = key.removeprefix("mlp.").partition("_")
     end = "_bias" if bias else ""
     if half == "down":

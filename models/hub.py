@@ -1,5 +1,5 @@
-"""Resolves a model's name to a local checkpoint folder: a folder stays as it is, and `org/name` is
-looked up in the Hugging Face cache and downloaded if it is not there.
+"""Resolves a model's name to a local checkpoint folder: an existing folder is used directly. A name
+`org/name` is looked up in the Hugging Face cache, and downloaded if the cache lacks it.
 
 `huggingface_hub` reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. It is imported only for a
 name that is not a folder, since its import takes most of a second. Imports no JAX."""
@@ -85,7 +85,8 @@ def served_name(directory: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of the innermost cause. The hub's own texts span paragraphs."""
+    """Returns the first line of the innermost cause, because error messages of `huggingface_hub`
+    span paragraphs."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).strip().split("\n")[0] or type(error).__name__

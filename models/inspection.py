@@ -1,8 +1,8 @@
-"""Inspects a checkpoint folder or a config.json and finds out whether the model can be served.
-Reads no weights.
+"""Determines from a checkpoint folder or a config.json whether the model can be served. Reads no
+weights.
 
-The config is first read as a worker reads it. If that fails, it is read again for its sizes only,
-so that the report lists all missing features instead of the first problem."""
+The config is first read in full, as by a worker. If this fails, only the model's sizes are read, so
+that the report can list all unsupported features instead of the first."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,8 +30,9 @@ _LISTED = 5
 
 @dataclass
 class Inspection:
-    """Result of an inspection. `missing` lists why the model cannot be served, and is empty if it
-    can. `config` is None for unsupported families. `geometry` is None if the sizes cannot be read.
+    """Result of an inspection. `missing` lists the reasons why the model cannot be served; an empty
+    list means that the model can be served. `config` is None for unsupported families. `geometry`
+    is None if the sizes cannot be read.
     """
 
     where: str
@@ -72,7 +73,8 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    """Returns the KV bytes of one token in one layer of each kind; 0 for kinds without KV."""
+    """Returns the number of KV bytes per token in one layer, for each kind of layer that the model
+    has. Layers without KV have 0."""
     kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token

@@ -43,10 +43,11 @@ class _Place:
 
 
 def largest_kept(loaded: LoadedModel, sequences: Sequence[Sequence[int]]) -> KVScales:
-    """Returns the largest magnitude of each layer's keys and values over the sample, by kv head.
+    """Returns, for each layer and kv head, the largest magnitude of keys and of values over the
+    sample.
 
     Args:
-        loaded: Model whose KV is stored in the model's type.
+        loaded: Model whose KV is stored unscaled, in the type of the weights.
         sequences: Token ids of whole sequences. Each distinct length compiles a program, and memory
             grows with the square of the length, so use few lengths, at most a few thousand.
 
@@ -93,7 +94,8 @@ def _embedded(
 def _through(
     state: nnx.State, x_TD: jax.Array, *, graph: nnx.GraphDef, place: _Place, kept: KVLayer
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs a layer and returns the largest magnitude of each component [kv heads]."""
+    """Runs one layer. Returns its output and, for keys and for values, the largest magnitude per kv
+    head."""
     names = [part.name for part in kept.components]
 
     def local(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -1,12 +1,12 @@
-"""Divisors of a model's keys and values stored in fp8 (`jdisagg/ops/scaled_kv.py`): for each layer
-and kv head a power of two for keys and one for values. Latents, which have no heads, have one per
-layer.
+"""KV scales: the numbers by which keys and values are divided before they are stored in fp8
+(`jdisagg/ops/scaled_kv.py`). Each layer and kv head has a power of two for keys and another for
+values. Latent attention, whose cached vectors have no heads, has one scale per layer.
 
-Scales belong to the model. If they depended on requests, tokens would depend on earlier requests
-and on placement. The first of these sources applies: 1. `kv_scales.json` in the model's folder,
-written by `jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per matrix or kv head, as
-ModelOpt and llm-compressor write them (stored value = value / scale), rounded up to powers of two;
-3. one, for everything without a scale."""
+Scales are fixed for a model. If scales depended on requests, output tokens would depend on earlier
+requests and on the worker that serves them. The first of these sources applies: 1. `kv_scales.json`
+in the model's folder, written by `jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per
+matrix or kv head, as ModelOpt and llm-compressor write them (stored value = value / scale), rounded
+up to powers of two; 3. 1 for all keys and values without a scale."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,9 @@ _TENSORS = (
 
 
 def scale_parameters(make: Make, config: DecoderConfig, **kv_heads: int) -> nnx.Dict | None:
-    """Creates a layer's scale parameters, by component name. A component without heads has one
-    scale. Returns None if KV is stored in the model's type."""
+    """Creates a layer's scale parameters, by component name. Keys and values are components with
+    one scale per kv head; a component without heads has one scale. Returns None if KV is stored in
+    the model's type."""
     if not config.kv_dtype:
         return None
     return nnx.Dict(
@@ -85,8 +86,8 @@ def find_kv_scales(
 
 
 def chosen_scales(largest: np.ndarray) -> np.ndarray:
-    """Returns float32 scales: for each magnitude the smallest power of two by which magnitude x
-    `MARGIN` must be divided to fit into e4m3. A magnitude of zero gives 1."""
+    """Chooses a float32 scale for each measured magnitude: the smallest power of two by which
+    magnitude x `MARGIN` must be divided to fit into fp8 (e4m3). A magnitude of zero gives 1."""
     needed = largest.astype(np.float64) * MARGIN / FP8_LARGEST
     return np.where(needed > 0, _power_of_two(np.clip(needed, _LEAST, _MOST)), 1).astype(np.float32)
 
@@ -94,8 +95,8 @@ def chosen_scales(largest: np.ndarray) -> np.ndarray:
 def write_kv_scales(
     path: Path, config: DecoderConfig, scales: KVScales, of: str, largest: KVScales | None = None
 ) -> None:
-    """Writes kv_scales.json. `of` and `largest` (the measured magnitudes) are stored for
-    information only. Raises ConfigError if the file cannot be written."""
+    """Writes kv_scales.json. The entries `of` and `largest` (the measured magnitudes) are written
+    for human readers only. Raises ConfigError if the file cannot be written."""
     layers = [
         {
             name: {"scale": values.tolist()}

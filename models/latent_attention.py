@@ -70,7 +70,8 @@ class MultiHeadLatentAttention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Like `models.blocks.Attention`."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only,
+        and just caches the latents of the other tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._queries(x_RD, positions_R, shards)
         if self.kv_scales is not None:
@@ -89,8 +90,8 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), shards)
 
     def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
-        """Returns queries [R, N, nope + rope]. The last part is rotated. Some models scale queries
-        by their position."""
+        """Returns queries [R, N, nope + rope], of which the last `rope` values have rotary
+        positions. Some models scale queries by their position."""
         if self.config.query_rank:
             q = self.q_b(self.q_norm(self.q_a(x_RD, shards)), shards)
         else:

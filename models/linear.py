@@ -58,7 +58,8 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Root mean square norm with a weight. With `above_one` the factor is one plus the weight."""
+    """Root mean square norm with a weight. With `above_one` the norm multiplies by one plus the
+    weight."""
 
     def __init__(
         self, make: Make, size: int, axes: Axes, epsilon: float, *, above_one: bool = False
@@ -73,13 +74,14 @@ class Norm(nnx.Module):
 
 
 def own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
-    """Selects this device's `heads` heads from an output that is replicated over the mesh axis
-    "rep"."""
+    """Selects the `heads` heads that this device processes further, from an output that all devices
+    along the mesh axis "rep" hold."""
     if out_RNH.shape[1] == heads:
         return out_RNH
     return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)
 
 
 def rows_of(of_T: jax.Array, rows_R: jax.Array | None) -> jax.Array:
-    """Returns the rows `rows_R`, or all rows if None. Padding indices (-1) give row 0."""
+    """Selects rows by their indices `rows_R`, or returns all rows if `rows_R` is None. Padding
+    indices (-1) select row 0."""
     return of_T if rows_R is None else jnp.take(of_T, rows_R, axis=0, mode="clip")

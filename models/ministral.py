@@ -35,8 +35,9 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
 def without_query_growth(
     hf: HfConfig, assumed: dict[str, object], *passed_over: str
 ) -> tuple[HfConfig, float]:
-    """Removes the query growth factor, and the fields `passed_over`, from the rotary parameters.
-    Returns the changed config and the factor. `assumed` replaces missing rotary parameters."""
+    """Removes the factor by which queries grow with their position from the rotary parameters, and
+    also the fields `passed_over`. Returns the changed config and the factor. `assumed` replaces
+    missing rotary parameters."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field) or assumed
     if not isinstance(given, dict):
@@ -48,8 +49,8 @@ def without_query_growth(
 
 
 def with_query_growth(config: DecoderConfig, beta: float, hf: HfConfig) -> DecoderConfig:
-    """Sets the query growth factor. Raises CheckpointError if the original context, which the
-    growth depends on, is missing."""
+    """Sets the factor by which queries grow with their position. Raises CheckpointError if the
+    config lacks the original context length, which the growth depends on."""
     rope = replace(config.attention.rope, query_beta=beta)
     if beta and not rope.original_tokens:
         field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"

@@ -21,7 +21,7 @@ def check_model_folder(directory: Path) -> None:
 
 def stored_dtype(directory: Path) -> str:
     """Returns the compute type for the dtype in config.json: "bfloat16" for bfloat16 and float16,
-    "float32" otherwise or if there is none."""
+    "float32" for other types or if config.json gives no dtype."""
     fields = read_object(directory / "config.json")
     inner = fields.get("text_config")
     stated = [

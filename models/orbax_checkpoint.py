@@ -1,5 +1,5 @@
-"""Checkpoints in Orbax format, which are written from any layout and restored directly into the
-shardings of any other.
+"""Checkpoints in Orbax format. A checkpoint can be written from any parallel layout and restored
+directly into the shardings of any other layout.
 
 A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the
 tokenizer's files. Arrays are stored as [in, out] with the unpadded vocabulary, independent of
@@ -36,8 +36,8 @@ _COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "token
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter on disk: its name, shape (vocabulary unpadded), and the shape, type and sharding
-    to restore."""
+    """A parameter of an Orbax checkpoint: its name, its stored shape (with the unpadded
+    vocabulary), and the shape, type and sharding in which it is restored."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,8 +83,8 @@ def _say_untied(path: Path) -> None:
 
 
 def check_destination(destination: Path) -> None:
-    """Creates the folder. Raises ConfigError if it cannot be created, CheckpointError if it already
-    has weights."""
+    """Creates the destination folder. Raises ConfigError if it cannot be created, CheckpointError
+    if it already has weights."""
     if is_orbax(destination):
         raise CheckpointError(
             f"{destination} already holds an Orbax checkpoint; choose another directory or"
@@ -94,7 +94,8 @@ def check_destination(destination: Path) -> None:
 
 
 def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Decoder:
-    """Fills an abstract model. Each process reads only its devices' parts."""
+    """Returns `model`, an abstract model, with the stored weights. Each process reads only the
+    slices of its own devices."""
     path = (directory / _FOLDER).absolute()
     stored = _stored_form(model, mesh, layout)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -15,8 +15,8 @@ ParameterPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """Path and shape of a parameter. `transposed` means that its kernel is [out, in], as in Hugging
-    Face tensors."""
+    """Path and shape of a parameter. `transposed` means that the parameter is a matrix [out, in],
+    as in Hugging Face tensors, instead of [in, out]."""
 
     path: ParameterPath
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class ParameterShape:
 
 
 def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
-    """Returns path, shape and orientation of each parameter, in leaf order."""
+    """Returns path, shape and orientation of each parameter, in the order of `jax.tree.leaves`."""
     shapes = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         owner: object = model
@@ -43,6 +43,6 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
 
 
 def with_arrays(model: Decoder, arrays: Sequence[jax.Array]) -> Decoder:
-    """Returns the model with these parameters, given in leaf order."""
+    """Returns the model with these parameters, given in the order of `jax.tree.leaves`."""
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))

@@ -1,5 +1,5 @@
-"""Reads config.json's `quantization_config`. Forms other than those of `stored_forms` are refused
-by name.
+"""Reads config.json's `quantization_config`. Formats that `stored_forms.py` does not support raise
+CheckpointError, which names the format.
 
 The names of the tensors show which matrices are quantized, so lists of modules are not read.
 Activations and KV keep the model's type, whatever the checkpoint states."""
@@ -24,14 +24,15 @@ _REMEDY = "use the original checkpoint, or one quantized in another form"
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """Quantization of a checkpoint.
+    """Format of a checkpoint's quantized matrices.
 
     Attributes:
-        bits: Possible sizes of packed numbers, in bits.
-        blocks: Possible sizes (outputs, inputs) of the block that shares a scale; 0 means all. The
-            first that fits the scales' shape is used.
-        zeros_less_one: Whether stored zero points are one too small (gptq).
-        ordered: Whether a tensor gives the scale group of each input.
+        bits: Possible numbers of bits per quantized value.
+        blocks: Possible sizes (outputs, inputs) of the block of a matrix that shares one scale. A
+            size of 0 covers the whole dimension. The first entry that fits the shape of the stored
+            scales is used.
+        zeros_less_one: Whether stored zero points are one less than the real ones (gptq).
+        ordered: Whether the checkpoint has a tensor with the scale group of each input (`g_idx`).
     """
 
     method: str
@@ -95,7 +96,7 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
 
 
 class _Stated:
-    """An object inside config.json, with its path for error messages."""
+    """A nested object of config.json. Keeps the object's path for error messages."""
 
     def __init__(self, fields: object, where: str) -> None:
         if not isinstance(fields, dict):
@@ -134,7 +135,8 @@ class _Stated:
         return int(value)
 
     def pair(self, field: str) -> tuple[tuple[int, int], ...]:
-        """Returns a list with one pair or none, from a list or from text such as "128x128"."""
+        """Reads a pair of numbers from a list or from text such as "128x128". Returns a list that
+        holds the pair, or an empty list if the field is absent."""
         value = self.fields.get(field)
         if value is None:
             return ()

@@ -77,7 +77,8 @@ class QuantizedFiles:
         return whole
 
     def kept(self, names: Iterable[str], weights: Weights) -> bool:
-        """Whether a model with quantized type `weights` can use all of these matrices as stored."""
+        """Whether all of these matrices are already stored in the quantized type `weights`, so that
+        they can be used without dequantizing."""
         matrices = [self._matrices.get(name) for name in names]
         return all(
             isinstance(each, ScaledMatrix | PackedMatrix) and each.kept == weights
@@ -85,11 +86,12 @@ class QuantizedFiles:
         )
 
     def numbers(self, name: str, index: Index) -> np.ndarray:
-        """Returns the stored numbers, fp8 or int8, of a matrix that passes `kept`."""
+        """Returns the quantized values, fp8 or int8, of a matrix for which `kept` returns True."""
         return self._keepable(name).numbers(self._files, index)
 
     def scales(self, name: str, index: Index) -> np.ndarray:
-        """Returns the float32 factor of each number of a matrix that passes `kept`."""
+        """Returns the float32 scale of each quantized value, of a matrix for which `kept` returns
+        True."""
         return self._keepable(name).scales(self._files, index)
 
     def _keepable(self, name: str) -> ScaledMatrix | PackedMatrix:
@@ -100,7 +102,8 @@ class QuantizedFiles:
 
 def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Index]]:
     """Splits a slice into pieces, because dequantizing needs several times the memory of the
-    result. Yields each piece's place in the result and in the matrix. No piece spans experts."""
+    result. Yields the index of each piece in the result and in the stored matrix. A piece never
+    spans several experts."""
     experts, (rows, columns) = inside[:-2], inside[-2:]
     at_once = max(1, _AT_ONCE // shape[-1])
     stack = range(experts[0].start, experts[0].stop) if experts else (None,)
@@ -139,7 +142,7 @@ def _checked(matrices: dict[str, StoredMatrix], files: SafetensorsFiles, where: 
 
 
 def _kinds(matrix: StoredMatrix, name: str) -> tuple[str, ...]:
-    """Returns the types that a matrix's tensor may have."""
+    """Returns the data types that the tensor `name` of a quantized matrix may have."""
     if isinstance(matrix, Mxfp4Matrix):
         return ("U8",)
     if name.endswith(("_scale", "_scale_inv", ".scales")):
@@ -199,8 +202,8 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
 
 
 def _stated_inputs(files: SafetensorsFiles, name: str) -> int:
-    """Returns the number of inputs of a packed matrix as stored in the file, because the last word
-    may be partly used."""
+    """Returns the number of inputs that the file states for a packed matrix. The packed shape does
+    not determine it, because the last word may be only partly used."""
     stated = files.raw(name).reshape(-1) if files.kind(name) in _INTEGERS else np.empty(0)
     if stated.size != 2 or not np.all(stated > 0):
         raise CheckpointError(

@@ -1,9 +1,9 @@
-"""Sources that quantize matrices while reading a float checkpoint, or use them as stored if the
-checkpoint has the requested form.
+"""Quantizes matrices while they are read from a float checkpoint. If the checkpoint is already
+quantized in the requested format, its values are used as stored.
 
-A scale covers all inputs of an output. A device that holds some of the inputs therefore reads all
-of them, so that values do not depend on the layout. Reading needs memory for one quantized
-parameter of the process and for one of its matrices in float32."""
+Each output of a matrix has one scale, computed over all inputs. A device that holds only some of
+the inputs therefore still reads all, so that quantized values do not depend on the layout. Peak
+extra memory while reading: one quantized parameter, and one of its matrices in float32."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +23,9 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Matrix:
-    """One matrix, or a stack of experts, and its float source. Holds the quantized parts, by their
-    outputs, until values and scales are read. `stored` is set if the checkpoint has this form."""
+    """One matrix, or a stack of expert matrices, with its float source. Caches quantized slices, by
+    range of outputs, until both values and scales have been read. `stored` is set if the checkpoint
+    already holds the requested quantized format."""
 
     source: Source
     shape: tuple[int, ...]
@@ -35,7 +36,8 @@ class _Matrix:
     kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Returns quantized values, with all inputs, and scales of these outputs (and experts)."""
+        """Returns the quantized values and scales for a range of outputs (and experts). The values
+        include all inputs."""
         bounds = tuple((part.start, part.stop) for part in outputs)
         if bounds not in self.kept:
             self.kept[bounds] = self._quantized(tensor, outputs)
@@ -99,8 +101,9 @@ def quantized_sources(
     floats: Mapping[ParameterPath, tuple[ParameterShape, Source]],
     files: CheckpointTensors,
 ) -> list[Source]:
-    """Returns the source of each parameter of a quantized model, in leaf order, which has values
-    before their scales. `floats` are the sources of the same model in float."""
+    """Returns the source of each parameter of a quantized model, in the order of `jax.tree.leaves`,
+    in which quantized values come before their scales. `floats` are the sources of the same model
+    in float."""
     stored = files if isinstance(files, QuantizedFiles) else None
     matrices: dict[ParameterPath, _Matrix] = {}
     sources: list[Source] = []
@@ -123,7 +126,7 @@ def quantized_sources(
 
 
 def _owner(path: ParameterPath) -> ParameterPath:
-    """Returns the path of the values of a scale parameter."""
+    """Returns the path of the quantized matrix to which a scale parameter belongs."""
     last = str(path[-1])
     if last == "scale":
         return (*path[:-1], "kernel")

@@ -13,8 +13,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_windows(hf: HfConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer, from `layer_types` if present. Otherwise
-    `use_sliding_window` enables the window in layers from `max_window_layers` on."""
+    """Returns the window of each layer, from `layer_types` if present. Otherwise, if
+    `use_sliding_window` is set, layers from number `max_window_layers` on have the window."""
     hf.pass_over("sliding_window")  # in case it is disabled
     window = None
     if hf.flag("use_sliding_window", False):

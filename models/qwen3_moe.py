@@ -45,7 +45,7 @@ def sparse_layers(
 
 def _window(hf: HfConfig) -> int | None:
     """Returns the window of all layers if `use_sliding_window` is set, else None. Ignores
-    `max_window_layers`, as this family does."""
+    `max_window_layers`, which has no effect in Qwen3-MoE."""
     hf.pass_over("max_window_layers", "sliding_window")
     if not hf.flag("use_sliding_window", False) or (
         "sliding_window" in hf.fields and not hf.has("sliding_window")

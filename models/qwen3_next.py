@@ -1,7 +1,7 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.6: Gated DeltaNet in most layers, and in the others attention with
-a gate, norms on each head of q and k, and partly rotated heads. Norm weights are added to one. Only
-the text part of Qwen3.5 is served. For text, three-dimensional rotary positions equal ordinary
-ones."""
+"""Qwen3-Next, Qwen3.5 and Qwen3.6. Most layers are Gated DeltaNet. The other layers have attention
+with an output gate, norms on each head of q and k, and rotary positions on a part of each head.
+Norm weights are added to one. Only the text part of Qwen3.5 is served. For text, three-dimensional
+rotary positions equal ordinary ones."""
 
 from dataclasses import replace
 

@@ -1,9 +1,10 @@
 """Reshards a loaded model on the same or other devices of this process, for a worker that changes
 its role.
 
-No file is read again. Each parameter is copied from its old sharding to its new one, device to
-device, and its old array is freed before the next parameter. The extra memory is thus twice the
-size of one parameter. Vocabulary padding, which depends on tp, is cut off and recreated as zeros.
+No checkpoint file is read. Parameters are copied one after the other from their old sharding to
+their new sharding, device to device. Each old array is freed before the next parameter is copied,
+so extra memory is at most twice the size of one parameter. Padding of the vocabulary depends on the
+tensor-parallel size, so it is removed and recreated as zeros.
 """
 
 from collections.abc import Sequence
@@ -55,8 +56,8 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
 
 
 def _resized(array: jax.Array, shape: tuple[int, ...], vocabulary: int) -> jax.Array:
-    """Adjusts the vocabulary padding to the new layout. The array is replicated on the old mesh for
-    this, because the old mesh need not divide the new size."""
+    """Adjusts the vocabulary padding to the new layout. The array is first replicated on the old
+    mesh, because the new padded size may not be divisible by the old number of shards."""
     if array.shape == shape:
         return array
     assert isinstance(array.sharding, NamedSharding)

@@ -52,7 +52,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor: bytes [start, end) of `path`."""
+    """Location of a stored tensor: bytes [start, end) of the file `path`."""
 
     path: Path
     kind: str
@@ -62,13 +62,13 @@ class StoredTensor:
 
 
 class CheckpointTensors(Protocol):
-    """The tensors of a checkpoint by name, with values of a float type."""
+    """Interface to the tensors of a checkpoint by name. `read` returns values of a float type."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """Returns the stored types under the format's names (F32, BF16, ...). Tensors with a name
-        that ends with one of `but` are left out."""
+        """Returns the set of stored data types, as named by safetensors (F32, BF16, ...). Ignores
+        tensors with a name that ends with one of `but`."""
         ...
 
     def unreadable(self) -> list[str]:
@@ -79,12 +79,13 @@ class CheckpointTensors(Protocol):
     def total_bytes(self) -> int: ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a slice. The array is valid only while this object lives, so copy it to keep it."""
+        """Reads a slice of a tensor. The array may be a view into a memory map that is valid only
+        while this object exists."""
         ...
 
 
 class SafetensorsFiles:
-    """All tensors of a checkpoint by name."""
+    """Reads the tensors of all safetensors files of a checkpoint by name."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = dict(tensors)
@@ -109,7 +110,7 @@ class SafetensorsFiles:
         return cls({name: headers[file][name] for name, file in weight_map.items()})
 
     def text_part(self) -> "SafetensorsFiles":
-        """Returns the tensors of a multimodal model's text part, under the names of a text
+        """Returns the tensors of the text part of a multimodal model, renamed as in a text-only
         model."""
         return SafetensorsFiles(
             {
@@ -158,7 +159,7 @@ class SafetensorsFiles:
         return self._view(name, _KNOWN)
 
     def kind(self, name: str) -> str:
-        """Returns the stored type under the format's name."""
+        """Returns the stored data type of a tensor, as named by safetensors (F32, BF16, ...)."""
         return self._tensors[name].kind
 
     def _view(self, name: str, dtypes: Mapping[str, np.dtype]) -> np.ndarray:

@@ -1,19 +1,20 @@
 """Formats of quantized matrices in published checkpoints.
 
-A matrix w [out, in] (or a stack [E, out, in] of `ScaledMatrix`) is stored as numbers q, and one
-scale s and optionally one zero point z per block of values: w = (q - z) * s, computed in float32.
-Any slice is dequantized without reading the rest. Numbers are packed into int32 words, number 0 in
-the lowest bits:
+A matrix w [out, in] (or a stack [E, out, in] of `ScaledMatrix`) is stored as quantized numbers q.
+Each block of numbers has one scale s and optionally one zero point z: w = (q - z) * s, computed in
+float32. Any slice can be dequantized without reading the rest. Except where noted, numbers are
+packed into int32 words, n per word, with number 0 in the lowest bits:
 
-- `ScaledMatrix`: q of 8 bits, int8 or fp8 (e4m3), unpacked. DeepSeek's and Qwen's fp8 with blocks
-  of 128 x 128; compressed-tensors' int-quantized and float-quantized.
+- `ScaledMatrix`: q has 8 bits, int8 or fp8 (e4m3), and is not packed. Used by DeepSeek's and Qwen's
+  fp8 checkpoints with blocks of 128 x 128, and by compressed-tensors' int-quantized and
+  float-quantized.
 - `PackedMatrix`: compressed-tensors' pack-quantized. [out, in / n]: number i of a word is input n w
-  + i, stored as q + 2^(bits - 1). Zero points likewise, packed over outputs.
+  + i, stored as q + 2^(bits - 1). Zero points are stored likewise, but packed over outputs.
 - `AwqMatrix`: AutoAWQ's gemm, four bits. [in, out / 8]: number i of a word is output 8 w + (0, 2,
-  4, 6, 1, 3, 5, 7)[i]. Zero points likewise, [groups, out / 8].
+  4, 6, 1, 3, 5, 7)[i]. Zero points are packed likewise: [groups, out / 8].
 - `GptqMatrix`: AutoGPTQ's. [in / n, out]: number i of a word is input n w + i. Zero points [groups,
-  out / n], packed over outputs, are stored less one (except in gptq_v2). The group of each input
-  may be given.
+  out / n], packed over outputs, are stored less one (except in gptq_v2). A tensor may give the
+  scale group of each input.
 - `Mxfp4Matrix`: gpt-oss's stacks of experts (OCP Microscaling Formats, 1.0). Bytes [E, out, in /
   32, 16], each with two neighbouring inputs, the first in its low half, as e2m1: a sign, and one of
   0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32 inputs."""
@@ -37,24 +38,27 @@ WORD_BITS = 32
 
 
 class StoredMatrix(Protocol):
-    """One quantized matrix of a checkpoint. `shape` is [out, in], with E before it for a stack."""
+    """One quantized matrix of a checkpoint. `shape` is [out, in], or [E, out, in] for a stack of
+    experts."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Returns the names of the matrix's tensors, with the shapes that each may have."""
+        """Returns the names of the tensors that store the matrix, each with its permitted
+        shapes."""
         ...
 
     def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns a slice of w in float32. For `Mxfp4Matrix` the last part of the index may have a
-        step, because gate and up are interleaved."""
+        """Dequantizes a slice of the matrix to float32. For `Mxfp4Matrix` the last part of the
+        index may have a step, because gate and up are interleaved."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """`block` is the size (outputs, inputs) that shares a scale. The last blocks may be smaller."""
+    """A matrix of unpacked 8-bit numbers. `block` is the size (outputs, inputs) of the block that
+    shares one scale. The last blocks may be smaller."""
 
     values: str
     scale: str
@@ -80,14 +84,14 @@ class ScaledMatrix:
 
     @property
     def kept(self) -> Weights:
-        """Quantized type as which the matrix can be used without dequantizing (one scale per
-        output, no zero point), or ""."""
+        """Quantized type in which the matrix can be used without dequantizing, or "". Requires one
+        scale per output and no zero point."""
         if self.zero_point or self.block[1] < self.shape[-1]:
             return ""
         return "fp8" if self.fp8 else "int8"
 
     def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns q in its own type."""
+        """Returns the quantized numbers in their stored type."""
         return files.raw(self.values)[index]
 
     def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
@@ -107,8 +111,8 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`name` is the prefix of weight_packed and the other tensors. `group` is the number of inputs
-    that share a scale."""
+    """A matrix in compressed-tensors' format pack-quantized. `name` is the prefix of its tensor
+    names. `group` is the number of inputs that share a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -146,7 +150,7 @@ class PackedMatrix:
         return "int4" if self.bits == 4 else "int8"
 
     def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns q as int8."""
+        """Returns the quantized numbers as int8."""
         words = files.raw(f"{self.name}weight_packed")[index[0]]
         wide = unpacked(words, self.bits, 1, index[1]).astype(np.int16)
         return (wide - self._middle).astype(np.int8)
@@ -168,8 +172,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """`name` is the prefix of qweight and the other tensors. `group` is the number of inputs that
-    share a scale."""
+    """A matrix in AutoAWQ's format. `name` is the prefix of its tensor names. `group` is the number
+    of inputs that share a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -197,9 +201,9 @@ class AwqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """`name` is the prefix of qweight and the other tensors. `group` is the number of consecutive
-    inputs that share a scale. With `ordered`, `g_idx` gives each input's group instead. `added` is
-    added to zero points."""
+    """A matrix in AutoGPTQ's format. `name` is the prefix of its tensor names. `group` is the
+    number of consecutive inputs that share a scale. With `ordered`, the tensor `g_idx` gives each
+    input's group instead. `added` (0 or 1) is added to stored zero points."""
 
     name: str
     shape: tuple[int, int]
@@ -234,8 +238,8 @@ class GptqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Matrix:
-    """A stack [E, in, out], stored with the last two dimensions swapped. `name` is the prefix of
-    _blocks and _scales."""
+    """gpt-oss's expert matrices [E, in, out], which are stored with the last two dimensions
+    swapped. `name` is the tensors' common prefix, before _blocks and _scales."""
 
     name: str
     shape: tuple[int, int, int]
@@ -261,9 +265,9 @@ class Mxfp4Matrix:
 def unpacked(
     words: np.ndarray, bits: int, axis: int, part: slice, order: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Unpacks numbers from words [rows, columns] that are packed along `axis`. Returns the numbers
-    `part` of that axis as uint8. `order[i]` is the index of the number in a word's i-th field from
-    the low end; empty means i."""
+    """Unpacks numbers from words [rows, columns] that are packed along `axis`. Returns the slice
+    `part` of the unpacked axis as uint8. `order[i]` is the index of the number in a word's i-th
+    field from the low end; empty means i."""
     each = WORD_BITS // bits
     first = part.start // each
     cut = slice(first, -(-part.stop // each))
@@ -281,7 +285,8 @@ def unpacked(
 
 
 def _of_groups(grid: np.ndarray, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
-    """Returns for each input the entry of its group along `axis` of `grid`, in float32."""
+    """Expands scales or zero points from groups to inputs. Returns, for each input, its group's
+    entry along `axis` of `grid`, in float32."""
     if groups.size and not 0 <= groups.min() <= groups.max() < grid.shape[axis]:
         raise CheckpointError(
             f"{name}g_idx must name groups from 0 to {grid.shape[axis] - 1}, got {groups.min()} to"

@@ -30,8 +30,9 @@ _SPECIAL_NAMES = (
 
 
 class Tokenizer:
-    """A tokenizer. `eos_ids` end a text; the first is the main one. `special_ids` are left out of
-    decoded text on request. `sampling_defaults` apply to fields that a request leaves unset."""
+    """A tokenizer. `eos_ids` are the tokens that end a text, with the main EOS token first.
+    `special_ids` are tokens that `decode` can omit. `sampling_defaults` apply to fields that a
+    request leaves unset."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of the ids. Ids outside the vocabulary add no text."""
+        """Returns the text of the token ids. Ids outside the vocabulary are ignored."""
         try:
             # Called for every token of every stream: releasing the GIL would cost more than it
             # gains.
@@ -117,7 +118,7 @@ class Tokenizer:
             ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the token's spelling in the vocabulary, or None for an unknown id."""
+        """Returns the token as the vocabulary spells it, or None for an unknown id."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
@@ -132,7 +133,8 @@ class Tokenizer:
         arguments: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """Renders messages to the text that the model was trained on, special tokens included.
+        """Renders messages with the model's chat template to the prompt text, special tokens
+        included.
 
         Args:
             continue_final_message: Whether the prompt ends inside the last message, after its
@@ -175,8 +177,8 @@ def _eos_ids(
     directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str | list[str]]
 ) -> tuple[int, ...]:
     """Returns the EOS ids of generation_config.json, config.json and the tokenizer, in this order.
-    All three are read because generation_config.json is often the base model's, and then only the
-    tokenizer has the end token of a chat."""
+    All three are needed: generation_config.json is often copied from the base model, and then only
+    the tokenizer names the token that ends a chat turn."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found += stated_eos_ids(directory / name)
