@@ -1,1 +1,2 @@
-"""Array operations: JAX functions on local shards, independent of requests and schedulers."""
+"""Array operations: JAX functions that run on a device's local shards. They do not depend on
+requests or schedulers."""

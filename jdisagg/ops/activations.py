@@ -18,8 +18,8 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class SquaredRelu:
-    """Experts without a gate: relu(up)^2 (So et al., 2021, arXiv 2109.08668), as in Nemotron. As
-    a gate it is relu(up) * up."""
+    """Marks experts without a gate, which compute relu(up)^2 (So et al., 2021, arXiv 2109.08668),
+    as in Nemotron. Kernels that need a gate use up as the gate: relu(up) * up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-"""Keyed checksums of KV. Both sides of a hand-off compute the same sum for any sharding, paging and
-division into blocks.
+"""Keyed checksums of KV, which detect corruption when KV is transferred from a prefill worker to a
+decode worker. Sender and receiver compute the same sum whatever their sharding, page size and block
+size.
 
 A row is one (component, head, position) of H values, read as the integers of their bits. Its term
 is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod 2^32, with odd
@@ -11,7 +12,7 @@ undetected with chance 2^-64. All weights depend on the secret key.
 
 Coordinates are global: the component's index over all layers, the kv head's index in the model, the
 absolute position. All functions are pure and traceable and use 32-bit integer arithmetic only.
-Callers must pass arrays that are in memory, because XLA may fuse and recompute a value with another
+Callers must pass materialised arrays, because XLA may recompute a fused value with another
 rounding."""
 
 from collections.abc import Sequence
@@ -27,12 +28,13 @@ _LANE_SALTS = (0x27D4EB2F, 0x165667B1)
 
 
 def key_words(key: int) -> np.ndarray:
-    """Splits a 64-bit key into uint32 [2], the argument of compiled programs."""
+    """Splits a 64-bit key into two words, uint32 [2], the form in which compiled programs receive
+    it."""
     return np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], np.uint32)
 
 
 def fold(sums: np.ndarray) -> int:
-    """Adds the sums [..., 2] of several parts into one number. Lane 0 is the low half."""
+    """Adds partial sums [..., 2] into one 64-bit number. Lane 0 is the low half."""
     low, high = (
         int(lane) & 0xFFFFFFFF for lane in sums.reshape(-1, LANES).astype(np.uint64).sum(axis=0)
     )
@@ -47,14 +49,16 @@ def row_sums(
     positions_T: jax.Array,
     valid_T: jax.Array,
 ) -> jax.Array:
-    """Sums the rows of `parts` over components: uint32 [K, T, 2].
+    """Computes the checksum of each head and token, summed over components: uint32 [K, T, 2].
 
     Args:
-        parts: Arrays [C, K, T, x] whose last axes together are a row's values.
+        parts: Arrays [C, K, T, x], which are concatenated along the last axis to the values of each
+            row.
         key_2: Key from `key_words`.
-        component, head: Model-wide index of component 0 and of head 0.
+        component, head: Index, in the whole model, of the first component and of the first head of
+            `parts`.
         positions_T: Absolute positions.
-        valid_T: Mask of tokens. Rows of other tokens give 0.
+        valid_T: Mask of the tokens to include. Excluded tokens give 0.
     """
     components, heads = parts[0].shape[:2]
     c_C11 = jnp.arange(components, dtype=jnp.uint32)[:, None, None] + jnp.asarray(component).astype(
@@ -75,7 +79,7 @@ def row_sums(
 
 
 def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns each lane's weighted sum of a row's bits: uint32 [C, K, T]."""
+    """Returns, for each lane, the weighted sum of each row's bits: uint32 [C, K, T]."""
     lanes = [jnp.uint32(0)] * len(seeds)
     first = 1
     for part_CKTx in bits:
@@ -101,7 +105,8 @@ def _sum_lanes(lanes: Sequence[jax.Array], axis: int) -> list[jax.Array]:
 
 
 def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
-    """Sums over heads and over each `granule` tokens: uint32 [ceil(T / granule), 2]."""
+    """Sums checksums of tokens over all heads and over each run of `granule` tokens, the unit in
+    which KV is verified: uint32 [ceil(T / granule), 2]."""
     rows_T2 = jnp.sum(rows_KT2, axis=0, dtype=jnp.uint32)
     rows_T2 = jnp.pad(rows_T2, ((0, -rows_T2.shape[0] % granule), (0, 0)))
     return jnp.sum(rows_T2.reshape(-1, granule, LANES), axis=1, dtype=jnp.uint32)
@@ -115,7 +120,7 @@ def bits_of(values: jax.Array) -> jax.Array:
 
 
 def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
-    """Derives a lane's seed from both words of the key."""
+    """Derives the seed of one checksum lane from both words of the key."""
     return _mix(key_2[lane] + _mix(key_2[1 - lane] ^ jnp.uint32(_LANE_SALTS[lane])))
 
 

@@ -24,7 +24,8 @@ def dense_causal_attend(
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
 ) -> jax.Array:
-    """Implements `model_api.Attend`: token t attends to tokens max(0, t - window + 1) ... t."""
+    """Implements `model_api.Attend` for one sequence: token t attends to tokens max(0, t - window +
+    1) ... t."""
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None

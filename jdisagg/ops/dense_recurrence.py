@@ -1,5 +1,5 @@
-"""Recurrent layers over a whole sequence without a stored state, for tests and KV calibration. The
-counterpart of `ops/dense_attention.py`."""
+"""Runs recurrent layers over a whole sequence without a stored state, for tests and KV calibration.
+`ops/dense_attention.py` does the same for attention."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ def recur_from_the_beginning(
 
     Args:
         parts: State components of the layer.
-        dtype: Data type of components that set none.
+        dtype: Data type of state components that do not specify their own.
         tokens: Length of the sequence.
-        shards: Mesh axes. The state holds this device's heads only.
+        shards: Mesh axes over which the state's heads are sharded.
     """
     over = lax.axis_size(shards.tp[0]) if shards.tp else 1
 

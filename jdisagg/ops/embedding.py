@@ -1,8 +1,8 @@
 """Token embedding and logits with the vocabulary sharded over tensor-parallel axes.
 
-The table is padded to a multiple of tp. Padded rows are never looked up and padded logits are -inf,
-so sampling and randomness use only the real vocabulary. Works on local shards inside `shard_map`,
-or on a whole table without axes."""
+The table is padded to a multiple of tp. Padded rows are never looked up, and padded logits are
+-inf, so that sampling never chooses a padded id. Works on local shards inside `shard_map`, or on a
+whole table without axes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,14 +1,15 @@
 """The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state decays
-by a gate and whose old value for a key is subtracted before the new value is written.
+by a gate. Before a new value is written for a key, the old value for this key is subtracted.
 
 For each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
 
 u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
 
-A decode step computes exactly these equations. A chunk is processed in runs of `grain` tokens.
-Within a run, with cumulative gates G, the u solve a triangular system, (I + A) U = B (V - exp(G) K
-S), A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i. A run is thus a few matrix products, and only the
-state passes between runs. All in float32. q and k have length one."""
+A decode step computes exactly these equations. A prefill chunk is processed in runs of `grain`
+tokens. Within a run, with cumulative gates G, the vectors u solve a triangular system, (I + A) U =
+B (V - exp(G) K S), A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i. A run is thus a few matrix
+products, and only the state passes between runs. All arithmetic is float32. q and k must have
+length one."""
 
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs per token and head. `g_TN` is the logarithm of the gate, never positive, and `b_TN`
-    the strength of writing. Padding is treated as zero in both and so leaves the state unchanged.
+    """Inputs per token and head. `g_TN` is the logarithm of the gate and never positive. `b_TN` is
+    the strength of writing. Both are set to zero for padding, which therefore leaves the state
+    unchanged.
     """
 
     q_TNH: jax.Array
@@ -33,8 +35,8 @@ class DeltaInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Matrices that apply a run to a state S: u = values - keys S, o = queries S + mix u, S' =
-    decay S + writes^T u."""
+    """Matrices that express the effect of a run of tokens on a state S: u = values - keys S, o =
+    queries S + mix u, S' = decay S + writes^T u."""
 
     values_NCV: jax.Array
     keys_NCK: jax.Array
@@ -44,7 +46,7 @@ class _Run(NamedTuple):
     decay_N: jax.Array
 
     def on(self, state_NKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the output [N, C, dv] and the next state."""
+        """Applies the run to a state. Returns the output [N, C, dv] and the next state."""
         u_NCV = self.values_NCV - _product(self.keys_NCK, state_NKV)
         out_NCV = _product(self.queries_NCK, state_NKV) + _product(self.mix_NCC, u_NCV)
         kept_NKV = self.decay_N[:, None, None] * state_NKV
@@ -52,7 +54,7 @@ class _Run(NamedTuple):
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Multiplies matrices in full float32, where a GPU would round the inputs to 11 bits."""
+    """Multiplies matrices in full float32. By default a GPU would round the inputs to 11 bits."""
     return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
 
 
@@ -65,13 +67,13 @@ def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
 def delta_runs(
     inputs: DeltaInputs, state_RNKV: jax.Array, runs: Runs, platform: str = "cpu"
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies the rule to a chunk's rows.
+    """Applies the gated delta rule to a prefill chunk with tokens of several sequences (rows).
 
     Args:
         inputs: Inputs of T tokens.
         state_RNKV: float32 state before each row's first token of this chunk.
-        runs: Positions of rows among the tokens.
-        platform: "gpu" computes all runs without a loop.
+        runs: Division of the chunk's tokens into rows and runs.
+        platform: JAX platform. On "gpu" all runs are computed without a loop.
 
     Returns:
         o [T, N, dv] in float32 (unspecified for padding), and the state after each row's last
@@ -97,7 +99,8 @@ def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array,
 
 
 def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Applies the rule to one more token of each sequence: o [B, N, dv] and the next states."""
+    """Applies the gated delta rule to one new token of each sequence. Returns the outputs [B, N,
+    dv] and the next states."""
     q, k, v, g, b = (part.astype(jnp.float32) for part in inputs)
     kept = jnp.exp(g)[..., None, None] * state_BNKV
     u_BNV = b[..., None] * (v - _read(kept, k))
@@ -106,12 +109,12 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
 
 
 def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
-    """Returns the values that the state holds for these keys: [B, N, dv]."""
+    """Returns the value that each state holds for the given key: [B, N, dv]."""
     return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
 
 
 def _prepare(run: DeltaInputs) -> _Run:
-    """Prepares one run from its inputs, heads first [N, C, ...]."""
+    """Computes a run's matrices from the inputs of its tokens, heads first [N, C, ...]."""
     q, k, v, g, b = run
     size = g.shape[-1]
     total_NC = jnp.cumsum(g, axis=-1)

@@ -1,5 +1,6 @@
-"""Grouped expert products on a GPU: each expert's rows times the expert's matrix. The kernels read
-the assignment of rows on the device, so that the host drives no loop and no matrices are copied.
+"""Grouped expert products on a GPU: each expert's rows times the expert's matrix. Which rows belong
+to which expert is known only on the device. The kernels read it there, so that the host need not
+drive a loop and no matrices are copied.
 
 `products` chooses between two implementations:
 - Hopper, 16-bit: JAX's `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma and
@@ -9,8 +10,8 @@ the assignment of rows on the device, so that the host drives no loop and no mat
   not be gathered first. A kernel program handles one block of rows and one tile of columns.
   Programs without a block do nothing. Quantized values are widened as they are read.
 
-Rows without a local expert are not computed and their output is undefined. Triton is imported as in
-`paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests."""
+Rows whose expert is on another device are not computed, and their output is undefined. Triton is
+imported as in `paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -34,7 +35,7 @@ MGPU_ROWS, MGPU_COLUMNS, MGPU_DEPTH, MGPU_STEPS = 64, 128, 64, 4
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Returns the number of rows of a block, about an expert's mean share."""
+    """Returns the number of rows per kernel block: about the mean number of rows per expert."""
     rows = MIN_ROWS
     while rows < min(MAX_ROWS, pairs / experts):
         rows *= 2
@@ -46,7 +47,7 @@ def is_hopper(device_kind: str) -> bool:
 
 
 def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
-    """Whether `ragged_dot_mgpu` supports this device and these sizes."""
+    """Whether JAX's kernel `ragged_dot_mgpu` supports this device, data type and sizes."""
     whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
     return is_hopper(device_kind) and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
 
@@ -60,11 +61,11 @@ def by_wgmma(
     biases_PF: tuple[jax.Array, jax.Array] | None = None,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """Computes all experts by wgmma: [P, D].
+    """Applies each row's expert by JAX's Hopper kernel `ragged_dot_mgpu`: [P, D].
 
     Args:
-        rows_PD: Rows sorted by expert, rows without a local expert last.
-        sizes_E: Rows of each expert.
+        rows_PD: Rows sorted by expert. Rows whose expert is on another device come last.
+        sizes_E: Number of rows of each expert.
         gate_EDF, up_EDF, down_EFD: Expert matrices.
         biases_PF: Biases of each row's gate and up.
         clamp: Gate function. None means silu.
@@ -100,9 +101,10 @@ def by_blocks(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Applies pair p's expert to token `token_P[p]`, without the output's bias: [P, D]. P is padded
-    by `rows`. Block b covers rows start_B[b] to end_B[b] (at most `rows`) of expert expert_B[b],
-    and is empty if both are equal."""
+    """Applies experts by our own kernels: [P, D], without the bias of the output. Pair p applies an
+    expert to token `token_P[p]`. The pairs of block b, start_B[b] to end_B[b], use expert
+    expert_B[b]. A block has at most `rows` pairs and may be empty. P includes `rows` entries of
+    padding."""
     gate_EDF, up_EDF, down_EFD, *scales = weights[:6]
     assert gate_EDF is not None and up_EDF is not None and down_EFD is not None
     pairs, depth, ffn = token_P.shape[0], x_TD.shape[1], gate_EDF.shape[2]
@@ -146,8 +148,8 @@ def _hidden(
     clamp: ExpertGate | None,
     biased: bool,
 ) -> None:
-    """Computes silu(x gate) * (x up) of one block and one tile. The last refs are scales, biases
-    and the output."""
+    """Kernel that computes silu(x gate) * (x up) for one block of rows and one tile of columns. The
+    last refs are scales, biases and the output."""
     *scales, out_ref = more_and_out
     scales, biases = (scales[:-2], scales[-2:]) if biased else (scales, [])
     # Read here because interpreted branches cannot read them.
@@ -176,7 +178,7 @@ def _down(
     *scales_and_out: Ref,
     rows: int,
 ) -> None:
-    """Computes the down product of one block and one tile."""
+    """Kernel that multiplies one block of rows with one tile of columns of the down matrix."""
     *scales, out_ref = scales_and_out
     # Read here because interpreted branches cannot read them.
     block, tile = pl.program_id(0), pl.program_id(1)
@@ -191,7 +193,7 @@ def _down(
 
 
 def _block(start: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the row indices of a block, and a mask of those that belong to the block."""
+    """Returns `rows` row indices from `start` on, and a mask of the indices before `end`."""
     place_R = start + jnp.arange(rows, dtype=jnp.int32)
     return place_R, place_R < end
 

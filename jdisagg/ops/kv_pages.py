@@ -1,17 +1,19 @@
-"""Reading and writing KV pages: `pages_PKSH`, one component (K or V) of one layer on one dp rank.
+"""Reads and writes KV pages. An array `pages_PKSH` holds one component (K or V) of one layer on one
+dp rank.
 
-Heads precede slots, so that one head's bytes of a page are contiguous. All functions take LOCAL
-shards and are pure. The caller's jit must donate the pages, so that writes are in place: a copy of
-the pool would cost more than the whole step. Sequences appear only as coordinates.
+A page has S slots, one per token. Heads precede slots, so that one head's bytes of a page are
+contiguous. All functions are pure and take LOCAL shards. The caller's jit must donate the pages, so
+that writes are in place: a copy of the pool would cost more than the whole step. Tokens are
+addressed by page and slot only; this module has no notion of sequences.
 
 Invariants: a page id of `P` or more means padding, and its row is dropped. Negative ids are not
 allowed, because indexing would count them from the end. Pages must hold finite values only, because
 attention multiplies stale slots by zero.
 
-Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to it
-first (`as_kept`), and attention reads the rounded values both from pages and from the present chunk
-(`as_read`). Tokens thus do not depend on how or where a prompt is cut. On a CPU bfloat16 pages are
-stored as their bits (`kept_dtype`)."""
+Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to the
+narrower type first (`as_kept`), and attention reads rounded values both from pages and from the
+current chunk (`as_read`). Output tokens thus do not depend on how a prompt is divided into chunks.
+On a CPU bfloat16 pages are stored as their bits (`kept_dtype`)."""
 
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ def kept_dtype(dtype: str, platform: str) -> jnp.dtype:
 
 
 def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Converts finite values to the type of the pages' array.
+    """Converts finite values to the array type in which pages store them.
 
     uint16 holds the bits of bfloat16 (`kept_dtype`). uint8 holds fp8 (e4m3fn: 3 bits of mantissa,
     smallest 2^-9): values beyond +-448 are clipped, and the marker of a broken sequence becomes
@@ -59,8 +61,9 @@ def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 class PastPages(NamedTuple):
-    """Earlier tokens of the sequences of a prefill chunk. Rows 0..count-1 have a past of
-    `lengths_R` tokens, possibly 0. Latent attention has no `v_pages_PKSH`."""
+    """Pages with the earlier ("past") tokens of the sequences in a prefill chunk. Row r is one
+    sequence with `lengths_R[r]` past tokens, possibly 0. Rows from `count` on have none. Latent
+    attention has no `v_pages_PKSH`."""
 
     k_pages_PKSH: jax.Array
     v_pages_PKSH: jax.Array | None
@@ -73,8 +76,8 @@ def token_coordinates(
     table_RN: jax.Array, row_T: jax.Array, positions_T: jax.Array, *, pages: int, slots: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns page and slot of each token, from row `row_T` of the page table and absolute position
-    `positions_T`. Tokens with a negative row (padding) or a position beyond the table get page
-    `pages`, so that they are dropped."""
+    `positions_T`. Tokens with a negative row (padding) or a position beyond the table get the page
+    id `pages`, which is out of range, so that writes drop them."""
     columns = table_RN.shape[1]
     column_T = positions_T // slots
     inside_T = (row_T >= 0) & (positions_T >= 0) & (column_T < columns)
@@ -88,7 +91,7 @@ def decode_coordinates(
     table_BN: jax.Array, positions_B: jax.Array, *, slots: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns page and slot of one new token per sequence. Positions must lie inside the table.
-    Padding rows have dummy pages."""
+    Padding rows of the table must name dummy pages."""
     page_B = jnp.take_along_axis(table_BN, (positions_B // slots)[:, None], axis=1, mode="clip")[
         :, 0
     ]
@@ -98,11 +101,11 @@ def decode_coordinates(
 def write_tokens(
     pages_PKSH: jax.Array, kv_TKH: jax.Array, page_T: jax.Array, slot_T: jax.Array, *, unique: bool
 ) -> jax.Array:
-    """Writes one row per token, at any coordinates.
+    """Writes each token's keys or values at the token's page and slot.
 
-    `unique=True` promises that all coordinates are in range and distinct, as in decode, where
-    padding rows own distinct dummy rows. `unique=False` drops rows whose page is out of range. If
-    rows share a coordinate, any of them wins."""
+    With `unique=True` the caller guarantees that all coordinates are in range and distinct, as in
+    decode, where each padding row has its own dummy page. With `unique=False` tokens whose page is
+    out of range are dropped. If tokens share a coordinate, an arbitrary one is written."""
     kv_TKH = as_kept(kv_TKH, pages_PKSH.dtype)
     rows = pages_PKSH.at[page_T, :, slot_T]
     if unique:
@@ -113,8 +116,9 @@ def write_tokens(
 def insert_block(
     pages_PKSH: jax.Array, block_KTH: jax.Array, page_T: jax.Array, slot_T: jax.Array
 ) -> jax.Array:
-    """Inserts a received heads-first block [K, T, H] at any coordinates. Rows out of range are
-    dropped. Writes rows of H values, which on a CPU is a third as fast as `insert_run`."""
+    """Inserts a received block [K, T, H], heads first, at each token's page and slot. Tokens out of
+    range are dropped. On a CPU this is a third as fast as `insert_run`, because it writes single
+    rows of H values."""
     head_K1 = jnp.arange(pages_PKSH.shape[1], dtype=jnp.int32)[:, None]
     return pages_PKSH.at[page_T[None, :], head_K1, slot_T[None, :]].set(
         as_kept(block_KTH, pages_PKSH.dtype), mode="drop"
@@ -124,29 +128,29 @@ def insert_block(
 def insert_run(
     pages_PKSH: jax.Array, run_KTH: jax.Array, page: jax.Array, slot: jax.Array
 ) -> jax.Array:
-    """Inserts heads-first rows [K, T, H] into slots [slot, slot + T) of one page. Both must be in
-    range."""
+    """Inserts [K, T, H], heads first, into slots [slot, slot + T) of one page. Page and slots must
+    be in range."""
     return lax.dynamic_update_slice(
         pages_PKSH, as_kept(run_KTH, pages_PKSH.dtype)[None], (page, 0, slot, 0)
     )
 
 
 def read_run(pages_PKSH: jax.Array, page: jax.Array, slot: jax.Array, tokens: int) -> jax.Array:
-    """Reads what `insert_run` wrote: [K, T, H]."""
+    """Reads slots [slot, slot + tokens) of one page: [K, T, H]. Inverse of `insert_run`."""
     return lax.dynamic_slice(
         pages_PKSH, (page, 0, slot, 0), (1, pages_PKSH.shape[1], tokens, pages_PKSH.shape[3])
     )[0]
 
 
 def copy_pages(pages_PKSH: jax.Array, source_C: jax.Array, destination_C: jax.Array) -> jax.Array:
-    """Copies whole pages (copy-on-write). All sources are read before any destination is written.
-    Destinations out of range are dropped."""
+    """Copies whole pages, for copy-on-write of shared pages. All sources are read before any
+    destination is written. Destinations out of range are dropped."""
     return pages_PKSH.at[destination_C].set(pages_PKSH.at[source_C].get(mode="clip"), mode="drop")
 
 
 def gather_tokens(pages_PKSH: jax.Array, page_T: jax.Array, slot_T: jax.Array) -> jax.Array:
-    """Gathers the rows at these coordinates, heads first: [K, T, H]. For tests and cache
-    inspection."""
+    """Reads the keys or values at each token's page and slot, heads first: [K, T, H]. For tests and
+    cache inspection."""
     return pages_PKSH.at[page_T, :, slot_T].get(mode="clip").swapaxes(0, 1)
 
 
@@ -166,8 +170,9 @@ def gather_columns(
 
 
 class SpanRows(NamedTuple):
-    """Pages of one component as rows. Each row is one head's part of a page for a span of `length`
-    positions. Created once, outside the loop over spans."""
+    """Pages of one component, reshaped to rows for `gather_span`, which reads a span of `length`
+    positions at a time. Each row is one head's part of a page within a span. Created once, outside
+    the loop over spans."""
 
     rows_RW: jax.Array
     length: int
@@ -177,8 +182,8 @@ class SpanRows(NamedTuple):
 
 
 def span_rows(pages_PKSH: jax.Array, length: int) -> SpanRows:
-    """Prepares pages for `gather_span`. `length` must be a multiple of the page size, or divide
-    it."""
+    """Reshapes pages to rows for `gather_span`. The span's `length` must be a multiple or a divisor
+    of the page size."""
     pages, heads, slots, width = pages_PKSH.shape
     run = min(length, slots)
     assert length % run == 0 and slots % run == 0
@@ -197,11 +202,11 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
 
     On CPU this is the costliest copy of a decode step. A direct gather into [B, K, length, H] has
     an inner loop over H, which XLA unrolls into scalar moves, at half the memory speed in float32
-    and a quarter in bfloat16. Source and result are therefore kept as rows: the source's are
-    created outside the loop, and a barrier keeps the result's. A `where` that always selects one
-    side turns the gather into a fusion, which runs on all cores instead of one. For a single
-    sequence a plain gather is used, because with few rows XLA would change the layout of the
-    source, a copy of the whole pool in every step."""
+    and a quarter in bfloat16. Source and result therefore have the form of rows. The source's rows
+    are created outside the loop, and a barrier keeps XLA from reshaping the result early. A `where`
+    that always selects one side turns the gather into a fusion, which runs on all cores instead of
+    one. For a single sequence a plain gather is used, because with few rows XLA would change the
+    layout of the source, a copy of the whole pool in every step."""
     heads, slots, length = span.heads, span.slots, span.length
     batch, columns, parts = table_BN.shape[0], max(1, length // slots), max(1, slots // length)
     table_BC = lax.dynamic_slice(table_BN, (0, index // parts * columns), (batch, columns))

@@ -1,10 +1,11 @@
-"""Conversion between components of the KV cache and rows of a block, as `layout/kv_spec.py` defines
-them. Works on local shards inside `shard_map` over the mesh axes ("dp", "kv", "rep").
+"""Converts between components of the KV cache (such as keys and values) and the uniform rows of the
+blocks in which KV is transferred. `layout/kv_spec.py` defines both. Works on local shards inside
+`shard_map` over the mesh axes ("dp", "kv", "rep").
 
-A component [k, T, w] has a device's heads of some tokens, or the whole component if it has no
+A component [k, T, w] holds a device's heads for T tokens, or all values if the component has no
 heads. If all components are equal, each is one row and nothing is copied. If other components have
-heads, a component without heads is cut along its values: each kv shard sends one part, and
-`from_rows` gathers the parts."""
+heads, a component without heads is cut along its values: each kv shard sends one part of the
+values, and `from_rows` gathers the parts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,9 +19,9 @@ from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 def to_rows(
     part_KTH: jax.Array, part: KVComponent, spec: KVSpec, *, scatter: bool = True
 ) -> jax.Array:
-    """Returns the rows [R, K, T, H] of one component on this device. For a cut component, `scatter`
-    means that `part_KTH` has all values, of which this device's part is taken. Without `scatter` it
-    has this device's part only."""
+    """Returns the rows [R, K, T, H] of one component on this device. `scatter` matters only for a
+    component that is divided among kv shards: it means that `part_KTH` holds all values, of which
+    this device's part is selected. Without `scatter`, `part_KTH` holds this device's part only."""
     values = _retyped(part_KTH, spec.row_dtype)
     rows, width, tokens = spec.rows_of(part), spec.row_width, values.shape[1]
     if spec.is_cut(part):
@@ -39,8 +40,9 @@ def to_rows(
 def from_rows(
     rows_RKTH: jax.Array, part: KVComponent, spec: KVSpec, *, gather: bool = True
 ) -> jax.Array:
-    """Returns the component [k, T, w] of these rows, in the component's type. For a cut component,
-    `gather` collects the parts of all devices. Without `gather` this device's part is returned."""
+    """Returns the component [k, T, w] of these rows, in the component's type. For a component that
+    is divided among kv shards, `gather` collects the parts of all devices. Without `gather`, this
+    device's part is returned."""
     rows, heads, tokens, width = rows_RKTH.shape
     if spec.is_cut(part):
         whole = lax.all_gather(rows_RKTH, "kv", axis=1, tiled=True) if gather else rows_RKTH

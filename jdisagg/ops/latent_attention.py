@@ -3,11 +3,12 @@ token is cached for all heads: a latent of `rank` values and a key part with rot
 
 A head's key is the head's key matrix times the latent, followed by the rotary part. A head's value
 is its value matrix times the latent. The same attention can be computed in two forms:
-- *expanded*: keys and values of each head are computed for ordinary attention. This form costs
-  least when many queries attend to the same tokens (prefill).
-- *absorbed*: the key matrix is applied to the query, and the value matrix to the mix of latents.
-  Attention then has many query heads over one kv head of rank + rope values, of which the first
-  `rank` are also the value. A token is read once for all heads (decode, cached tokens).
+- *expanded*: keys and values of each head are computed from the latents, for ordinary attention.
+  This form is cheapest if many queries attend to the same tokens (prefill).
+- *absorbed*: the key matrix is applied to the query, and the value matrix to the weighted sum of
+  latents. Attention then has many query heads over one kv head of rank + rope values, of which the
+  first `rank` are also the value. Each cached vector is read once for all heads. This form is used
+  for decode and for cached tokens.
 
 Functions work on local heads. The latent is replicated over tp."""
 
@@ -18,8 +19,8 @@ from jdisagg.model_api import Latent
 
 
 def absorb(q_TNH: jax.Array, latent: Latent) -> jax.Array:
-    """Applies the key matrices to queries of nope + rope values. Returns queries for the cached
-    vector: [T, N, rank + rope]."""
+    """Computes the queries of the absorbed form by applying each head's key matrix to its query of
+    nope + rope values. Returns [T, N, rank + rope], to be multiplied with cached vectors."""
     nope = latent.keys_NRH.shape[2]
     inner_TNR = jnp.einsum(
         "tnh,nrh->tnr", q_TNH[..., :nope], latent.keys_NRH, preferred_element_type=jnp.float32
@@ -28,7 +29,8 @@ def absorb(q_TNH: jax.Array, latent: Latent) -> jax.Array:
 
 
 def release(mixed_TNR: jax.Array, latent: Latent) -> jax.Array:
-    """Applies the value matrices to mixed latents. Returns the heads' outputs: [T, N, value]."""
+    """Applies each head's value matrix to the head's weighted sum of latents. Returns the outputs
+    of all heads: [T, N, value]."""
     values = latent.values_NRH.astype(mixed_TNR.dtype)
     return jnp.einsum("tnr,nrv->tnv", mixed_TNR, values, preferred_element_type=jnp.float32).astype(
         mixed_TNR.dtype
@@ -36,7 +38,8 @@ def release(mixed_TNR: jax.Array, latent: Latent) -> jax.Array:
 
 
 def expand(cached_T1H: jax.Array, latent: Latent) -> tuple[jax.Array, jax.Array]:
-    """Computes keys [T, N, nope + rope] and values [T, N, value] of each head."""
+    """Computes keys [T, N, nope + rope] and values [T, N, value] of each head from the cached
+    vectors."""
     rank = latent.keys_NRH.shape[1]
     inner_TR, turned_T1H = cached_T1H[:, 0, :rank], cached_T1H[..., rank:]
     keys_TNH, values_TNV = (

@@ -1,10 +1,10 @@
 """Decode over cached latents (the absorbed form of `ops/latent_attention.py`) as a GPU kernel:
 Pallas, Triton backend, with the splits of `paged_attention_pallas`.
 
-A kernel program handles ROWS query heads of a sequence, so that the mix stays in registers, and
-loops over its share of the positions. Latent and rotary part are read separately, because Triton's
-blocks are powers of two. The latent is read once for scores and mix. `interpret=True` runs the
-kernel on a CPU."""
+A kernel program handles ROWS query heads of a sequence, few enough that the weighted sum of latents
+stays in registers, and loops over its share of the positions. The latent and the rotary part are
+read separately, because Triton's blocks are powers of two. Each latent is read once, for both
+scores and weighted sum. `interpret=True` runs the kernel on a CPU."""
 
 from functools import partial
 
@@ -32,7 +32,8 @@ from jdisagg.ops.quarantine import SHOWS
 
 
 def applies(q_BNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
-    """Whether latent and rotary part have sizes that Triton blocks support."""
+    """Whether the kernel supports the sizes of latent and rotary part: Triton's blocks are powers
+    of two."""
     turned = q_BNH.shape[-1] - rank
     return (
         triton is not None
@@ -56,8 +57,8 @@ def latent_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the mixed latents [B, N, rank] in q's dtype, for queries of the absorbed form. Other
-    arguments are as in `ops.paged_attention.paged_attention`."""
+    """Returns each head's attention-weighted sum of latents, [B, N, rank] in q's dtype, for queries
+    of the absorbed form. Other arguments are as in `ops.paged_attention.paged_attention`."""
     assert triton is not None, "ask `applies` first"
     batch, heads, width = q_BNH.shape
     pages, _, slots, _ = pages_P1SH.shape
@@ -110,8 +111,8 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Processes one (sequence, block of heads, split). q_ref [N, H]; pages_ref [P, S, H]; table_ref
-    [N]; position_ref []."""
+    """Kernel for one (sequence, block of heads, split of the positions). q_ref [N, H]; pages_ref
+    [P, S, H]; table_ref [N]; position_ref []."""
     (heads, width), rows = q_ref.shape, ROWS
     pages, slots, _ = pages_ref.shape
     (columns,) = table_ref.shape

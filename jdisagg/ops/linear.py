@@ -1,9 +1,9 @@
 """The matrix product of activations with a weight, in the orientation that is fast on the platform.
 
-A kernel is [in, out], or [out, in] if `transposed`. On a CPU the latter makes bfloat16 about 10 %
-faster and float32 decode a third slower. `kernel_is_transposed` chooses when a model is built, and
-the choice is part of the module's structure. This module and `quantized_weights` contain all CPU
-tuning of matrix products, so that models contain none."""
+A kernel is [in, out], or [out, in] if `transposed`. On a CPU the orientation [out, in] makes
+bfloat16 about 10 % faster and float32 decode a third slower. `kernel_is_transposed` chooses the
+orientation when a model is built. This module and `quantized_weights` contain all CPU tuning of
+matrix products, so that models contain none."""
 
 import jax
 import jax.numpy as jnp
@@ -50,15 +50,15 @@ def _product(
 
 
 def _bfloat16_on_cpu(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """Returns the product, also of logits, rounded to bfloat16, as transformers and vLLM do.
+    """Returns the product rounded to bfloat16. transformers and vLLM also round here, even logits.
 
     From JAX 0.12 on bfloat16 is requested, because XLA:CPU takes twice as long for float32 ([32,
     768] x [768, 32000]: 6.8 against 3.5 ms). Earlier XLA:CPU, asked for bfloat16, makes float32
     copies of all weights of a program first (twice their bytes) and is 2 to 11 times slower ([2,
     2048] x [2048, 2048]: 25 against 2.3 ms), so float32 is requested there.
 
-    A single row is very slow (46 ms against 5 ms for that kernel). It is therefore doubled, and a
-    barrier keeps XLA from removing the second row."""
+    A single row is very slow (46 ms against 5 ms for that kernel). A single row is therefore
+    duplicated, and a barrier keeps XLA from removing the duplicate."""
     wanted = jnp.dtype(jnp.float32) if _UPCASTS else None
     if x_TD.shape[0] > 1:
         return _product(x_TD, kernel, transposed, wanted).astype(x_TD.dtype)

@@ -1,17 +1,17 @@
-"""Changes to logits before a token is chosen, and reports about them: penalties, bias, min_tokens,
-logprobs.
+"""Adjusts logits before a token is chosen (penalties, bias, min_tokens), and computes
+log-probabilities of the adjusted logits.
 
-The order is vLLM's, so that equal parameters give equal distributions: logit bias, then repetition,
-frequency and presence penalty. After these, stop ids are set to -inf while fewer than min_tokens
-were generated, and then ids that a grammar forbids. Temperature and filters follow in `sampling`. A
-row with neutral parameters keeps its logits bit for bit.
+The order is vLLM's, so that equal parameters give equal distributions. First come logit bias, then
+repetition, frequency and presence penalty. Next, stop ids are set to -inf while fewer than
+min_tokens tokens were generated. Last, ids that a grammar forbids are set to -inf. Temperature and
+filters follow in `sampling`. A row with neutral parameters keeps its logits bit for bit.
 
 - repetition (Hugging Face; tokens of prompt or output): logit / r if positive, else logit * r
 - frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence * (count >
   0)
 
-A row's history is one int32 array of counts, a function of prompt and accepted ids. `token_counts`
-builds it on the host, `update_counts` adds sampled tokens."""
+One int32 array of counts per row represents the row's prompt and generated ids. `token_counts`
+builds the array on the host, and `update_counts` adds sampled tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,10 +26,11 @@ PROMPT_BIT = 1 << 30
 
 
 class ShapingRows(NamedTuple):
-    """Parameters of each row. Lists of ids are padded with -1 and may have width 0.
+    """Parameters of each row of logits. Lists of ids are padded with -1 and may have width 0.
 
     A row's `token_counts` hold how often each id was generated, plus PROMPT_BIT for ids of the
-    prompt. `stop_ids` are masked while `position < min_position`, the prompt's length + min_tokens.
+    prompt. `stop_ids` are masked while `position < min_position`, where `min_position` is the
+    prompt's length + min_tokens.
     """
 
     presence: jax.Array  # float32 [B]
@@ -44,8 +45,8 @@ class ShapingRows(NamedTuple):
 def shape_logits(
     logits_BV: jax.Array, rows: ShapingRows, token_counts_BV: jax.Array, position_B: jax.Array
 ) -> jax.Array:
-    """Returns the shaped logits, float32 [B, V_padded]. Tokens are chosen and log-probabilities are
-    computed from them."""
+    """Applies bias, penalties and min_tokens. Returns logits, float32 [B, V_padded], from which
+    tokens are chosen and log-probabilities are computed."""
     logits_BV = _scatter(logits_BV, rows.bias_ids).add(rows.bias_values, mode="drop")
 
     generated_BV = token_counts_BV & (PROMPT_BIT - 1)
@@ -75,11 +76,11 @@ def mask_logits(logits_BV: jax.Array, mask_BW: jax.Array) -> jax.Array:
 def logprobs(
     logits_BV: jax.Array, token_B: jax.Array, top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns natural-log probabilities: that of `token` [B], and the ids [B, top] and values of
-    the `top` most likely tokens, descending, ties by id.
+    """Returns natural-log probabilities of `token` [B], and the ids and log-probabilities [B, top]
+    of the `top` most likely tokens in descending order, ties by id.
 
-    `logits` are the shaped ones, before temperature and filters (`request.TokenLogprobs`). An
-    invalid token gives NaN."""
+    `logits` must be the result of `shape_logits`, before temperature and filters. An invalid token
+    gives NaN."""
     values_BK, ids_BK = selection.largest(logits_BV, max(top, 1))
     # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, at ten times the cost
     # of all this.
@@ -96,8 +97,8 @@ def logprobs(
 def update_counts(
     token_counts_BV: jax.Array, token_B: jax.Array, generated_B: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the counts after each row's token. Invalid tokens and rows where `generated` is False
-    add nothing. Donate `token_counts`."""
+    """Adds each row's new token to its counts. Invalid tokens and rows where `generated` is False
+    add nothing. Callers should donate `token_counts`."""
     if generated_B is not None:
         token_B = jnp.where(generated_B, token_B, -1)
     return _scatter(token_counts_BV, token_B[:, None]).add(1, mode="drop")
@@ -106,7 +107,7 @@ def update_counts(
 def token_counts(
     prompt_token_ids: Sequence[int], generated_token_ids: Sequence[int], vocabulary: int
 ) -> np.ndarray:
-    """Builds one row of counts on the host: int32 [V]."""
+    """Builds one row's counts of prompt and generated ids on the host: int32 [V]."""
     counts_V = np.bincount(np.asarray(generated_token_ids, np.int64), minlength=vocabulary).astype(
         np.int32
     )

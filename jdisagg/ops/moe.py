@@ -1,16 +1,17 @@
-"""Routing and experts distributed over devices. Each device computes only the tokens routed to its
-own experts, and no token is dropped.
+"""Routes tokens to experts that are distributed over devices. Each device computes only the tokens
+routed to its own experts, and no token is dropped.
 
 Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows of one expert.
-The number of blocks is known only on the device. On CPU a loop runs over the blocks. On GPU the
-host would drive that loop, so kernels process the blocks (`grouped_products_gpu`). `lax.ragged_dot`
-would be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms against 5 ms for
-32 experts). On TPU it is a grouped product and is used. Kernels are [in, out] for all types:
-neither [out, in] nor a barrier before the product helped on CPU.
+The number of blocks is known only on the device. On a CPU a loop runs over the blocks. On a GPU the
+host would drive such a loop, so kernels process the blocks (`grouped_products_gpu`).
+`lax.ragged_dot` would be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms
+against 5 ms for 32 experts). On a TPU `ragged_dot` is a grouped product and is used. Kernels are
+[in, out] for all types: neither [out, in] nor a barrier before the product helped on CPU.
 
-Three placements (see `layout/axes.py`): whole experts spread over dp and tp (tokens gathered over
-dp, results scattered back), whole experts over tp (tokens are already on all of tp), or each expert
-split inside over tp. Padding tokens are routed nowhere."""
+Experts have one of three placements (see `layout/axes.py`). Whole experts are spread over dp and
+tp, where tokens are gathered over dp and results scattered back. Or whole experts are spread over
+tp, whose devices already hold all tokens. Or each expert's width is split over tp. Padding tokens
+are routed to no expert."""
 
 from typing import NamedTuple
 
@@ -29,16 +30,16 @@ MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
 
 
 class Routing(NamedTuple):
-    """Chosen experts of each token (int32 [T, J], global numbers) and their weights (float32 [T,
-    J])."""
+    """Each token's chosen experts, numbered over all devices (int32 [T, J]), and the experts'
+    weights (float32 [T, J])."""
 
     experts_TJ: jax.Array
     weights_TJ: jax.Array
 
 
 class ExpertWeights(NamedTuple):
-    """Expert matrices of this device, with scales if quantized and biases if present. Experts
-    without a gate (`SquaredRelu`) have the same matrix as gate and up."""
+    """Expert matrices of this device, with scales if quantized and biases if present. For experts
+    without a gate (`SquaredRelu`), gate and up are the same matrix."""
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -52,8 +53,8 @@ class ExpertWeights(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """Pairs sorted by local expert, with pairs of other devices last, and the blocks of rows that
-    cover the local pairs.
+    """Order in which this device computes (token, expert) pairs. Pairs are sorted by local expert,
+    pairs of other devices come last, and blocks of rows cover the local pairs.
 
     Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
     are valid; start and end of the others are 0. The loop always computes a full block. The results
@@ -67,8 +68,8 @@ class BlockPlan(NamedTuple):
 
 
 def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> Routing:
-    """Routes by float32 softmax over all experts to the largest few. Ties go to the smaller expert
-    number."""
+    """Chooses the `experts_per_token` most probable experts of each token by a float32 softmax over
+    all experts. Ties go to the smaller expert number."""
     probabilities_TE = jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     weights_TJ, experts_TJ = lax.top_k(probabilities_TE, experts_per_token)
     if normalised:
@@ -77,8 +78,8 @@ def route(logits_TE: jax.Array, experts_per_token: int, *, normalised: bool) -> 
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Returns the number of rows of a block, about twice an expert's mean share, so that most
-    experts' weights are read once."""
+    """Returns the number of rows per block: about twice the mean number of rows per expert, so that
+    most experts' weights are read once."""
     rows = MIN_BLOCK_ROWS
     while rows < min(MAX_BLOCK_ROWS, 2 * pairs / experts):
         rows *= 2
@@ -118,7 +119,8 @@ def routed_experts(
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp.
-    `experts` is the number on all devices. `clamp` is the gate function; None means silu."""
+    `experts` is the total number of experts on all devices. `clamp` is the gate function; None
+    means silu."""
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)
@@ -150,8 +152,8 @@ def routed_experts(
 
 
 def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
-    """Returns the output bias. If experts are split over devices, whose results are summed, the
-    bias is zero on all devices but one."""
+    """Returns the experts' output bias. If each expert is split over devices, their results are
+    summed, so the bias is zero on all devices but one."""
     if not shards.tp or shards.ep:
         return bias_ED
     return jnp.where(lax.axis_index(shards.tp) == 0, bias_ED, jnp.zeros((), bias_ED.dtype))
@@ -160,8 +162,8 @@ def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
 def _combine(
     y_TJD: jax.Array, here_TJ: jax.Array, weights_TJ: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """Sums each token's local experts in float32, in the order of its choice, independent of the
-    batch."""
+    """Sums the weighted outputs of each token's local experts in float32. The order of summation is
+    the token's order of experts, so it does not depend on the batch."""
     weighted_TJD = jnp.where(
         here_TJ[:, :, None], y_TJD.astype(jnp.float32) * weights_TJ[:, :, None], 0.0
     )
@@ -169,7 +171,8 @@ def _combine(
 
 
 def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None) -> jax.Array:
-    """Applies one expert to rows, without the output's bias. The arrays have no dimension E."""
+    """Applies one expert to rows, without the output's bias. The arrays in `expert` have no leading
+    expert dimension."""
 
     def product(
         x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
@@ -188,8 +191,8 @@ def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None)
 def _token_rows(
     x_TD: jax.Array, plan: BlockPlan, choices: int, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the token of each sorted pair, padded by one block so that the last block can be
-    sliced whole, and each pair's place."""
+    """Returns the token of each sorted pair, and each pair's position in the sorted order. The
+    tokens are padded by one block, so that the last block can be sliced whole."""
     token_P = jnp.pad(plan.order_P // choices, (0, rows))
     place_P = (
         jnp.zeros_like(plan.order_P)
@@ -206,8 +209,8 @@ def block_products(
     rows: int,
     clamp: ExpertGate | None = None,
 ) -> jax.Array:
-    """Applies each pair's expert to its token, without the output's bias: [T, J, D]. Entries
-    without a local expert are undefined."""
+    """Applies each pair's expert to its token, without the output's bias: [T, J, D]. Entries whose
+    expert is on another device are undefined."""
     choices = local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), weights.gate_EDF.shape[0], rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, rows)
@@ -263,8 +266,8 @@ def _sizes(local_TJ: jax.Array, held: int) -> jax.Array:
 
 
 def _of_pairs(of_EF: jax.Array | None, local_TJ: jax.Array, plan: BlockPlan) -> jax.Array | None:
-    """Returns for each sorted pair the row of `of_EF` of the pair's expert. Pairs without a local
-    expert get any row."""
+    """Returns, for each sorted pair, the row of `of_EF` that belongs to the pair's expert. Pairs of
+    other devices get an arbitrary row."""
     if of_EF is None:
         return None
     return of_EF[jnp.minimum(local_TJ.reshape(-1)[plan.order_P], of_EF.shape[0] - 1)]

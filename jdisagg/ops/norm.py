@@ -1,6 +1,6 @@
-"""Root mean square norm (Zhang and Sennrich, 2019), computed in float32 and rounded once: before
-the weight, or after it if the weight is added to one (Gemma), as the published checkpoints were
-trained."""
+"""Root mean square norm (Zhang and Sennrich, 2019), computed in float32 and rounded once. The
+result is rounded before multiplication by the weight, or after it if one is added to the weight
+(Gemma). Published checkpoints were trained in this way."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ def rms_norm(
     """Normalises the last axis of x [..., D] and returns x's dtype.
 
     Args:
-        weight_D: Scale, or None for one.
+        weight_D: Weight, or None for a weight of one.
         over: Mesh axes over which the last axis is sharded in equal parts (replication leaves the
             mean unchanged).
-        above_one: Whether the scale is one plus the weight.
+        above_one: Whether the result is multiplied by one plus the weight.
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)

@@ -1,9 +1,9 @@
-"""The running softmax of attention over blocks of scores.
+"""Online softmax of attention, which processes scores block by block.
 
-A state is the largest score, the sum of exponentials relative to it, and the unnormalised mix of
-values, all float32. Folding blocks in any order gives the softmax over their union. Masked scores
-are `MASKED`, a finite number, which avoids NaN. A row with only masked scores so far holds
-meaningless values, which the first real score multiplies by 0."""
+The state consists of the largest score so far, the sum of exponentials relative to this score, and
+the unnormalised weighted sum of values, all float32. Adding blocks in any order gives the softmax
+over all of their scores. Masked scores are `MASKED`, a finite number, which avoids NaN. A row with
+only masked scores so far holds meaningless values, which the first real score multiplies by 0."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,8 +15,8 @@ MASKED = -1e30
 
 
 class Softmax(NamedTuple):
-    """Running state: largest score `top` and sum `total` [..., Q, 1], mix of values `mixed` [...,
-    Q, H]."""
+    """Running state: largest score `top` [..., Q, 1], sum of exponentials `total` [..., Q, 1], and
+    weighted sum of values `mixed` [..., Q, H]."""
 
     top: jax.Array
     total: jax.Array
@@ -34,15 +34,15 @@ def empty(shape: tuple[int, ...]) -> Softmax:
 
 
 def first(scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """Returns the state after one block of scores [..., Q, S]. `mix` multiplies weights with the
-    block's values, in float32."""
+    """Returns the state after one block of scores [..., Q, S]. `mix` is a function that multiplies
+    softmax weights with the block's values, in float32."""
     top = scores.max(-1, keepdims=True)
     weights = jnp.exp(scores - top)
     return Softmax(top, weights.sum(-1, keepdims=True), mix(weights))
 
 
 def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """Returns the state after one more block."""
+    """Adds one more block of scores to the state."""
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
     fade, weights = jnp.exp(state.top - top), jnp.exp(scores - top)
     return Softmax(
@@ -51,7 +51,7 @@ def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array
 
 
 def merge(one: Softmax, other: Softmax) -> Softmax:
-    """Returns the state after the blocks of both states."""
+    """Merges the states of two disjoint sets of blocks."""
     top = jnp.maximum(one.top, other.top)
     fades = jnp.exp(one.top - top), jnp.exp(other.top - top)
     return Softmax(

@@ -1,11 +1,13 @@
-"""Decode attention over KV pages: one new token per sequence, whose own k and v were just written.
+"""Decode attention over KV pages, for one new token per sequence. The new token's own k and v must
+already be in the pages.
 
 `paged_attention` is the op, and `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest
   sequence), so there are no context buckets, and a block of pages stays in cache. The CPU's choice,
   and correct everywhere.
-- `gather`: gathers the whole padded table and computes one softmax. Used on a GPU where the kernel
-  does not apply, because the host would drive a loop. Its cost grows with the table's width.
+- `gather`: gathers the whole padded table and computes one softmax. Used on a GPU where the
+  `pallas` kernel does not apply, because the host would have to drive a loop. Its cost grows with
+  the table's width.
 - `pallas`: a split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
 For latent attention (`ops/latent_attention.py`) the pages hold one vector per token, and the
@@ -60,13 +62,13 @@ def paged_attention(
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes the attention of token b over positions 0..positions_B[b] of its sequence, or with
-    `window` over the last `window` of these.
+    """Computes the attention of each sequence's new token b over positions 0..positions_B[b], or
+    with `window` over the last `window` of these positions.
 
     Args:
         q_BNH: Local query heads, a multiple of the pages' kv heads.
-        k_pages_PKSH, v_pages_PKSH: Pages. With `latent` the former hold cached vectors with one kv
-            head, and the latter is None.
+        k_pages_PKSH, v_pages_PKSH: Pages of keys and of values. With `latent`, the first array
+            holds the cached vectors with one kv head, and the second is None.
         table_BN, positions_B: int32.
         cap, sinks_N, latent: See `model_api.Attend`.
 
@@ -126,8 +128,8 @@ def _loop(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes the attention in a loop. `values` are the values' pages, or the number of leading
-    key values that serve as values.
+    """Computes the attention in a loop over page columns. `values` is the array of value pages. For
+    latent attention it is the number of leading elements of each key that serve as the value.
 
     Processes whole steps of 256 or 128 positions or a page, then the rest of the longest sequence
     in parts of a step, so that a nearly empty last page is not read whole."""
@@ -209,7 +211,8 @@ def _scores(
     *,
     marked: bool,
 ) -> jax.Array:
-    """Computes masked scores. `marked` means that keys may be the marker of `ops/quarantine.py`."""
+    """Computes masked attention scores. `marked` means that keys may contain the marker by which
+    `ops/quarantine.py` replaces non-finite values."""
     s_BKGS = (
         jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
     )

@@ -3,10 +3,10 @@
 Flash-decoding: a kernel program for each (sequence, kv head, split) loops over its share of the
 sequence's positions with a running softmax, and XLA merges the splits. The number of splits depends
 on each sequence's *own* length: as many as fill the GPU, or more as long as each has SHARE
-positions, so that a long sequence among many short ones is not left to one program. Programs
-without a split end at once and write nothing, so that the page table may be as wide as the context.
-The query heads of one kv head fill the 16 rows of a tensor-core product. Positions hidden by length
-or window are not read. Table entries beyond the length may be anything.
+positions, so that a single program need not process a long sequence among many short ones. Programs
+without a split end at once and write nothing. The page table may therefore be as wide as the
+context at little cost. The query heads of one kv head fill the 16 rows of a tensor-core product.
+Positions hidden by length or window are not read. Table entries beyond the length may be anything.
 
 Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12. Only this file
 imports it, and `applies` returns False without it. `interpret=True` runs the same kernel on CPU,
@@ -65,8 +65,8 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.paged_attention.paged_attention`. `splits` is the number of programs for every
-    (sequence, kv head), by default enough to fill the GPU."""
+    """See `ops.paged_attention.paged_attention`. `splits` is the number of kernel programs per
+    (sequence, kv head). By default it is large enough to fill the GPU."""
     assert triton is not None, "ask `applies` first"
     batch, query_heads, width = q_BNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape
@@ -115,8 +115,9 @@ def merged(
     share_B: jax.Array,
     sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
-    """Merges the splits I of each sequence into its attention [B, K, G, H]. Splits without steps
-    wrote nothing. `sinks_KG` are scores without a value that join the softmax."""
+    """Merges the partial softmax results of each sequence's splits (dimension I) into the attention
+    output [B, K, G, H]. Splits without positions wrote nothing and are skipped. `sinks_KG` are
+    additional scores in the softmax without a value."""
     first_I = jnp.arange(mixed_BKIGH.shape[2], dtype=jnp.int32)
     used_BI = first_I[None, :] * share_B[:, None] < steps_B[:, None]
     used_BKIG = used_BI[:, None, :, None]
@@ -135,9 +136,10 @@ def merged(
 def shares(
     position: jax.Array, window: int | None, even: int, splits: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns, for one or several sequences, the first step of `size` positions, the step after the
-    last, and the steps per program: an even share of `even` programs, or SHARE positions if that
-    needs at most `splits` programs."""
+    """Divides the positions that a token attends to among kernel programs, in steps of `size`
+    positions. Returns the first step, the step after the last, and the number of steps per program.
+    A program takes an even share of `even` programs, or SHARE positions if that needs at most
+    `splits` programs. Works on one or several sequences."""
     oldest = jnp.zeros_like(position) if window is None else jnp.maximum(position - (window - 1), 0)
     low, high = oldest // size, position // size + 1
     steps = high - low
@@ -162,8 +164,8 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Processes one (sequence, kv head, split). q_ref [G, H]; k_ref, v_ref [P, S, H]; table_ref
-    [N]; position_ref []."""
+    """Kernel for one (sequence, kv head, split of the positions). q_ref [G, H]; k_ref, v_ref [P, S,
+    H]; table_ref [N]; position_ref []."""
     groups, width = q_ref.shape
     pages, slots, _ = k_ref.shape
     (columns,) = table_ref.shape

@@ -1,9 +1,9 @@
 """Model parameters: arrays with named dimensions, and their shardings under a layout.
 
-Each parameter is an `nnx.Param` with the metadata `logical_axes`, one name of `layout/axes.py`'s
-table per dimension. A layout's table maps them to mesh axes. Flax's own sharding annotations are
-not used, because they constrain eagerly and our programs run on local shards inside `shard_map`.
-Leaf order is always that of `jax.tree.leaves(nnx.state(module))`."""
+Each parameter is an `nnx.Param` with the metadata `logical_axes`: one name per dimension, from the
+table in `layout/axes.py`. A layout maps these names to mesh axes. Flax's own sharding annotations
+are not used, because they constrain eagerly and our programs run on local shards inside
+`shard_map`. Leaf order is always that of `jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, get_args
@@ -25,8 +25,8 @@ Role = Literal["matrix", "embedding", "norm", "bias", TypeRole]
 
 
 class Make(Protocol):
-    """Creates the value of a parameter: an array, or a shape for abstract models. `fan_in` scales
-    random matrices."""
+    """Function that creates the value of a parameter: an array, or a shape for abstract models.
+    Random matrices have variance 1 / `fan_in`."""
 
     def __call__(
         self, shape: tuple[int, ...], role: Role, fan_in: int
@@ -43,14 +43,14 @@ def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[
 
 
 def param_logical_axes(module: nnx.Module) -> tuple[Axes, ...]:
-    """Returns the logical axes of each parameter, in leaf order."""
+    """Returns the logical axes of each parameter, in the order of `jax.tree.leaves`."""
     variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable)
     return tuple(variable.get_metadata()["logical_axes"] for variable in variables)
 
 
 def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]:
-    """Returns each parameter's partition over the mesh axes ("dp", "kv", "rep"), in leaf order, for
-    `shard_map`'s in_specs."""
+    """Returns each parameter's partition over the mesh axes ("dp", "kv", "rep"), in the order of
+    `jax.tree.leaves`. Used as in_specs of `shard_map`."""
     table = layout.axis_table()
     return tuple(
         PartitionSpec(*(table[axis] or None for axis in axes))
@@ -59,7 +59,7 @@ def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]
 
 
 def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
-    """Returns the sharding of each parameter on the mesh, in leaf order."""
+    """Returns the sharding of each parameter on the mesh, in the order of `jax.tree.leaves`."""
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
 
 

@@ -1,22 +1,22 @@
-"""Prefill attention of a packed chunk with tokens of several sequences, over the chunk itself and
-over the pages of sequences that began earlier.
+"""Prefill attention of a packed chunk, which holds tokens of several sequences. Tokens attend to
+the chunk itself, and to KV pages with earlier tokens of the same sequence.
 
 Tokens of a segment (a row of the step) are contiguous and in order. `segment_T` is -1 for padding,
-whose output is 0. Two parts share one running softmax: *self*, causal among the chunk's tokens of
-the same segment, and *past*, the sequence's earlier tokens in pages. Local shards, no meshes. K and
-V are never repeated for GQA.
+whose output is 0. Two parts share one online softmax: *self* is causal attention among the chunk's
+tokens of the same segment, and *past* is attention to the sequence's earlier tokens in pages.
+Functions run on local shards. K and V are never repeated for GQA.
 
 On CPU *self* is cut into query blocks. A block computes dense scores over its causal prefix if they
 fit the CPU's cache. Otherwise it loops over key blocks from a traced first block, which skips other
-segments and keys outside the window. *past* loops over the rows with a past and their page columns.
-The bounds are traced, so there are no buckets, and no work without a past. On GPU both parts use
-cuDNN (`prefill_attention_cudnn`).
+segments and keys outside the window. *past* loops over the rows with earlier tokens and their page
+columns. Loop bounds are traced, so lengths need no buckets, and chunks without earlier tokens cost
+no extra work. On GPU both parts use cuDNN (`prefill_attention_cudnn`).
 
 Latent attention takes the expanded form among the chunk's tokens and the absorbed form for the
 past, whose keys would otherwise be recomputed for each chunk (`ops/latent_attention.py`). On a GPU
-*past* then covers the whole page table in unrolled steps, without a loop. The same form serves
-families with capped scores, which cuDNN does not support, and packed chunks of families with sinks
-(not their past)."""
+*past* then covers the whole page table in unrolled steps, without a loop. The same form is used for
+models with capped scores, which cuDNN does not support, and for *self* in packed chunks of models
+with sinks."""
 
 from functools import partial
 
@@ -74,12 +74,13 @@ def prefill_attention(
 
     Args:
         segment_T: Row of each token, -1 for padding.
-        positions_T: Absolute positions, read only with both a past and a window.
-        past: Earlier tokens. None compiles no past. On GPU only row 0, which comes first, may have
-            one.
-        window: Positions attended to, the token's own included.
+        positions_T: Absolute positions. Used only if both `past` and `window` are given.
+        past: Pages with earlier tokens. None if no sequence has earlier tokens. On a GPU only row
+            0, which comes first in the chunk, may have earlier tokens.
+        window: Number of latest positions that a token attends to, its own position included.
         cap, sinks_N, latent: See `model_api.Attend`.
-        packed: False promises that all valid tokens are of row 0 and come first.
+        packed: Whether the chunk may hold several sequences. If False, all valid tokens must belong
+            to row 0 and come first.
         rows: Largest number of segments.
 
     Returns:
@@ -143,7 +144,8 @@ def _blocks(
     packed: bool,
     at_once: bool,
 ) -> jax.Array:
-    """Computes *self* and *past* in blocks. `at_once` avoids loops, whatever the cost."""
+    """Computes *self* and *past* in blocks of queries and keys. `at_once` unrolls all loops, for
+    GPUs, where the host would drive them."""
     tokens, query_heads, width = q_TNH.shape
     heads = k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(tokens, heads, query_heads // heads, width).transpose(1, 2, 0, 3)
@@ -194,16 +196,16 @@ def _blocks(
 
 
 def _released(cached: Softmax, latent: Latent) -> Softmax:
-    """Converts mixed latents [1, N, Q, ...] of heads that share a kv head to mixed values of each
-    head [N, 1, Q, ...]."""
+    """Converts each head's weighted sum of latents [1, N, Q, ...] to the head's weighted sum of
+    values [N, 1, Q, ...]."""
     mixed_NQV = jnp.einsum("nqr,nrv->nqv", cached.mixed[0], latent.values_NRH.astype(jnp.float32))
     top, total = (part.swapaxes(0, 1) for part in (cached.top, cached.total))
     return Softmax(top, total, mixed_NQV[:, None])
 
 
 def _first_key(segment_T: jax.Array, window: int | None) -> jax.Array:
-    """Returns the chunk index of the first key that each token attends to. It never decreases along
-    the chunk."""
+    """Returns the chunk index of the first key that each token attends to. The index never
+    decreases along the chunk."""
     index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
     new_T = jnp.concatenate([jnp.ones(1, bool), segment_T[1:] != segment_T[:-1]])
     start_T = lax.cummax(jnp.where(new_T, index_T, 0))
@@ -226,8 +228,8 @@ def _self_block(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Computes the attention of query rows low..high over the chunk's keys: dense over the last
-    keys, in a loop over the earlier ones."""
+    """Computes *self* for one block of queries, rows low..high of the chunk. The last keys are
+    processed at once (dense), and earlier keys in a loop."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
     # Keys outside the window of every row of this block.
@@ -276,8 +278,8 @@ def _fold_past(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Adds the attention over tokens in pages to the running softmax, row by row, several pages at
-    a time. `at_once` covers only the first row, without a loop."""
+    """Adds *past*, the attention over tokens in pages, to the online softmax, row by row and
+    several pages at a time. With `at_once` only the first row is processed, without a loop."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
     columns = max(1, min(positions // slots, past.table_RN.shape[1]))
@@ -335,7 +337,8 @@ def _scores(
     cap: float,
     marked: bool,
 ) -> jax.Array:
-    """`marked` means that keys may be the marker of `ops/quarantine.py`."""
+    """Computes masked attention scores. `marked` means that keys may contain the marker by which
+    `ops/quarantine.py` replaces non-finite values."""
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
     s_KGQS = capped(seen_scores(s_KGQS) if marked else s_KGQS, cap)
     return s_KGQS if seen_QS is None else jnp.where(seen_QS[None, None], s_KGQS, MASKED)

@@ -1,5 +1,5 @@
-"""Quantization of KV values: symmetric, with one float32 scale for each row of H values (component,
-head, token).
+"""Quantizes KV values symmetrically. Each row of H values (one component, head and token) has one
+float32 scale.
 
 Error bounds, with row x, packed q and `scale` = max|x| / (127, 7 or 448):
 - int8: |x - q * scale| <= scale / 2, so max|x| / 254;
@@ -7,8 +7,8 @@ Error bounds, with row x, packed q and `scale` = max|x| / (127, 7 or 448):
 - fp8 (e4m3): |x - q * scale| <= max(|x| / 16, scale / 1024).
 
 Float32 rounding (a few 2^-24 of max|x|) and rounding to a narrower result dtype add to these
-bounds. Zero rows are restored as zeros. Rows must be finite. An int4 byte holds one value of each
-half of H, so that both halves are contiguous."""
+bounds. Rows of zeros are restored exactly. Values must be finite. An int4 byte holds one value of
+each half of H, so that both halves are contiguous."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,8 @@ def unpack_int4(packed: jax.Array) -> jax.Array:
 
 
 def to_fp8(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Converts to e4m3 as bytes, uint8, so that no float8 array leaves a program."""
+    """Divides by the scale and converts to fp8 (e4m3), stored as bytes (uint8), so that compiled
+    programs return no float8 arrays."""
     limited = jnp.clip(scaled(values, scale), -FP8_LARGEST, FP8_LARGEST)
     return lax.bitcast_convert_type(limited.astype(jnp.float8_e4m3fn), jnp.uint8)
 

@@ -6,11 +6,12 @@ is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 10
 product multiplies activations by q and the float32 sums by the scales, so no array of the matrix's
 size is needed in the activations' type.
 
-On an accelerator XLA widens q inside the product, and q has XLA's own type. XLA:CPU would write the
-widened matrices of a whole program to memory at once. On a CPU the product therefore runs over
-tiles of columns, fp8 is stored as bytes, and two adjacent int4 inputs share a byte (the first in
-its low half), because XLA:CPU copies whole arrays of its own narrow types before it cuts a tile.
-int4 experts on a GPU share bytes too, because their kernels do not support int4."""
+On an accelerator q is an array of XLA's int8, int4 or fp8 type, and XLA converts it to a wider type
+inside the product. XLA:CPU would write the widened matrices of a whole program to memory at once.
+On a CPU the product therefore runs over tiles of columns, fp8 is stored as bytes, and two adjacent
+int4 inputs share a byte (the first in its low half), because XLA:CPU copies whole arrays of its own
+narrow types before it cuts a tile. int4 experts on a GPU share bytes too, because their kernels do
+not support int4."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -31,7 +32,8 @@ _TILE_VALUES = 1 << 20
 
 
 def checked_weights(text: str) -> Weights:
-    """Returns the quantized type of that name. Raises ConfigError for an unknown name."""
+    """Parses the name of a quantized type, such as "int8". Raises ConfigError for an unknown
+    name."""
     for weights in get_args(Weights):
         if text == weights:
             return weights
@@ -48,16 +50,17 @@ class KernelForm:
     platform: str = "cpu"
 
     def plain(self) -> "KernelForm":
-        """Returns the same form in the model's type."""
+        """Returns the same orientation without quantization."""
         return KernelForm(self.transposed, "", self.platform)
 
     def packed(self, *, experts: bool = False) -> bool:
-        """Whether two inputs share a byte."""
+        """Whether two int4 inputs are packed into one byte."""
         by_kernels = experts and self.platform == "gpu"
         return self.weights == "int4" and (self.platform == "cpu" or by_kernels)
 
     def role(self, *, experts: bool = False) -> Role:
-        """Returns the role that `Make` receives."""
+        """Returns the role argument for `parameters.Make`, which selects the data type of the
+        matrix."""
         if self.packed(experts=experts):
             return "uint8"
         if self.weights == "fp8":
@@ -66,8 +69,8 @@ class KernelForm:
 
 
 def quantized(values: np.ndarray, axis: int, weights: str) -> tuple[np.ndarray, np.ndarray]:
-    """Quantizes along `axis`, the inputs. Returns q in its own type with the shape of `values`, and
-    float32 scales without `axis`. Outputs with only zero weights get zeros."""
+    """Quantizes along `axis`, the inputs. Returns the quantized values in their own type, and
+    float32 scales, whose shape lacks `axis`. Outputs with only zero weights stay zero."""
     wide, largest = values.astype(np.float32), np.float32(LARGEST[weights])
     scale = np.max(np.abs(wide), axis=axis) / largest
     divisor = np.expand_dims(np.where(scale > 0, scale, np.float32(1)), axis)
@@ -79,7 +82,7 @@ def quantized(values: np.ndarray, axis: int, weights: str) -> tuple[np.ndarray, 
 
 
 def pack_pairs(whole: np.ndarray, axis: int) -> np.ndarray:
-    """Packs int4 into bytes, half as many along `axis`. The first of two neighbours is the low
+    """Packs pairs of int4 neighbours along `axis` into bytes. The first of each pair is the low
     half."""
     nibbles = np.moveaxis(whole.astype(np.int8), axis, -1).view(np.uint8) & 15
     return np.moveaxis(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), -1, axis)
@@ -103,14 +106,15 @@ def scaled_product(
 
 
 def widened(kernel: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Converts q (not int4 pairs) exactly to the activations' type."""
+    """Converts quantized values exactly to the activations' type. Packed pairs of int4 are not
+    supported."""
     if kernel.dtype == jnp.uint8:
         kernel = lax.bitcast_convert_type(kernel, jnp.float8_e4m3fn)
     return kernel.astype(dtype)
 
 
 def halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits bytes into int8 low halves and high halves."""
+    """Unpacks bytes into their low halves and their high halves, as int8."""
     both, four = lax.bitcast_convert_type(packed, jnp.int8), jnp.int8(4)
     return (both << four) >> four, both >> four
 
@@ -130,8 +134,8 @@ def _dot(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
 
 
 def _by_tiles(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """Computes `_sums` in tiles of columns. The last tile overlaps the one before if the columns do
-    not divide."""
+    """Computes `_sums` in tiles of columns. If the tile width does not divide the number of
+    columns, the last tile overlaps the previous one."""
     rows, depth = x_TD.shape
     if rows == 1:  # see `linear._bfloat16_on_cpu`
         two_rows = lax.optimization_barrier(jnp.concatenate((x_TD, x_TD)))

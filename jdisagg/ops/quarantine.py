@@ -1,4 +1,4 @@
-"""Keeps a sequence with non-finite activations from affecting others through attention.
+"""Keeps a sequence with non-finite activations from affecting other sequences through attention.
 
 Attention multiplies masked values by zero, and zero times NaN is NaN. A broken sequence would break
 sequences that share its chunk or later receive its pages. So non-finite keys are stored as zero,
@@ -7,8 +7,8 @@ the marker is masked and contributes exactly zero. The broken sequence itself at
 which stays visible in the residual stream even with a tiny weight. `reveal` detects it before the
 logits.
 
-In latent attention one vector is key and value: the whole vector becomes the marker, and
-`seen_scores` replaces its score by zero.
+In latent attention one vector is both key and value. If it is not finite, the whole vector is
+replaced by the marker, and `seen_scores` replaces its score by zero.
 
 `seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
 layer."""
@@ -21,8 +21,8 @@ SHOWS = 1e15
 
 
 def seal(k_TKH: jax.Array, v_TKH: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Returns a layer's keys and values, or the vector of latent attention, with the marker in
-    place of non-finite ones."""
+    """Returns a layer's keys and values for storage. Non-finite keys become zero, and non-finite
+    values, or vectors of latent attention, become the marker."""
     if v_TKH is None:
         return (_seal_latent(k_TKH),)
     whole = jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)
@@ -37,11 +37,12 @@ def _seal_latent(cached_T1H: jax.Array) -> jax.Array:
 
 
 def seen_scores(scores: jax.Array) -> jax.Array:
-    """Returns scores of latent attention, with 0 where the key is the marker."""
+    """Replaces scores of latent attention by 0 where the key is the marker."""
     return jnp.where(jnp.abs(scores) <= SHOWS, scores, jnp.zeros((), scores.dtype))
 
 
 def reveal(x_RD: jax.Array) -> jax.Array:
-    """Returns the last hidden states, with NaN in rows that attended to a marker."""
+    """Returns the last hidden states, with NaN in rows whose values show that they attended to a
+    marker."""
     broken_R1 = jnp.any(jnp.abs(x_RD) > SHOWS, axis=-1, keepdims=True)
     return jnp.where(broken_R1, jnp.asarray(jnp.nan, x_RD.dtype), x_RD)

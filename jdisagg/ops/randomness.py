@@ -1,14 +1,14 @@
 """Randomness as a pure function of (request seed, child, token position, vocabulary id).
 
-No key is split or carried over: every number is computed from its coordinates. The tokens of a
-stream thus do not depend on its batch, slot, layout or vocabulary padding, or on how often it was
-moved or rebuilt.
+No generator state is split or carried over: every number is computed from its coordinates. The
+tokens of a request thus do not depend on its batch, slot, layout or vocabulary padding, nor on
+transfers to other workers.
 
 The hash is counter based, on uint32, the widest integer multiply of CPU and GPU vector units:
 
 - A row's coordinates (two seed words, child, position) are absorbed one word at a time, with a full
   mix after each, in two lanes with different initial values. This gives a 64-bit key per row. Two
-  rows share one with chance 2^-64.
+  rows share a key with chance 2^-64.
 - An element takes its vocabulary id times an odd constant (a bijection that spreads neighbouring
   ids over all bits) plus the first key word, then multiply and xor-shift, then xor with the second
   key word, then multiply and xor-shift. The second word enters in the middle, because with one word
@@ -49,8 +49,8 @@ def row_keys(
 def random_bits(
     keys: tuple[jax.Array, jax.Array], vocabulary: int, first: jax.Array | int = 0
 ) -> jax.Array:
-    """Returns random uint32 [B, V] for the vocabulary ids from `first` on of each row. The bits of
-    an id do not depend on V."""
+    """Returns random bits, uint32 [B, V], for V consecutive vocabulary ids from `first` on. The
+    bits of an id do not depend on V."""
     key_B1, late_key_B1 = keys[0][:, None], keys[1][:, None]
     ids_BV = lax.broadcasted_iota(jnp.uint32, (key_B1.shape[0], vocabulary), 1)
     ids_BV = ids_BV + jnp.asarray(first).astype(jnp.uint32)
@@ -61,8 +61,8 @@ def random_bits(
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """Converts bits to float32 in (0, 1), never 0 or 1. Near 0 the steps are 2^-31, the resolution
-    that `exponential` needs."""
+    """Converts random bits to float32 in (0, 1), never 0 or 1. Near 0 the spacing of results is
+    2^-31, which `exponential` needs."""
     step = np.float32(2.0**-31)
     # Signed, because x86 before AVX-512 has no conversion from unsigned. Rounding may reach 1 from
     # below, hence the minimum.
@@ -74,9 +74,9 @@ def exponential(bits: jax.Array) -> jax.Array:
     """Returns exponential variates -log(1 - u), positive and finite. Small variates have full
     relative precision.
 
-    Sampling takes the smallest variate over a large vocabulary. Small values of -log(u) would be
-    multiples of 2^-24, so that tokens would tie. log1p uses Kahan's correction, log(w) * u / (1 -
-    w) with w = 1 - u rounded, in half the time of `jnp.log1p`."""
+    Sampling takes the smallest variate over a large vocabulary. If computed as -log(u), small
+    variates would be multiples of 2^-24, and tokens would tie. log1p uses Kahan's correction,
+    log(w) * u / (1 - w) with w = 1 - u rounded, in half the time of `jnp.log1p`."""
     u = uniform(bits)
     w = 1 - u
     return jnp.where(w == 1, u, -jnp.log(w) * u / (1 - w))

@@ -1,6 +1,7 @@
-"""Recurrences over a chunk's rows in runs of `grain` tokens. A run is a few matrix products, and
-only the state is passed between runs. `gated_delta` and `state_space` define a run's effect on a
-state, and this module applies the runs in order.
+"""Applies recurrences to a prefill chunk. The tokens of each row (sequence) are cut into runs of
+`grain` tokens. A run is a few matrix products, and only the state is passed between runs.
+`gated_delta` and `state_space` define a run's effect on a state, and this module applies the runs
+in order.
 
 A row's first run selects the row's own state by `where`, never by a product with zero, so that a
 non-finite row affects no other row."""
@@ -16,15 +17,17 @@ from jdisagg.model_api import Runs
 
 
 class OnState(Protocol):
-    """The effect of one run: a NamedTuple of arrays, so that JAX can stack it."""
+    """Interface for the effect of one run of tokens on a state. Implementations are NamedTuples of
+    arrays, so that JAX can stack them."""
 
     def on(self, state: jax.Array, /) -> tuple[jax.Array, jax.Array]:
-        """Returns the output of the run and the next state."""
+        """Applies the run to a state. Returns the run's output and the next state."""
         ...
 
 
 def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
-    """Cuts tokens into runs: [n, X, grain, ...] in float32, with padding set to zero."""
+    """Cuts an array of tokens into n runs: [n, X, grain, ...] in float32, with padding set to
+    zero."""
     real_T, lacking = runs.row_T >= 0, -runs.row_T.shape[0] % runs.grain
     masked = jnp.where(
         real_T.reshape(-1, *(1,) * (part_TX.ndim - 1)), part_TX.astype(jnp.float32), 0.0
@@ -34,12 +37,13 @@ def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
 
 
 def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Returns each run's row, and whether it is the row's first run."""
+    """Returns the row that each run belongs to, and whether the run is the first of its row."""
     return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
 
 
 def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Processes run after run. Returns the outputs [n, ...] and the rows' new states."""
+    """Processes the runs in order, in a loop. Returns the outputs [n, ...] and the new state of
+    each row."""
     rows, (row_n, first_n) = state_R.shape[0], owners(runs)
 
     def one_row(
@@ -73,9 +77,9 @@ def at_once(
     runs: Runs,
     product: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes `in_turn` without a loop, which on a GPU the host would drive. A run's effect must
-    be linear, S' = product(keep, S) + add with an associative `product`, so that effects compose
-    (Blelloch, 1990).
+    """Computes the same states as `in_turn` without a loop, because on a GPU the host would drive a
+    loop. A run's effect must be linear, S' = product(keep, S) + add with an associative `product`,
+    so that effects compose (Blelloch, 1990).
 
     Returns:
         The state before each run, and the rows' new states.

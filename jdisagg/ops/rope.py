@@ -1,10 +1,12 @@
 """Rotary position embedding (Su et al., 2021) and its context extensions. Angles depend only on a
-token's own position, so a key never depends on how its prompt was cut or on later tokens.
+token's own position, so a key never depends on later tokens or on how the prompt was divided into
+chunks.
 
 Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
-transition); yarn (Peng et al., 2023: divided by number of rotations, and a factor on the attention
-temperature); longrope (Ding et al., 2024: each wavelength divided by its own factor); proportional
-(Gemma 4: only the first pairs rotate, at the wavelengths that they would have if all did)."""
+transition); yarn (Peng et al., 2023: frequencies divided depending on their number of rotations,
+and an attention temperature); longrope (Ding et al., 2024: each wavelength divided by its own
+factor); proportional (Gemma 4: only the first pairs rotate, at the wavelengths that they would have
+if all did)."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from jdisagg.ops.rope_frequencies import Rope
 
 
 def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines for R rotated dimensions, each float32 [T, R / 2], times the
-    attention factor."""
+    """Returns cosines and sines of the rotation angles, each float32 [T, R / 2] for R rotated
+    dimensions, multiplied by the attention factor."""
     position_T1 = positions_T.astype(jnp.float32)[:, None]
     angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
     return jnp.cos(angles_TF) * rope.attention_factor, jnp.sin(angles_TF) * rope.attention_factor
@@ -23,9 +25,9 @@ def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Arra
 def rotate(
     x_TNH: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False
 ) -> jax.Array:
-    """Rotates the first R dimensions of each head, where `angles` have R / 2 columns, and returns
-    x's dtype. Dimension i is paired with i + R / 2, or 2i with 2i + 1 if `interleaved`. Other
-    dimensions are unchanged."""
+    """Rotates the first R dimensions of each head, where R / 2 is the number of columns of
+    `angles`. Returns x's dtype. Dimension i is paired with i + R / 2, or 2i with 2i + 1 if
+    `interleaved`. Other dimensions are unchanged."""
     cos_T1F, sin_T1F = (angle[:, None, :].astype(x_TNH.dtype) for angle in angles)
     turned = 2 * cos_T1F.shape[-1]
     part_TNR = x_TNH[..., :turned]

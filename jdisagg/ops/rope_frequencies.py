@@ -12,15 +12,15 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters of rotary positions. Hashable, because they are part of a layer's structure.
-    Fields after `theta` apply only to some types.
+    """Parameters of rotary positions. The class is hashable, because layers with equal parameters
+    share a compiled program. Fields after `theta` apply only to some types.
 
     Attributes:
-        head_dim: Rotated dimensions of a head, its first ones.
-        original_tokens: Context length before the extension.
+        head_dim: Number of rotated dimensions of a head. They are the head's first dimensions.
+        original_tokens: Number of tokens of the context before it was extended.
         interleaved: Whether neighbouring dimensions form pairs, instead of dimensions i and i +
             head_dim / 2.
-        query_beta: Growth of queries with their position (`rope.query_growth`).
+        query_beta: Factor beta by which queries grow with their position (`rope.query_growth`).
         divisors: Divisor of each pair's wavelength (longrope).
         turned_pairs: Number of pairs that rotate (proportional).
     """

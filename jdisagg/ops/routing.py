@@ -3,9 +3,9 @@ in V2 (arXiv 2405.04434, section 2.1.3), sigmoid scores from V3 on (arXiv 2412.1
 2.1.2).
 
 A sigmoid scores each expert independently. A learned correction for load balance is added for the
-choice of experts, but weights use the plain scores. Experts may form groups, of which only the best
-are considered. A group's score is its best score (softmax) or the sum of its two best corrected
-scores (sigmoid)."""
+choice of experts, but weights use the plain scores. Experts may form groups. Then only experts of a
+token's best groups are considered. A group's score is its best score (softmax) or the sum of its
+two best corrected scores (sigmoid)."""
 
 from typing import Literal
 
@@ -35,11 +35,11 @@ def route_by_scores(
 
     Args:
         logits_TE: Router logits.
-        correction_E: Added to the scores for the choice, or None.
-        experts_per_token: Experts of each token.
-        scores: Function from logits to scores.
+        correction_E: Bias that is added to the scores when experts are chosen, or None.
+        experts_per_token: Number of experts that each token uses.
+        scores: Name of the function that turns logits into scores.
         groups: Number of equal, consecutive groups of experts.
-        groups_per_token: Groups from which each token takes its experts.
+        groups_per_token: Number of groups from which each token's experts are chosen.
         normalised: Whether chosen scores are divided by their sum.
         scaling: Final factor of the weights.
     """

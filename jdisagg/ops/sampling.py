@@ -1,4 +1,5 @@
-"""Choice of each row's next token from its logits, on the device: greedy, or sampled under filters.
+"""Chooses each row's next token from its logits, on the device. The choice is greedy, or sampled
+with top-k, top-p and min-p filters.
 
 Rows are independent: a token is a function of the row's own logits, parameters and coordinates
 (`randomness`). Logits are float32 [B, V_padded]. Padded columns are -inf and never chosen.
@@ -41,8 +42,9 @@ _RERUN_ROWS = 4
 
 
 class SamplingRows(NamedTuple):
-    """Parameters of each row, as in `request.SamplingParams`. Temperature 0 is greedy, and top_k 0
-    is off. `position` is the index in the sequence of the token to choose."""
+    """Sampling parameters of each row, as in `request.SamplingParams`. Temperature 0 means greedy
+    decoding, and top_k 0 means no top-k filter. `position` is the index in the sequence of the
+    token to choose."""
 
     temperature: jax.Array  # float32 [B]
     top_k: jax.Array  # int32 [B]
@@ -80,8 +82,9 @@ def sample(
     *,
     platform: str = "cpu",
 ) -> jax.Array:
-    """Returns each row's token, int32 [B], by the rules above. Deterministic. Works under jit and
-    on local shards in `shard_map`.
+    """Returns each row's token, int32 [B]: the most likely one if the temperature is 0, and
+    otherwise sampled under the row's filters. Deterministic for given coordinates. Works under jit
+    and on local shards in `shard_map`.
 
     On a GPU, and with a sharded vocabulary, both filters find their bound by a fixed number of
     passes (`selection.last_value`) instead of loops with early exit."""
@@ -123,8 +126,8 @@ def sample(
 def _best(
     value_B: jax.Array, local_B: jax.Array, shard: VocabularyShard
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest value over the shards' candidates and its id, ties to the smallest. One
-    number and one id per row are exchanged."""
+    """Returns the largest of the candidates of all vocabulary shards and its id. Ties go to the
+    smallest id. One number and one id per row are exchanged."""
     if not shard.axes:
         return value_B, local_B
     best_B = lax.pmax(value_B, shard.axes)
@@ -161,8 +164,8 @@ def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: Vocabulary
 def _nucleus_by_passes(
     logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array, shard: VocabularyShard
 ) -> jax.Array:
-    """Returns the largest value above which top_p of the weight lies (as in `_outside`), float32
-    [B]. Larger logits are in the row's nucleus."""
+    """Returns a threshold, float32 [B], for top-p. The row's nucleus consists of all logits above
+    the threshold, which is the largest value above which at least top_p of the weight lies."""
 
     def bound() -> jax.Array:
         p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
@@ -203,9 +206,9 @@ def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
 def _in_nucleus(
     score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array
 ) -> jax.Array:
-    """Returns the winner of the race within each row's nucleus, int32 [B]. Rows with top_p 1 take
-    the first winner. Few rows reject their first winner, so the race is repeated for only
-    _RERUN_ROWS rows at a time."""
+    """Samples a token from each row's nucleus (top-p set), int32 [B]. The token with the largest
+    score wins, and a winner outside the nucleus is rejected. Few rows reject their first winner, so
+    the choice is repeated for only _RERUN_ROWS rows at a time."""
     first_B = selection.argmax(score_BV)
 
     def race() -> jax.Array:
@@ -246,8 +249,8 @@ def _outside(
     """Returns whether a token of logit `bound` is outside the nucleus, bool [B]: larger logits have
     at least top_p of the weight.
 
-    larger >= p * total is written as (1 - p) * larger - p * rest >= 0, one sum. The most likely
-    token is inside: p * rest must not underflow."""
+    The condition larger >= p * total is computed as (1 - p) * larger - p * rest >= 0, which needs
+    one sum only. p * rest must not underflow, so that the most likely token is always inside."""
     p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
     return (
         jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0
@@ -255,8 +258,8 @@ def _outside(
 
 
 def _nan_to_inf(x_BV: jax.Array) -> jax.Array:
-    """Maps NaN to inf so that a maximum shows it: XLA's vectorised maximum on CPU may lose a
-    NaN."""
+    """Maps NaN to inf, so that a maximum over the row is not finite. XLA's vectorised maximum on
+    CPU may ignore a NaN."""
     return jnp.where(jnp.isnan(x_BV), jnp.inf, x_BV)
 
 

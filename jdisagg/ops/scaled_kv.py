@@ -1,8 +1,9 @@
 """Attention over keys and values that are stored divided by one scale per kv head.
 
-A narrow type has few magnitudes: e4m3 has none beyond 448, and fewer bits below 2^-6. So keys / s
-and values / t are stored. Attention receives queries * s, and its mix of values is multiplied by t.
-Since q * s . k / s = q . k, scale, cap, window and sinks of the scores are unchanged.
+A narrow type has a small range: fp8 (e4m3) has no values beyond 448, and less precision below 2^-6.
+So keys / s and values / t are stored. Attention receives queries * s, and its mix of values is
+multiplied by t. Since q * s . k / s = q . k, scale, cap, window and sinks of the scores are
+unchanged.
 
 Scales are powers of two (`models/kv_scales.py`). Multiplication by one is exact in bfloat16 and
 float32 and commutes with products and sums, so only the rounding to e4m3 differs."""
@@ -14,8 +15,8 @@ from jdisagg.model_api import Attend
 
 
 def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) -> Attend:
-    """Returns the attention of a layer that stores scaled keys and values. Latents, which have no
-    heads, take the same scale [1] twice."""
+    """Wraps an attention function so that it stores keys and values divided by their scales. For
+    latent attention, which caches one vector without heads, both scales are the same array [1]."""
 
     def scaled(
         q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: object

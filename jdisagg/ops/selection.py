@@ -28,8 +28,9 @@ def blocks_of(x_BV: jax.Array, fill: float = -np.inf) -> jax.Array:
 
 def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]) -> jax.Array:
     """Returns the index over the last two axes of the largest `value(*arrays)`, int32 [B]. `arrays`
-    are [B, blocks, 128], or [B, 1, 1]. The elementwise `value` is computed twice (over all, then
-    over the winning block), so that no [B, V] array of it is written."""
+    are [B, blocks, 128], or [B, 1, 1]. The elementwise function `value` is computed twice, over all
+    entries and then over the winning block, so that its results [B, V] are never written to
+    memory."""
     block_B = _first_largest(jnp.max(value(*arrays), axis=-1))
     winner = tuple(
         x if x.shape[1] == 1 else jnp.take_along_axis(x, block_B[:, None, None], axis=1)
@@ -39,14 +40,14 @@ def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]
 
 
 def argmax(x_BV: jax.Array) -> jax.Array:
-    """Returns the index of the largest, int32 [B], ties to the smallest index."""
+    """Returns the index of each row's largest entry, int32 [B]. Ties go to the smallest index."""
     return argmax_blocks((blocks_of(x_BV),), lambda x: x)
 
 
 def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the `count` largest of each row, descending, and their indices int32 [B, count], ties
-    by index. They all lie in the `count` blocks with the largest maxima (the smaller block first
-    among equals)."""
+    """Returns the `count` largest entries of each row in descending order, and their indices int32
+    [B, count], ties by index. Searches only the `count` blocks with the largest maxima, which
+    contain all of these entries."""
     x_BV = jnp.where(x_BV == 0, 0, x_BV)  # top_k puts -0 below 0
     x_BnS = blocks_of(x_BV)
     rows, blocks, _ = x_BnS.shape
@@ -64,12 +65,12 @@ def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -> jax.Array:
-    """Returns a value t, float32 [B], such that {x >= t} is the `count` largest and all that tie
-    with the last of them.
+    """Returns a threshold t for each row, float32 [B]: the entries x >= t are the `count` largest
+    and all ties with the smallest of these.
 
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
-    count is met. Rows where `wanted` is False give -inf, and no pass runs if all are. `count` >= 1.
-    Wanted rows have no NaN."""
+    count is met. Rows where `wanted` is False give -inf; if it is False for all rows, no pass runs.
+    `count` must be at least 1, and wanted rows must not contain NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
@@ -94,8 +95,8 @@ def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows
     true for -inf and for all numbers up to t. `holds` tests a list of float32 [rows] and returns
     one bool [rows] for each.
 
-    Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. This avoids loops,
-    which the host drives on a GPU."""
+    Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. Unrolling avoids a
+    loop, which the host would drive on a GPU."""
     key_B = jnp.zeros((rows,), jnp.uint32)
     for shift in range(28, -1, -4):
         asked = [_number(key_B + np.uint32(digit << shift)) for digit in range(1, 16)]
@@ -112,8 +113,8 @@ def row_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _number(key_B: jax.Array) -> jax.Array:
-    """Returns the float32 at this place in the order of floats, or -inf below -inf, where the order
-    has NaNs."""
+    """Converts an order key (`_order_key`) back to its float32. Keys below the key of -inf, which
+    would be NaN, give -inf."""
     x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
     low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
     # A CPU compares denormal numbers as zero.

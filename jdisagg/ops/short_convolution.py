@@ -17,17 +17,17 @@ def convolve_runs(
     runs: Runs,
     bias_C: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolves a chunk's rows.
+    """Convolves the tokens of each row (sequence) of a prefill chunk.
 
     Args:
         x_TC: Inputs.
-        kernel_CK: Weights, the newest input's last.
-        state_RSC: The S = K - 1 inputs before each row, the newest last.
-        runs: Positions of rows among the tokens.
-        bias_C: Added to each output.
+        kernel_CK: Weights of each channel. The last weight applies to the newest input.
+        state_RSC: State: the last S = K - 1 inputs before each row's first token, the newest last.
+        runs: Division of the chunk's tokens into rows and runs.
+        bias_C: Bias of each channel.
 
     Returns:
-        y [T, C] in x's dtype, and each row's last inputs [R, S, C].
+        y [T, C] in x's dtype, and the next state: each row's last inputs [R, S, C].
     """
     taps, wide_TC = kernel_CK.shape[1], x_TC.astype(jnp.float32)
     kernel_K1C, last = kernel_CK.astype(jnp.float32).T[:, None], state_RSC.shape[1]
@@ -59,7 +59,7 @@ def convolve_runs(
 def convolve_step(
     x_BC: jax.Array, kernel_CK: jax.Array, state_BSC: jax.Array, bias_C: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolves one more token of each sequence, like `convolve_runs`."""
+    """Convolves one new token of each sequence. Returns y [B, C] and the next state [B, S, C]."""
     seen_BKC = jnp.concatenate([state_BSC, x_BC[:, None].astype(state_BSC.dtype)], axis=1)
     kernel_KC = kernel_CK.astype(jnp.float32).T
     y_BC = jnp.sum(seen_BKC.astype(jnp.float32) * kernel_KC[None], axis=1)

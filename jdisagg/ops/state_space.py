@@ -8,8 +8,8 @@ S_t = exp(g_t) S_(t-1) + b_t (x) d_t x_t,   y_t = S_t^T c_t
 where g = -d a, and a > 0 is a parameter of the head. A decode step computes exactly these
 equations. A chunk is processed in runs of `grain` tokens. With cumulative gates G, the tokens of a
 run contribute to each other by a masked product, y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j
-<= i, and only the state passes between runs. All in float32. Heads form groups of equal size, G of
-U heads, which share b and c."""
+<= i, and only the state passes between runs. All arithmetic is float32. Heads form G groups of U
+heads, and the heads of a group share b and c."""
 
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 class StateSpaceInputs(NamedTuple):
     """Inputs per token: `x_TNP` of each head, `b_TGS` and `c_TGS` of each group, `step_TN`, and
-    `g_TN`, the logarithm of the gate, never positive. Padding is treated as zero and leaves the
-    state unchanged."""
+    `g_TN`, the logarithm of the gate, never positive. All inputs are set to zero for padding, which
+    therefore leaves the state unchanged."""
 
     x_TNP: jax.Array
     b_TGS: jax.Array
@@ -34,8 +34,8 @@ class StateSpaceInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Arrays that apply a run to a state S [G, U, ds, P]: o = within + from_start (c S), S' = decay
-    S + add."""
+    """Arrays that express the effect of a run of tokens on a state S [G, U, ds, P]: o = within +
+    from_start (c S), S' = decay S + add."""
 
     within_GUCP: jax.Array
     c_GCS: jax.Array
@@ -44,7 +44,7 @@ class _Run(NamedTuple):
     add_GUSP: jax.Array
 
     def on(self, state_GUSP: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the output [G, U, C, P] and the next state."""
+        """Applies the run to a state. Returns the output [G, U, C, P] and the next state."""
         read_GUCP = _sum("gcs,gusp->gucp", self.c_GCS, state_GUSP)
         out_GUCP = self.within_GUCP + self.from_start_GUC[..., None] * read_GUCP
         return out_GUCP, self.decay_GU[..., None, None] * state_GUSP + self.add_GUSP
@@ -53,13 +53,13 @@ class _Run(NamedTuple):
 def state_space_runs(
     inputs: StateSpaceInputs, state_RNSP: jax.Array, runs: Runs, platform: str = "cpu"
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies the recurrence to a chunk's rows.
+    """Applies the recurrence to a prefill chunk with tokens of several sequences (rows).
 
     Args:
         inputs: Inputs of T tokens.
         state_RNSP: float32 state before each row's first token of this chunk.
-        runs: Positions of rows among the tokens.
-        platform: "gpu" computes all runs without a loop.
+        runs: Division of the chunk's tokens into rows and runs.
+        platform: JAX platform. On "gpu" all runs are computed without a loop.
 
     Returns:
         y [T, N, P] in float32 (unspecified for padding), and the state after each row's last token.
@@ -85,7 +85,8 @@ def state_space_runs(
 def state_space_step(
     inputs: StateSpaceInputs, state_BNSP: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies one more token of each sequence: y [B, N, P] and the next states."""
+    """Applies the recurrence to one new token of each sequence. Returns y [B, N, P] and the next
+    states."""
     x, b, c, step, g = (part.astype(jnp.float32) for part in inputs)
     (rows, heads, width), groups = x.shape, b.shape[1]
     kept_BGUSP = state_BNSP.reshape(rows, groups, heads // groups, -1, width)
@@ -100,7 +101,7 @@ def state_space_step(
 
 
 def _prepare(run: StateSpaceInputs) -> _Run:
-    """Prepares one run from its inputs, heads first [N, C, ...]."""
+    """Computes a run's arrays from the inputs of its tokens, heads first [N, C, ...]."""
     x_NCP, b_GCS, c_GCS, step_NC, g_NC = run
     groups, size = b_GCS.shape[0], g_NC.shape[1]
     g_GUC = g_NC.reshape(groups, -1, size)
@@ -124,5 +125,5 @@ def _prepare(run: StateSpaceInputs) -> _Run:
 
 
 def _sum(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Computes an einsum in full float32, where a GPU would round the inputs to 11 bits."""
+    """Computes an einsum in full float32. By default a GPU would round the inputs to 11 bits."""
     return jnp.einsum(letters, left, right, precision=lax.Precision.HIGHEST)

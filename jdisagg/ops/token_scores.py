@@ -17,7 +17,8 @@ from jdisagg.ops.sampling import VocabularyShard
 
 
 class TokenScores(NamedTuple):
-    """Scores of each token. If fewer than `top` ids exist, the other entries are -inf."""
+    """Log-probability and rank of each token, and the `top` most likely tokens. If the vocabulary
+    has fewer than `top` ids, the other entries are -inf."""
 
     logprob: jax.Array  # float32 [T]
     rank: jax.Array  # int32 [T]
@@ -28,12 +29,13 @@ class TokenScores(NamedTuple):
 def token_scores(
     logits_TV: jax.Array, token_T: jax.Array, shard: VocabularyShard, top: int
 ) -> TokenScores:
-    """Scores each token under its logits.
+    """Computes log-probability and rank of each given token, and the most likely tokens at its
+    position.
 
     Args:
-        logits_TV: float32, this device's part of the vocabulary, -inf where there is no id.
-        token_T: int32 ids of the whole vocabulary.
-        shard: This device's part.
+        logits_TV: float32 logits for this device's part of the vocabulary. Padding ids have -inf.
+        token_T: Tokens to score: int32 ids, numbered over the whole vocabulary.
+        shard: This device's part of the vocabulary.
         top: Number of most likely tokens.
 
     Returns:
