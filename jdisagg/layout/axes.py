@@ -1,13 +1,14 @@
-"""Layouts, and the table from a weight's logical axes to mesh axes.
+"""Layouts (how a model is divided over devices), and the table that maps the logical axes of a
+weight to mesh axes.
 
 Dimension key of the whole project: B sequences, T tokens of a flattened step, L layers, P pages, S
 slots of a page, N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V
 vocabulary, C chunk.
 
-An instance's mesh has the axes ("dp", "kv", "rep"). Tensor parallelism is split into `kv`, over
-which kv heads are sharded, and `rep`, over which they are replicated when tp exceeds them. Every KV
-array thus has an ordinary sharding, and a reshard plan needs no special case. All other
-tensor-parallel dimensions are sharded over both axes, `kv` major. Does not import JAX."""
+An instance's mesh has the axes ("dp", "kv", "rep"). Tensor parallelism is split into two axes: kv
+heads are sharded over `kv`, and replicated over `rep` if tp exceeds their number. Every KV array
+thus has an ordinary sharding, and a reshard plan needs no special case. All other tensor-parallel
+dimensions are sharded over both axes, `kv` major. Does not import JAX."""
 
 import re
 from dataclasses import dataclass
@@ -34,12 +35,13 @@ LogicalAxis = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Sizes that a layout must divide.
+    """Sizes of a model that the shard counts of a layout must divide.
 
     Attributes:
         experts: Number of experts, 0 for a dense model.
         shared_ffn: Width of the shared expert, 0 without one.
-        state_key_heads, state_value_heads: Heads of recurrent layers, 0 without such layers.
+        state_key_heads, state_value_heads: Number of key and value heads of recurrent layers, 0
+            without such layers.
     """
 
     query_heads: int
@@ -59,8 +61,8 @@ class Layout:
     Attributes:
         dp: Number of data-parallel ranks, each with its own sequences.
         tp: Number of shards of attention heads, ffn and vocabulary.
-        ep: Number of shards of the list of experts: 1, tp, or dp * tp, over the same devices. With
-            1, each expert is sharded over tp like the dense ffn.
+        ep: Number of expert-parallel shards: 1, tp, or dp * tp. Experts use the same devices as
+            attention. With 1, each expert is sharded over tp like the dense ffn.
     """
 
     dp: int = 1
@@ -87,12 +89,12 @@ class Layout:
 
     @classmethod
     def of(cls, layout: "Layout | str") -> "Layout":
-        """Returns a layout that may be given as text."""
+        """Returns `layout` as a Layout, parsed if it is text."""
         return cls.parse(layout) if isinstance(layout, str) else layout
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parses 'dp=1,tp=2,ep=1', in any order and with any subset."""
+        """Parses text such as 'dp=1,tp=2,ep=1'. The order is free, and a missing size is 1."""
         sizes: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             match = re.fullmatch(r"(dp|tp|ep)=(\d+)", part)
@@ -116,7 +118,8 @@ class Layout:
         return self.dp, kv, self.tp // kv
 
     def check(self, geometry: ModelGeometry) -> None:
-        """Raises `LayoutError` if a sharded dimension is not divisible by its shards."""
+        """Raises `LayoutError` if a dimension of the model is not divisible by its number of
+        shards."""
         _, kv, _ = self.mesh_shape(geometry.kv_heads)
         _divides(
             kv, geometry.state_key_heads, "share of kv heads", "key heads of layers with state"
@@ -141,7 +144,8 @@ class Layout:
         return TP_AXES if self.ep == self.tp else MESH_AXES
 
     def axis_table(self) -> dict[str, tuple[str, ...]]:
-        """Returns the mesh axes that shard each logical axis. Empty means replicated."""
+        """Returns, for each logical axis, the mesh axes over which it is sharded. An empty tuple
+        means that the axis is replicated."""
         experts = self.expert_axes()
         return {
             "vocab": TP_AXES,
@@ -158,8 +162,8 @@ class Layout:
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Returns the vocabulary size after padding to a multiple of tp. Randomness and sampling use
-    only the real rows."""
+    """Returns the vocabulary size, padded to a multiple of tp. Weight initialisation and sampling
+    use only the unpadded rows."""
     return -(-vocabulary // tp) * tp
 
 

@@ -1,24 +1,25 @@
-"""KV spec: the parts of a model's KV cache. Layout, ledger, transfer and codecs depend on it alone.
+"""KV spec: describes which arrays a model's KV cache consists of. Layouts, page accounting,
+transfer and codecs depend on the spec and not on the model.
 
 A spec is a list of layers, each with components: K and V, or the one latent of MLA. A component has
 kv heads, which are sharded over tp, or no heads, and is then replicated. Components may differ in
-heads, width and type, within a layer and between layers.
+number of heads, width and type.
 
-KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. A component is cut
-into *rows*, each with `row_heads` heads of `row_width` values, the largest sizes that divide all
-components. If all components are equal, as in nearly every model, each is one row. Reshard plan,
-channels, checksums and codecs thus handle one shape. If other components have heads, a component
-without heads is cut along its values: each kv shard sends one part and the receiver joins the
-parts, so no byte is sent twice. `ops/kv_rows.py` cuts the rows.
+KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
+component is cut into *rows* of `row_heads` heads with `row_width` values each, the largest sizes
+that divide all components. Code that transfers KV thus handles one shape only. If all components
+are equal, as in nearly every model, each component is one row. If other components have heads, a
+component without heads is cut along its values, so that no byte is sent twice: each kv shard sends
+one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
 
-A layer may also have state: values per sequence, not per position, of fixed size, which are
-replaced and never appended (a recurrent layer). The states of all layers form a spec of their own
-(`KVSpec.state`), in which one "token" is the whole state of one sequence. State is therefore kept
-in pages of one slot and transferred as a block of one token by the same code.
+A recurrent layer has state: values of fixed size per sequence, which each step replaces. The states
+of all layers form a separate spec (`KVSpec.state`), in which one "token" is the whole state of one
+sequence. The same code can thus store state, in pages of one token, and transfer it, in blocks of
+one token.
 
-If only some layers have a window, the KV of layers with and without a window may be stored and sent
-separately (`can_part`). Each kind then has a spec of its own with all layers, in which layers of
-the other kind are empty.
+If only some layers have a sliding window, the KV of layers with and without a window may be stored
+and sent separately (`can_part`). There is then a spec for each kind. It has an entry for every
+layer, and layers of the other kind have no components.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""
@@ -43,8 +44,8 @@ WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 
 
 def ring_pages(widest_window: int, page_size: int) -> int:
-    """Returns the number of pages of a sequence's sliding-window ring buffer: the most pages that
-    the widest window can overlap."""
+    """Returns the number of pages in the ring buffer that holds the sliding window of a sequence:
+    the largest number of pages that the widest window can overlap."""
     return -(-(widest_window - 1) // page_size) + 1
 
 
@@ -63,8 +64,9 @@ class KvKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVComponent:
-    """One cached array of one layer, [heads, width] per token. With heads 0 the array is [width]
-    per token and replicated over tp. `dtype` overrides the spec's."""
+    """One cached array of one layer, with shape [heads, width] per token. If `heads` is 0, the
+    shape is [width] and the array is replicated over tp. `dtype` overrides the data type of the
+    spec."""
 
     name: str
     heads: int
@@ -81,9 +83,9 @@ class KVLayer:
     """KV of one layer.
 
     Attributes:
-        components: Arrays with values per position.
-        window: Positions attended to, the token's own included. None means all.
-        state: Arrays with values per sequence.
+        components: Arrays with one entry per position.
+        window: Number of positions that a token attends to, including its own. None means all.
+        state: Arrays with one entry per sequence, in recurrent layers.
     """
 
     components: tuple[KVComponent, ...]
@@ -93,11 +95,11 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """KV of all layers of a model. `dtype` applies to components that set none.
+    """KV cache of all layers of a model. `dtype` is the data type of components without their own.
 
     Raises:
-        ConfigError: The width of a component without heads is not divisible by the other
-            components' heads.
+        ConfigError: The width of a component without heads is not divisible by the number of heads
+            of the other components.
     """
 
     layers: tuple[KVLayer, ...]
@@ -118,29 +120,30 @@ class KVSpec:
 
     @functools.cached_property
     def state(self) -> "KVSpec":
-        """Spec of the recurrent state, in which one "token" is the state of one sequence. Without
-        components if no layer has state."""
+        """Spec of the recurrent state. One "token" of this spec is the state of one sequence. The
+        spec has no components if no layer has state."""
         return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
 
     @functools.cached_property
     def windowed(self) -> "KVSpec":
-        """Spec of the layers with a window."""
+        """Spec of the layers with a sliding window. Other layers have no components."""
         return self._of([layer.window is not None for layer in self.layers])
 
     @functools.cached_property
     def unwindowed(self) -> "KVSpec":
-        """Spec of the layers without a window."""
+        """Spec of the layers without a sliding window. Other layers have no components."""
         return self._of([layer.window is None for layer in self.layers])
 
     @functools.cached_property
     def widest_window(self) -> int:
-        """Positions of the widest window, the token's own included, or 0 without windows."""
+        """Number of positions of the widest sliding window, or 0 without windows."""
         return max((layer.window or 0 for layer in self.layers), default=0)
 
     @functools.cached_property
     def can_part(self) -> bool:
         """Whether the KV of layers with and without a window can be stored and sent separately.
-        Both kinds must exist, and each must allow the same head shards as this spec."""
+        Both kinds of layers must exist, and each must be divisible into as many head shards as this
+        spec."""
         try:
             kinds = (self.windowed, self.unwindowed)
         except ConfigError:
@@ -162,7 +165,7 @@ class KVSpec:
 
     @functools.cached_property
     def positioned(self) -> tuple[int, ...]:
-        """Indices of the layers with values per position."""
+        """Indices of the layers that store KV per position, as opposed to recurrent state only."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.components)
 
     @functools.cached_property  # asked for with every block
@@ -178,14 +181,14 @@ class KVSpec:
 
     @functools.cached_property
     def row_heads(self) -> int:
-        """Heads of a row: the largest number of shards into which the heads of all components
-        divide. 1 without heads."""
+        """Number of heads of a row: the greatest common divisor of the head counts of all
+        components, or 1 without heads. It is also the largest possible number of head shards."""
         return math.gcd(*(part.heads for part in self.components)) or 1
 
     @functools.cached_property
     def row_dtype(self) -> str:
-        """Data type of a block's values: the components' type, or an unsigned integer of their
-        smallest size if their types differ."""
+        """Data type of the elements of a transferred block: the components' type, or, if types
+        differ, the unsigned integer with the size of the smallest."""
         dtypes = {self.dtype_of(part) for part in self.components} or {self.dtype}
         if len(dtypes) == 1:
             return dtypes.pop()
@@ -193,7 +196,7 @@ class KVSpec:
 
     @functools.cached_property
     def row_width(self) -> int:
-        """Values of one head of a row, in `row_dtype`."""
+        """Number of elements, of type `row_dtype`, that one head takes in a row."""
         units = (
             self._units(part) // (self.row_heads if self.is_cut(part) else 1)
             for part in self.components
@@ -208,7 +211,7 @@ class KVSpec:
         return max(1, part.heads) * self._units(part) // (self.row_heads * self.row_width)
 
     def rows(self, layers: range) -> int:
-        """Returns the rows of a block of these layers."""
+        """Returns the number of rows of a block that contains the given layers."""
         return self.first_row(layers.stop) - self.first_row(layers.start)
 
     def first_row(self, layer: int) -> int:
@@ -216,12 +219,13 @@ class KVSpec:
         return self._first_rows[layer]
 
     def is_cut(self, part: KVComponent) -> bool:
-        """Whether the component is cut along its values, so that each kv shard sends a part."""
+        """Whether a component without heads is cut along its values, so that each kv shard sends a
+        part."""
         return not part.heads and self.row_heads > 1
 
     @functools.cached_property
     def components(self) -> tuple[KVComponent, ...]:
-        """Components of all layers, in order."""
+        """Components of all layers, in layer order."""
         return tuple(part for layer in self.layers for part in layer.components)
 
     @functools.cached_property
@@ -231,14 +235,15 @@ class KVSpec:
 
     @functools.cached_property
     def _row_bytes(self) -> int:
-        """Bytes of one value in `row_dtype`."""
+        """Number of bytes of one element of type `row_dtype`."""
         return min((DTYPE_BYTES[self.dtype_of(part)] for part in self.components), default=1)
 
     def _bytes(self, part: KVComponent) -> int:
         return part.values_per_token * DTYPE_BYTES[self.dtype_of(part)]
 
     def _units(self, part: KVComponent) -> int:
-        """Returns the number of `row_dtype` values of one head, or of a component without heads."""
+        """Returns the number of elements, of type `row_dtype`, that one head takes, or that a
+        component without heads takes."""
         return part.width * DTYPE_BYTES[self.dtype_of(part)] // self._row_bytes
 
     @classmethod
@@ -252,13 +257,15 @@ class KVSpec:
         kept: str = "",
     ) -> "KVSpec":
         """Returns the spec of ordinary attention: K and V with `kv_heads` heads of `head_dim`
-        values in each layer. `kept` is their type, or "" for `dtype`."""
+        values in each layer. `kept` is the data type in which K and V are stored, or "" to store
+        them in `dtype`."""
         components = tuple(KVComponent(name, kv_heads, head_dim, kept) for name in ("k", "v"))
         windows = windows or (None,) * layers
         return cls(tuple(KVLayer(components, window) for window in windows), dtype)
 
     @classmethod
     def latent(cls, layers: int, width: int, dtype: str, kept: str = "") -> "KVSpec":
-        """Returns the spec of MLA: one vector per token and layer, which holds latent and rope key
-        and is shared by all heads. `kept` is as in `attention`."""
+        """Returns the spec of multi-head latent attention (MLA): one vector of `width` values per
+        token and layer, which holds latent and rope key and is shared by all heads. `kept` is the
+        data type in which the vector is stored, or "" for `dtype`."""
         return cls((KVLayer((KVComponent("latent", 0, width, kept),)),) * layers, dtype)

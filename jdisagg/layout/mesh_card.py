@@ -1,7 +1,8 @@
-"""A worker's mesh as plain data, exchanged in the hello before two workers transfer KV.
+"""A worker's mesh as plain data. Two workers exchange these descriptions before they transfer KV.
 
-Every JAX job numbers its devices and processes from 0. The receiver uses the numbers of the
-sender's mesh only to identify pieces."""
+Every JAX job numbers its devices and processes from 0, so the same number means different devices
+in sender and receiver. The receiver uses the sender's numbers only to identify pieces of a
+block."""
 
 from dataclasses import dataclass
 
@@ -11,14 +12,16 @@ from jdisagg.layout.reshard_plan import Box
 
 @dataclass(frozen=True, slots=True)
 class KvEnd:
-    """One process of an instance on the KV plane.
+    """Endpoint of one process for KV transfers.
 
     Attributes:
-        control: Address (host:port) that receives `KvPlane` messages.
-        boot_id: Random number drawn at the process's start. Identifies a restart at the same
-            address.
-        memory: Name of the process's shared memory (transfer/shared_memory.py), or empty.
-        nixl: Whether peers can read the process's memory over NIXL (transfer/nixl_memory.py).
+        control: Address (host:port) that receives the control messages of KV transfers.
+        boot_id: Random number that the process draws at its start, by which others notice a restart
+            at the same address.
+        memory: Name by which processes of the same host can read the process's shared memory
+            (transfer/shared_memory.py). Empty if they cannot.
+        nixl: Whether other processes can read the process's memory over NIXL
+            (transfer/nixl_memory.py).
         device: Name of the host on which the process exports device memory by CUDA IPC
             (transfer/device_memory.py), or empty.
     """
@@ -36,9 +39,12 @@ class MeshCard:
 
     Attributes:
         shape: Sizes of the axes.
-        devices, processes: Device and process number at each mesh position, row-major over `shape`.
-        ends: KV-plane endpoints by process index. Empty if both sides are in one process.
-        transports: Parallel connections of the transfer engine, which must be equal on both sides.
+        devices, processes: Number of the device, and of its process, at each mesh position,
+            row-major over `shape`.
+        ends: Endpoint of each process, by process index. Empty if sender and receiver are in one
+            process.
+        transports: Number of parallel connections of the transfer engine. Sender and receiver must
+            be configured with the same number.
     """
 
     shape: tuple[int, int, int]
@@ -64,8 +70,8 @@ class MeshCard:
         return self.shape[1]
 
     def rank_boxes(self, rank: int, shape: tuple[int, ...]) -> dict[int, Box]:
-        """Returns the box of each device of dp rank `rank` within a block [dp, C, K, T, H] of
-        `shape`. Dimension 0 becomes (0, 1)."""
+        """Returns which box of a KV block each device of dp rank `rank` holds. `shape` is [dp,
+        components, heads, tokens, head size]. The block of one rank has size 1 in dimension 0."""
         _, shards, replicas = self.shape
         _, components, heads, tokens, width = shape
         if not 0 <= rank < self.ranks or heads % shards:

@@ -1,14 +1,15 @@
 """Plans which bytes each device sends to which other device when an array changes its sharding.
 
-A placement gives the box of the global array that each device holds. Any number of devices may hold
-the same box (replicas), and boxes may overlap or cover only a part of the array. A plan is a list
-of pieces, each one box copied from one device to one device.
+A box is a range of indices in each dimension. A placement gives the box of the global array that
+each device holds. Several devices may hold the same box (replicas), and boxes may overlap or cover
+only a part of the array. A plan is a list of pieces. A piece is one box that is copied from one
+device to another.
 
 Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
-destination byte arrives once. Each piece lies inside its source's box. A device that already holds
-a byte reads its own copy (`local`: nothing is transferred). Among replicas, the one with the fewest
-bytes to send so far is chosen. The plan depends only on its inputs, so both ends of a connection
-compute it independently. Imports neither JAX nor a model."""
+destination byte arrives once. Each piece lies inside its source's box. If the destination device
+already holds the bytes of a piece, the piece is `local` and nothing is transferred. Among replicas,
+the planner chooses the device with the fewest bytes to send so far. The plan depends only on its
+inputs, so both ends of a connection compute it independently. Imports neither JAX nor a model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,9 @@ Placement = Mapping[int, Box]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box to copy. `source_slice` and `destination_slice` are relative to the boxes that the
-    two devices hold."""
+    """One box to copy from device `source` to device `destination`. `box` is relative to the global
+    array. `source_slice` and `destination_slice` are relative to the box of the respective
+    device."""
 
     source: int
     source_slice: Box
@@ -47,13 +49,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Pieces ordered by destination device, then by position."""
+    """All pieces of a plan, ordered by destination device, then by position in the array."""
 
     pieces: tuple[Piece, ...]
 
     def bytes_per_pair(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """Returns the bytes to transfer for each (source device, destination device), without local
-        pieces."""
+        """Returns the number of bytes to transfer for each (source device, destination device).
+        Local pieces are not counted."""
         moved: dict[tuple[int, int], int] = {}
         for piece in self.pieces:
             if not piece.local:
@@ -69,17 +71,19 @@ def plan_reshard(
     granule: Sequence[int] | None = None,
     turn: int = 0,
 ) -> ReshardPlan:
-    """Returns the pieces that transform `source` into `destination`.
+    """Plans the copies that change an array's placement from `source` to `destination`.
 
     Args:
         source: Box that each source device holds.
         destination: Box that each destination device needs.
-        granule: Exact shape of all pieces. Every edge of every box must be a multiple of it.
-        turn: Index of the preferred replica among equally loaded ones. Callers with many small
-            arrays increment `turn` per array, so that the replicas take turns.
+        granule: Shape that all pieces must have. The bounds of every box must be multiples of it.
+            None allows pieces of any shape.
+        turn: Index of the replica to prefer among equally loaded ones. A caller that plans many
+            small arrays increments `turn` for each, which spreads the load over the replicas.
 
     Raises:
-        LayoutError: The source does not cover the destination, or ranks or granule do not fit.
+        LayoutError: `source` does not cover `destination`, the boxes differ in their number of
+            dimensions, or a box is not divisible by `granule`.
     """
     _validate(source, destination, granule)
     holders_of = _holders(source)
@@ -116,11 +120,11 @@ def volume(box: Box) -> int:
 
 
 def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> list[int]:
-    """Chooses a source for each (destination, box, holders): the destination itself, or the holder
-    with the least to send.
+    """Chooses the source device for each (destination, box, devices that hold the box): the
+    destination itself if it holds the box, otherwise the device with the fewest bytes to send.
 
-    Pieces with the fewest holders are assigned first, and among these the largest. Then pieces are
-    reassigned one at a time as long as that evens out the load of two devices."""
+    Boxes that the fewest devices hold are assigned first, and the largest first among these. Then
+    boxes are reassigned one at a time as long as this evens out the load of two devices."""
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
     remote = [index for index, device in enumerate(chosen) if device < 0]
@@ -150,7 +154,7 @@ def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> li
 
 
 def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
-    """Splits `box` so that each part lies wholly inside or wholly outside every source box."""
+    """Splits `box` into parts that each lie wholly inside or wholly outside every source box."""
     cells = [box] if volume(box) else []
     for held in sorted(holders_of):
         parts: list[Box] = []
@@ -162,8 +166,8 @@ def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
 
 
 def _difference(box: Box, inner: Box) -> list[Box]:
-    """Returns `box` without its part `inner` as disjoint boxes: first those before and after it in
-    dimension 0, then in dimension 1, and so on."""
+    """Returns the part of `box` outside of `inner` as disjoint boxes: first the boxes before and
+    after `inner` in dimension 0, then in dimension 1, and so on."""
     parts: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
         for side in ((start, low), (high, stop)):

@@ -1,2 +1,2 @@
-"""Messages between processes: frozen `Message` structs, which msgpack encodes directly. Imports
+"""Messages between processes, as frozen `Message` structs that msgpack encodes directly. Imports
 neither JAX nor gRPC."""

@@ -1,9 +1,9 @@
-"""Messages between the leader process of an instance and its follower processes, on one ordered
-stream per follower.
+"""Messages between the leader process of an instance (one model replica on several hosts) and its
+follower processes, on one ordered stream per follower.
 
-A follower joins, loads and warms up its mesh, reports this, and then runs the leader's commands in
-order. It reports its own failures and the results of its part of each pull. Both sides send
-heartbeats and treat a silent peer as dead."""
+A follower joins, loads the model on its devices, compiles the programs, reports that it is ready,
+and then runs the leader's commands in order. It reports its failures, and the result of its part of
+each KV pull. Both sides send heartbeats and treat a silent process as dead."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -11,7 +11,8 @@ from jdisagg.plain import Message
 
 
 class LeaderPlace(Message, frozen=True):
-    """Address and secret of the leader, which followers receive as text through the JAX runtime."""
+    """Address and secret of the leader. Followers receive both as one text from the JAX distributed
+    runtime."""
 
     address: str
     secret: int
@@ -26,8 +27,8 @@ class LeaderPlace(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First message of a follower. `secret` authenticates the follower, and `end` is its endpoint
-    on the KV plane."""
+    """First message of a follower. `secret` authenticates the follower, and `end` is the follower's
+    endpoint for KV transfers."""
 
     process: int
     secret: int
@@ -35,19 +36,19 @@ class Join(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Reports that the follower has loaded and warmed up its mesh."""
+    """Reports that the follower has loaded the model and compiled its programs."""
 
 
 class Reported(Message, frozen=True):
-    """Result of command `number` on this process. Only pulls are reported."""
+    """Result of command number `number` on this follower. Only KV pulls are reported."""
 
     number: int
     result: StepResult
 
 
 class Failed(Message, frozen=True):
-    """Command `number` raised an error on this process. `fatal` means that the mesh is broken;
-    otherwise every process should have raised the same error."""
+    """Reports that command number `number` raised an error on this follower. `fatal` means that the
+    mesh cannot be used any more. A non-fatal error should occur on every process alike."""
 
     number: int
     message: str
@@ -55,15 +56,16 @@ class Failed(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Heartbeat."""
+    """Heartbeat, sent in both directions."""
 
 
 class Begin(Message, frozen=True):
-    """Reports that all processes are ready. From here on a silent process counts as dead."""
+    """The leader's report that all processes are ready. After this message, a silent process counts
+    as dead."""
 
 
 class Ordered(Message, frozen=True):
-    """Next command to run. Numbers count up by one."""
+    """Next command to run. Command numbers increase by one."""
 
     number: int
     command: StepCommand

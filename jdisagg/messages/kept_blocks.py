@@ -1,12 +1,13 @@
 """Messages from workers to routers about cached KV blocks: additions and removals, in order.
 
-An epoch is a period without a bulk removal, and its events are numbered from 1. A router
-acknowledges the last event that it has processed (`KeptMark`). The worker sends the events that
-follow, or its whole state if it no longer records those. The next message thus repairs lost,
-duplicated or reordered ones.
+An event is the addition or removal of one block. An epoch is a period without a bulk removal, and
+its events are numbered from 1. A router acknowledges the last event that it has processed
+(`KeptMark`). The worker then sends the later events, or the names of all its blocks if it no longer
+has a record of the later events. A lost, duplicated or reordered message is thus repaired by the
+next message.
 
-A block is identified by the first bytes of its name, a keyed hash (`scheduler/residency.py`).
-Without the key, names reveal nothing about prompts."""
+A message identifies a block by the first bytes of the block's name, which is a keyed hash
+(`scheduler/residency.py`). Without the key, names reveal nothing about prompts."""
 
 from jdisagg.plain import Message
 
@@ -14,8 +15,12 @@ TOLD_BYTES = 8  # prefix of a name; a collision costs a wrong estimate at the ro
 
 
 class KeptScheme(Message, frozen=True):
-    """How a worker names its cached blocks: `model` covers everything that the KV depends on,
-    `grain_tokens` is the fleet's block size, and `block_tokens` is this worker's, a multiple of it.
+    """How a worker names its cached blocks.
+
+    Attributes:
+        model: Fingerprint of everything, except tokens, that the KV depends on.
+        grain_tokens: Block size that all workers share, in tokens.
+        block_tokens: Block size of this worker, in tokens, a multiple of `grain_tokens`.
     """
 
     model: str
@@ -24,18 +29,20 @@ class KeptScheme(Message, frozen=True):
 
 
 class KeptMark(Message, frozen=True):
-    """Last event of a worker that a router has processed. Epochs count from 1; 0 means no event."""
+    """Last event of a worker that a router has processed. Epochs count from 1. Epoch 0 means that
+    the router has processed no event."""
 
     epoch: int = 0
     number: int = 0
 
 
 class KeptNews(Message, frozen=True):
-    """Additions and removals of `worker`'s cached blocks, or all of its cached blocks.
+    """Changes of the cached blocks of `worker`, or, if `whole`, the names of all its cached blocks.
 
     Attributes:
-        number: Event before the first one in this message, or the last event if `whole`.
-        names: `TOLD_BYTES` of each block's name, concatenated.
+        number: Number of the event before the first event of this message. If `whole`, number of
+            the worker's last event.
+        names: First `TOLD_BYTES` bytes of each block's name, concatenated.
         added: One byte per block, 1 for an addition and 0 for a removal. Empty if `whole`.
         whole: Whether `names` lists every cached block after event `number`.
     """
@@ -53,7 +60,7 @@ class PrefixEvent(Message, frozen=True):
 
     Attributes:
         number: Number of the event at this worker, counted from 1 without gaps.
-        page_hash: Name of the block, as a number.
+        page_hash: First bytes of the block's name, as an integer.
         added: Whether the block was added; otherwise it was removed.
     """
 

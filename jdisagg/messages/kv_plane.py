@@ -1,33 +1,33 @@
-"""Control messages between the two ends of a transfer channel: plain data, JAX-free, carried by a
-`KvLink`.
+"""Control messages by which two processes agree on a KV transfer. A `KvLink` carries them. Does not
+import JAX.
 
 Before the first pull of receiver process R from sender process S:
 
-- R -> S Open: R announces its pulls.
+- R -> S Open: R announces that it will pull from S.
 - S -> R  Opened: the address to pull from.
 
 One pull of R from each sender process S of the peer's instance:
 
 - R -> S PullRequest: the KV that R needs for its own devices, under a new random id, which the data
   plane uses as well.
-- S -> R Posted: location of the bytes (no pieces if S holds nothing for R), or
-- S -> R  Refused: the reason. Also sent later, when the offer is revoked.
+- S -> R Posted: where the bytes are (an empty list of pieces if S holds nothing for R), or
+- S -> R Refused: the reason. S also sends Refused after Posted if it revokes the offered KV.
 - R -> S Pulled: everything arrived, and S frees the posting, or
 - R -> S Withdraw: R gave up the pull, and S withdraws its posting.
 - R -> S Leave: R makes no more pulls, and S frees its state for R.
 
-Pull ahead: if R already has the address and the list of pieces, it starts the data-plane pull
-together with its request, before the posting and perhaps before the offer. S then posts without a
-reply. If S refuses or receives a withdrawal, it posts an error under the id, so that R's pull does
-not wait in the engine forever.
+A pull ahead saves one round trip: if R already has the address and the list of pieces, it sends its
+request and starts the data-plane pull at the same time. S then posts the pieces and sends no reply.
+If S refuses or receives Withdraw, it posts an error under the pull's id, because R's pull would
+otherwise wait in the transfer engine forever.
 
-Other backends follow the same exchange. With shared memory, S replies at once and sets the region's
-first byte when all bytes are written; R sends Pulled after its last read. With NIXL, R reads the
-bytes that S wrote into registered memory. With CUDA IPC on one host, R copies directly from S's
-arrays.
+The exchange above is that of JAX's transfer engine. Other backends use the same messages. With
+shared memory, S replies at once and sets the region's first byte when all bytes are written; R
+sends Pulled after its last read. With NIXL, R reads the bytes that S wrote into registered memory.
+With CUDA IPC on one host, R copies directly from S's arrays.
 
 Any message may be lost, late or duplicated. Ids are therefore used once, and every wait has a
-deadline. Device numbers are those of the side that owns the device."""
+deadline. A device number is the number that JAX gives the device in the process that owns it."""
 
 import enum
 from typing import Protocol
@@ -37,7 +37,7 @@ from jdisagg.plain import Message
 
 
 class KvBackend(enum.StrEnum):
-    """Transport of a pull's bytes."""
+    """Transport of the KV bytes of a pull."""
 
     ENGINE = "engine"
     SHARED = "shared"
@@ -46,8 +46,8 @@ class KvBackend(enum.StrEnum):
 
 
 class Wanted(Message, frozen=True):
-    """One device of the receiving dp rank, with its process and its index among the
-    `PullRequest.head_shards` head shards."""
+    """One device that receives KV: its number, the index of its process, and which of the
+    `PullRequest.head_shards` shards of kv heads it holds."""
 
     device: int
     process: int
@@ -55,7 +55,8 @@ class Wanted(Message, frozen=True):
 
 
 class PostedPiece(Message, frozen=True):
-    """Piece number `part` of those from sender device `source` to receiver device `destination`."""
+    """One piece of a KV block: number `part` among the pieces that sender device `source` sends to
+    receiver device `destination`."""
 
     source: int
     destination: int
@@ -63,8 +64,8 @@ class PostedPiece(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Opens the receiver's connection `link` to this boot of the sender. The data plane uses
-    `transports` parallel connections."""
+    """Opens the receiver's connection number `link` to the sender process with boot id
+    `sender_boot_id`. The data plane uses `transports` parallel connections."""
 
     sender_boot_id: int
     link: int
@@ -72,33 +73,40 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Reply to `Open`: the transfer server at `address` serves connection `link`."""
+    """Reply to `Open`: the sender's transfer server at `address` (host:port) serves connection
+    number `link`."""
 
     link: int
     address: str
 
 
 class PullRequest(Message, frozen=True):
-    """Request of one receiver process to one sender process.
+    """Request of one receiver process to one sender process for the KV of one offered block.
 
     Attributes:
         pull_id: Random 64 bits, used once.
-        sender_boot_id: Boot of the sender that should serve the request. Any other boot refuses.
+        sender_boot_id: Boot id of the sender process. A restarted sender has another boot id and
+            refuses the request.
         link: Number of the receiver's connection to this sender process. A higher number replaces a
             lower one.
-        transports: Connections of the data plane, equal on both sides.
-        deadline_seconds: Remaining time of the pull.
-        codec: Codec of the pieces.
-        dtype, components, granule, tokens, head_size: Type and sizes of a piece [1, C, G, T, H]
-            before the codec.
-        head_shards: Shards of the receiver's heads.
-        wanted: Devices of the receiving rank in all processes. Every sender process computes the
-            same reshard plan from them.
-        process: The receiver's own process. Only the devices of this process are served.
-        turn: Index of the sender's preferred replica.
-        address: Transfer server of a pull ahead. Empty for other pulls.
-        pieces: Pieces of a pull ahead, in the order in which they are pulled.
-        backend: Transport of the bytes.
+        transports: Number of data-plane connections. Both sides must be configured with the same
+            number.
+        deadline_seconds: Time left for the pull.
+        codec: Name of the compression of the pieces (transfer/codec.py).
+        dtype, components, granule, tokens, head_size: Data type and sizes of an uncompressed piece,
+            which has the shape [1, components, granule, tokens, head_size]. `granule` is a number
+            of heads.
+        head_shards: Number of shards into which the receiver divides the kv heads.
+        wanted: Devices of the receiving dp rank, in all receiver processes. Every sender process
+            computes the same reshard plan from this list.
+        process: Index of the requesting process. The sender serves only the devices of this
+            process.
+        turn: Index of the sender's preferred replica, which spreads the load over replicas.
+        address: Address of the transfer server from which a pull ahead has started. Empty for other
+            pulls.
+        pieces: Pieces of a pull ahead, in the order in which the receiver pulls them. Empty for
+            other pulls.
+        backend: Transport of the KV bytes.
     """
 
     pull_id: int
@@ -123,8 +131,13 @@ class PullRequest(Message, frozen=True):
 
 
 class InMemory(Message, frozen=True):
-    """Pieces in the sender's shared memory, complete once the region's first byte is set:
-    descriptor and inode of the region, and the byte offset of each leaf."""
+    """Location of pieces in a region of the sender's shared memory. The pieces are complete once
+    the region's first byte is set.
+
+    Attributes:
+        descriptor, inode: File descriptor in the sender process, and inode, of the region.
+        offsets: Byte offset of each array in the region.
+    """
 
     descriptor: int
     inode: int
@@ -132,8 +145,13 @@ class InMemory(Message, frozen=True):
 
 
 class InRegistered(Message, frozen=True):
-    """Pieces in memory that the sender registered with NIXL: its agent's metadata, the region's
-    address, the bytes in use, and the byte offset of each leaf."""
+    """Location of pieces in a memory region that the sender registered with NIXL.
+
+    Attributes:
+        metadata: Metadata of the sender's NIXL agent.
+        address, size: Address of the region, and number of bytes in use.
+        offsets: Byte offset of each array in the region.
+    """
 
     metadata: bytes
     address: int
@@ -142,8 +160,8 @@ class InRegistered(Message, frozen=True):
 
 
 class LentAllocation(Message, frozen=True):
-    """Device memory that other processes of the host can open by its CUDA IPC handle: its size in
-    bytes, and a number unique at the sender."""
+    """Device memory that other processes of the host can open by its CUDA IPC handle. `number`
+    identifies the allocation at the sender, and `size` is in bytes."""
 
     handle: bytes
     number: int
@@ -151,8 +169,13 @@ class LentAllocation(Message, frozen=True):
 
 
 class OnDevice(Message, frozen=True):
-    """Pieces on the sender's devices: the allocations, and for each leaf the index of its
-    allocation and its byte offset in it."""
+    """Location of pieces in the sender's device memory.
+
+    Attributes:
+        allocations: Device allocations that contain the pieces.
+        places: For each array, index of the allocation that contains it.
+        offsets: For each array, byte offset in its allocation.
+    """
 
     allocations: tuple[LentAllocation, ...]
     places: tuple[int, ...]
@@ -163,14 +186,15 @@ KvMemory = InMemory | InRegistered | OnDevice
 
 
 class Posted(Message, frozen=True):
-    """Reply to `PullRequest`: the pieces are ready under uuid `pull_id`, in this order. Each piece
-    is sent as the arrays of its codec.
+    """Reply to `PullRequest`: the pieces are ready under the id `pull_id`, in the order of
+    `pieces`. Each piece is sent as the arrays that the codec packs it into.
 
     Attributes:
-        address: Transfer server (host:port), meaningless if `pieces` is empty.
-        heads: kv heads of the whole block.
-        pieces: Posted pieces. Empty if the sender holds nothing for the receiver.
-        memory: Location of the pieces. None for the transfer engine.
+        address: Address (host:port) of the sender's transfer server. Without meaning if `pieces` is
+            empty.
+        heads: Number of kv heads of the whole block.
+        pieces: Pieces to pull. Empty if the sender holds nothing for the receiver.
+        memory: Location of the pieces. None if JAX's transfer engine sends them.
     """
 
     pull_id: int
@@ -190,21 +214,22 @@ class Refused(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """Reports that all pieces of this sender process have arrived, so that it may reuse their
-    memory."""
+    """Reports that all pieces of pull `pull_id` have arrived. The sender may then reuse the memory
+    of the pieces."""
 
     pull_id: int
 
 
 class Withdraw(Message, frozen=True):
-    """The receiver gave up the pull. `ahead` means that it already waits in the transfer engine."""
+    """Reports that the receiver gave up the pull. `ahead` means that the pull already waits in the
+    transfer engine, which only a posting ends."""
 
     pull_id: int
     ahead: bool = False
 
 
 class Leave(Message, frozen=True):
-    """The receiver closes its connection `link` and all earlier ones."""
+    """Reports that the receiver closes its connections up to number `link`."""
 
     link: int
 
@@ -213,7 +238,7 @@ KvMessage = Open | Opened | PullRequest | Posted | Refused | Pulled | Withdraw |
 
 
 class KvEnvelope(Message, frozen=True):
-    """Messages from one process of an instance to one boot of another, in order."""
+    """Messages, in order, from one process to the process with one address and boot id."""
 
     sender: KvEnd
     receiver_boot_id: int

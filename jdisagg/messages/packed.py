@@ -3,7 +3,8 @@
 Both ends of a connection use the same protocol version, so fields are encoded by position without a
 schema. Every call and stream carries its version in its metadata, and a server checks it before it
 decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the expected class raise
-`InvalidRequestError` with the place and the value found. Claimed lengths allocate no memory."""
+`InvalidRequestError` with the place and the value found. The length that a message claims to have
+allocates no memory."""
 
 from typing import Generic, TypeVar
 
@@ -23,8 +24,7 @@ def pack(message: object) -> bytes:
     """Encodes a message.
 
     Raises:
-        InvalidRequestError: A value cannot be encoded: a number beyond 64 bits, or text that is not
-            Unicode.
+        InvalidRequestError: A value is a number beyond 64 bits, or text that is not Unicode.
     """
     try:
         return _encoder.encode(message)
@@ -44,7 +44,7 @@ class Unpacker(Generic[T]):
         """Decodes `data`.
 
         Raises:
-            InvalidRequestError: The bytes are no message of this class.
+            InvalidRequestError: The bytes are not a message of the expected class.
         """
         try:
             return self._decoder.decode(data)
@@ -55,8 +55,8 @@ class Unpacker(Generic[T]):
 
 
 def check_protocol(theirs: str | bytes | None, service: str) -> None:
-    """Raises IncompatiblePeerError, with both versions, unless the caller of `service` uses this
-    protocol version."""
+    """Raises IncompatiblePeerError, with both versions, if the caller of `service` uses another
+    protocol version than this process."""
     if theirs != str(PROTOCOL):
         named = theirs if isinstance(theirs, str) else "none"
         raise IncompatiblePeerError(

@@ -1,9 +1,9 @@
-"""Ports: the calls of the request path to a worker, and the calls between two workers at a
-hand-off.
+"""Ports, which are the interfaces of a worker: the calls of the request path (router) to a worker,
+and the calls between two workers that hand KV off.
 
 An embedded cluster calls ports directly, and separate processes call them over gRPC. All arguments
-are frozen plain data. Deadlines are remaining seconds. Each retry of a request has a higher
-`attempt` number, so that workers ignore calls of an outdated attempt."""
+are frozen plain data. A deadline is given as the number of seconds left. Each retry of a request
+has a higher `attempt` number, by which workers recognise and ignore calls of earlier attempts."""
 
 import enum
 from collections.abc import AsyncIterator
@@ -18,24 +18,26 @@ from jdisagg.request import CachedTokens, Request, TokenLogprobs
 
 
 class Child(Message, frozen=True):
-    """One of a request's n streams, with its accepted tokens. A retry computes the KV of these
-    tokens and never samples them again."""
+    """One of the n answers of a request, with its accepted tokens: those already sent towards the
+    client. A retry computes the KV of the accepted tokens and never samples them again."""
 
     index: int
     accepted: tuple[int, ...] = ()
 
 
 class ReserveCall(Message, frozen=True):
-    """Reserves pages on a decode worker for the prompt, accepted tokens and expected growth of
-    `children`.
+    """Reserves KV pages on a decode worker for the prompt, the accepted tokens, and the next tokens
+    of `children`.
 
     Attributes:
-        children: Streams to reserve for. Several share the prompt's pages, so they must have no
-            accepted tokens.
-        age_seconds: Time since the request arrived. Queues serve by arrival, so a preempted request
-            precedes younger ones.
-        whole: Whether all KV will be sent, including positions that the worker has cached.
-        computes: Whether the worker itself prefills its uncached tokens, at least one.
+        children: Answers to reserve pages for. Several children share the prompt's pages and must
+            not have accepted tokens.
+        age_seconds: Time since the request arrived. Queues are served in order of arrival, so a
+            preempted request is served before younger requests.
+        whole: Whether the sender sends all KV, including positions that the decode worker has
+            cached.
+        computes: Whether the decode worker prefills the uncached tokens itself. At least one token
+            is then computed.
     """
 
     request: Request
@@ -48,8 +50,9 @@ class ReserveCall(Message, frozen=True):
 
 
 class Reservation(Message, frozen=True):
-    """Pages reserved for `lease_seconds`, or until `generate` uses them. The decode worker has the
-    first `cached_tokens` positions cached, so they are neither computed nor sent."""
+    """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
+    KV of the first `cached_tokens` positions is in the decode worker's cache and is neither
+    computed nor sent."""
 
     reservation_id: int
     worker: str
@@ -70,8 +73,10 @@ class HandoffSource(Message, frozen=True):
     Attributes:
         worker: Name of the sender.
         handoff_id: Id of the hand-off at the sender.
-        address: host:port of its `PeerPort`. Empty in the embedded cluster, which resolves names.
-        boot_id: Boot of the sender's process. 0 means unknown until the hello.
+        address: host:port of the sender's `PeerPort`. Empty in the embedded cluster, which finds
+            the sender by its name.
+        boot_id: Random number of the sender process, drawn at its start. 0 means unknown until the
+            two workers have exchanged `PeerHello`.
     """
 
     worker: str
@@ -81,7 +86,8 @@ class HandoffSource(Message, frozen=True):
 
 
 class GenerateCall(Message, frozen=True):
-    """Starts a reserved sequence. Without `source` the decode worker itself computes the prompt."""
+    """Starts decoding of a reserved sequence. Without `source` the decode worker itself computes
+    the prompt."""
 
     reservation_id: int
     attempt: int
@@ -90,8 +96,9 @@ class GenerateCall(Message, frozen=True):
 
 
 class SpanEnd(enum.Enum):
-    """Why a child's spans end. `PREEMPTED`: the worker took the child's pages, and the request path
-    retries with the accepted tokens. `MOVED`: another worker continues the sequence."""
+    """Why a child's spans end. `PREEMPTED`: the worker needed the child's pages for other
+    sequences, and the request path retries with the accepted tokens. `MOVED`: another worker
+    continues the sequence."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -101,8 +108,8 @@ class SpanEnd(enum.Enum):
 
 class SourceLost(Message, frozen=True):
     """Reports that the KV of hand-off `handoff_id` will not arrive. The decode worker keeps the
-    reservation with the first `kept_tokens` positions for a while, and `resume_source` can fetch
-    the rest from another source."""
+    reservation and the KV of the first `kept_tokens` positions until the lease ends. Until then,
+    `resume_source` can fetch the remaining KV from another source."""
 
     handoff_id: int
     kept_tokens: int
@@ -110,18 +117,21 @@ class SourceLost(Message, frozen=True):
 
 
 class Span(Message, frozen=True):
-    """Tokens of one child from generated token `first_index` on, all from one dispatch.
+    """Consecutive tokens of one child, all from one dispatch. `first_index` is the index of the
+    first among the child's generated tokens.
 
-    On `STOP` the last token is the stop id itself.
+    If `end` is `STOP`, the last token is the stop token itself.
 
     Attributes:
-        kv_bytes_moved: Bytes of the hand-off, on the first span.
-        exposed_transfer_seconds: Hand-off time beyond the prefill, on the first span.
-        lost: Failure of the KV's source. Such a span has no tokens and applies to all children.
-        moving: Hand-off by which another worker can take the sequence over. Such a span has no
-            tokens and applies to all children.
-        prompt_logprobs: Requested prompt log-probabilities, on the first span.
-        aside: Whether the child is swapped out after these tokens.
+        kv_bytes_moved: Number of KV bytes transferred for the sequence. Set on the first span only.
+        exposed_transfer_seconds: Time of the KV transfer after the end of the prefill. Set on the
+            first span only.
+        lost: Failure of the worker that sends the KV. A span with `lost` has no tokens and applies
+            to all children.
+        moving: Hand-off by which another worker can take the sequence over. A span with `moving`
+            has no tokens and applies to all children.
+        prompt_logprobs: Log-probabilities of the prompt, if requested. Set on the first span only.
+        aside: Whether the child's KV is swapped out to host memory after these tokens.
     """
 
     child: int
@@ -138,8 +148,9 @@ class Span(Message, frozen=True):
 
 
 class ResumeCall(Message, frozen=True):
-    """Fetches the rest of a reservation's KV from another source. `firsts` are first tokens that
-    the client already has. They override what the new source samples."""
+    """Fetches the missing KV of a reservation from another source. `firsts` are the first tokens
+    that the client has already received. They replace the first tokens that the new source
+    samples."""
 
     reservation_id: int
     attempt: int
@@ -148,13 +159,14 @@ class ResumeCall(Message, frozen=True):
 
 
 class PrefillCall(Message, frozen=True):
-    """Computes prompt and accepted tokens, samples one token per child, and offers the KV.
+    """Computes the KV of the prompt and of accepted tokens, samples one token per child, and offers
+    the KV to the decode worker.
 
     Attributes:
-        from_token: First position whose KV is offered under `handoff_id`. The prompt's length means
-            that no KV is offered.
-        peer: Worker that probably has the first `peer_tokens` positions cached and can send them
-            under this hand-off.
+        from_token: First position whose KV is offered under `handoff_id`. If it equals the prompt's
+            length, no KV is offered.
+        peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,
+            and the hand-off id under which it sends this KV.
     """
 
     request: Request
@@ -170,8 +182,8 @@ class PrefillCall(Message, frozen=True):
 
 
 class PrefillReply(Message, frozen=True):
-    """Result of a prefill. `cached` counts cached tokens of the prompt by tier. `prompt_logprobs`
-    is set if requested."""
+    """Result of a prefill. `cached` holds the number of cached prompt tokens in each cache tier.
+    `prompt_logprobs` is set if the request asks for log-probabilities of the prompt."""
 
     tokens: tuple[FirstToken, ...]
     queue_seconds: float
@@ -181,15 +193,15 @@ class PrefillReply(Message, frozen=True):
 
 
 class FetchCall(Message, frozen=True):
-    """Fetches cached KV from a worker. Names are keyed and include the tenant, so the right to
-    fetch a block follows from its name.
+    """Fetches cached KV from a worker. A block's name is a keyed hash that includes the tenant, so
+    a caller that has the name may fetch the block.
 
     Attributes:
         asker: Worker that receives the KV.
-        names: Chain of block names from the first position on.
-        first: Index of the first block to fetch.
-        block_tokens: Tokens of a block.
-        deadline_seconds: Time limit of the offer.
+        names: Names of consecutive blocks, the first at the prompt's start.
+        first: Index in `names` of the first block to fetch.
+        block_tokens: Number of tokens of a block.
+        deadline_seconds: Time after which the worker withdraws the offered blocks.
     """
 
     handoff_id: int
@@ -201,7 +213,7 @@ class FetchCall(Message, frozen=True):
 
 
 class FetchReply(Message, frozen=True):
-    """Number of blocks offered, counted from `first`. 0 means that no hand-off has begun."""
+    """Number of blocks offered, from `FetchCall.first` on. 0 means that no hand-off has begun."""
 
     blocks: int = 0
 
@@ -210,11 +222,13 @@ class Offer(Message, frozen=True):
     """A KV block that the receiver may pull. The sender may still be computing it.
 
     The block holds positions [start, start + valid_tokens) of `groups` layer groups from `group`
-    on, padded to `block_tokens`, on dp rank `rank` of the sender.
+    on, padded to `block_tokens`, on dp rank `rank` of the sender. A layer group is a run of layers
+    whose KV is sent together.
 
     Attributes:
         kind: Content of the block. WINDOW blocks hold the positions inside the sliding windows and
-            have their own layer groups. STATE and WINDOW blocks follow all POSITIONS blocks.
+            have their own layer groups. STATE and WINDOW blocks are sent after all POSITIONS
+            blocks.
     """
 
     offer_id: int
@@ -228,21 +242,23 @@ class Offer(Message, frozen=True):
 
 
 class OfferChecksum(Message, frozen=True):
-    """Checksum of an offered block, for its insertion. Sent once the block is computed."""
+    """Keyed checksum of an offered block, sent once the block is computed. The receiver compares it
+    with the checksum of what it has written into its pages."""
 
     offer_id: int
     checksum: int
 
 
 class HandoffEnd(Message, frozen=True):
-    """End of a hand-off. `prompt_logprobs` repeats those of `PrefillReply`, which may be lost.
+    """End of a hand-off. `prompt_logprobs` is the same as in `PrefillReply`, because that reply may
+    be lost.
 
     Attributes:
         offers: Number of blocks offered.
         tokens: Number of positions offered.
         firsts: First sampled token of each child.
         moved: All generated tokens of a running sequence that moves to another worker. The KV of
-            the newest token is not included.
+            the newest token is not offered, because it is not yet computed.
     """
 
     offers: int
@@ -256,16 +272,16 @@ PeerMessage = Offer | OfferChecksum | HandoffEnd
 
 
 class PeerHello(Message, frozen=True):
-    """Properties that two workers compare before a KV hand-off. A difference is refused with an
-    error that names the field.
+    """Properties that two workers compare before a KV hand-off. If they differ, the hand-off is
+    refused with an error that names the field.
 
     Attributes:
-        kv_layers: KV spec as text.
+        kv_layers: Heads, sizes and types of the KV of each layer, as text (layout/kv_spec.py).
         windows_apart: Whether layers with a window are sent separately, limited to their window.
         worker, boot_id: Name and boot of the worker that sends this hello. Not compared.
         checksum_key: Secret key of this worker's checksums, sent over the control connection only.
             Not compared.
-        mesh: Mesh of this worker. Only `transports` must be equal on both sides.
+        mesh: Mesh of this worker. Of its fields, only `transports` must be equal on both sides.
     """
 
     protocol: int
@@ -282,8 +298,8 @@ class PeerHello(Message, frozen=True):
 
 
 async def close_stream(items: object) -> None:
-    """Closes an iterator returned by a port, which cancels the call. Iterators without `aclose`
-    need no closing."""
+    """Closes an iterator that a port returned, which cancels the call. Does nothing for an iterator
+    without `aclose`."""
     aclose = getattr(items, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -296,7 +312,7 @@ class PrefillPort(Protocol):
         ...
 
     async def cancel_prefill(self, handoff_id: int) -> None:
-        """Stops the prefill and frees the offers and pages of the hand-off. Idempotent."""
+        """Stops the prefill and frees the offered blocks and pages of the hand-off. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
@@ -320,20 +336,22 @@ class DecodePort(Protocol):
         ...
 
     async def resume_source(self, call: ResumeCall) -> int | None:
-        """Replaces the source of the KV. Returns the position from which KV is needed, or None if
-        all has arrived. Raises HandoffError if the reservation is not held any more."""
+        """Replaces the source of a reservation's KV. Returns the first position whose KV is
+        missing, or None if all KV has arrived. Raises HandoffError if the reservation no longer
+        exists."""
         ...
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
-        """Cancels one child, or all if `child` is None. Its slot is freed within one step. Its
-        pages are freed at once, or at the latest at the end of the lease if KV is in flight.
-        Idempotent."""
+        """Cancels one child, or all children if `child` is None. The decode slot is freed within
+        one step. The pages are freed at once or, while KV is being received into them, at the
+        latest when the lease ends. Idempotent."""
         ...
 
     async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        """Swaps all children out to host memory for `keep_seconds`, once their KV has arrived.
-        Children for which host memory has no room end as preempted. `keep_seconds` None swaps the
-        children in again when pages are free. The last call wins. Idempotent."""
+        """Swaps the KV of all children out to host memory for `keep_seconds`, once the KV has
+        arrived. A child for which host memory has no room ends as preempted. With `keep_seconds`
+        None, the children are swapped in again when pages are free. A later call replaces an
+        earlier one. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
@@ -345,33 +363,35 @@ class DecodePort(Protocol):
 
 
 class PeerPort(Protocol):
-    """The sender of KV as its receiver sees it: a prefill worker at a hand-off, a decode worker
-    that moves a running sequence, or a worker with cached blocks that a prefill worker fetches."""
+    """Calls of a worker that receives KV to the worker that sends KV. The sender is a prefill
+    worker, a decode worker that moves a running sequence, or a worker from which a prefill worker
+    fetches cached blocks."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        """Compares both hellos and returns this worker's. Raises IncompatiblePeerError with the
-        field that differs and both values."""
+        """Compares the caller's `PeerHello` with this worker's and returns the latter. Raises
+        IncompatiblePeerError with the field that differs and both values."""
         ...
 
     async def fetch(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of the requested blocks that this worker still has cached and may send.
-        The caller's view of the cache may be outdated."""
+        """Begins a hand-off of the requested blocks. Offers only blocks that this worker still has
+        cached, because the caller's list may be outdated."""
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        """Yields each offer when made, its checksum when the block is computed, and at last
-        HandoffEnd.
+        """Yields an Offer for each block, an OfferChecksum once the block is computed, and finally
+        a HandoffEnd.
 
         Raises:
-            HandoffError: The sender gave up.
+            HandoffError: The sender ended the hand-off early.
         """
         ...
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        """Reports that these blocks arrived, so that the sender frees them. A call without ids only
-        renews the lease. Idempotent."""
+        """Reports that the blocks `offer_ids` have arrived. The sender then frees these blocks. A
+        call without ids only renews the hand-off's lease. Idempotent."""
         ...
 
     async def abort(self, handoff_id: int, reason: str) -> None:
-        """Reports that the receiver gave up, so that the sender frees the hand-off. Idempotent."""
+        """Reports that the receiver gave up. The sender then frees the blocks and pages of the
+        hand-off. Idempotent."""
         ...

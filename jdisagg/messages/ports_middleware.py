@@ -14,9 +14,9 @@
     port = through(DecodePort, port, Slow())
 
 A middleware is any object with methods for the calls that it intercepts. `proceed` is the port's
-own method, which the middleware calls with the same arguments, with others, or not at all. Calls
-that are not intercepted reach the port directly at no cost. `through` binds the methods once, when
-it wraps the port."""
+own method, which the middleware calls with the same arguments, with other arguments, or not at all.
+Calls that are not intercepted reach the port directly at no cost, because `through` binds the
+methods once, when it wraps the port."""
 
 import inspect
 from functools import cache, partial
@@ -44,12 +44,13 @@ def through(protocol: type[P], port: P, middleware: object) -> P:
 
     Args:
         protocol: Protocol that `port` implements.
-        port: Receiver of the calls.
-        middleware: Object with methods `unary` and `stream`, with methods named as the port's, or
-            with both. Named methods take precedence.
+        port: Object that receives the calls after the middleware.
+        middleware: Object with the general methods `unary` and `stream`, with methods that have the
+            name of a port's method, or with both kinds. A method with a port's name takes
+            precedence.
 
     Returns:
-        A port whose calls pass the middleware.
+        A port whose calls pass through the middleware.
     """
     wrapped = _Through()
     for name, streams in port_methods(protocol):

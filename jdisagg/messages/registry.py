@@ -1,4 +1,4 @@
-"""Registration of workers: a worker's card, and the router's port that workers call."""
+"""Registration of workers: the card that describes a worker, and the router's calls for workers."""
 
 from typing import Protocol
 
@@ -15,7 +15,8 @@ class ModelCard(Message, frozen=True):
 
     Attributes:
         fingerprint: Hash of the weights, their dtype and the KV geometry.
-        geometry: Sizes for the cost model, or None if the router predicts no times.
+        geometry: Sizes of the model, from which the router predicts times. None if the router does
+            not predict times.
     """
 
     name: str
@@ -29,17 +30,17 @@ class ModelCard(Message, frozen=True):
 
 
 class WorkerCard(Message, frozen=True):
-    """A worker's registration.
+    """Description of a worker, which the worker sends when it registers with a router.
 
     Attributes:
         boot_id: Random number drawn when the process starts.
         address: host:port of its gRPC services.
-        place: Location of the devices as "rack/host/domain/process", where trailing parts may be
-            missing. More equal leading parts mean a closer worker. If a fast domain spans hosts,
-            use its name as the host.
-        hardware: Speed of each device, or None if unknown.
+        place: Location of the devices as "rack/host/domain/process". Trailing parts may be missing.
+            Two workers are closer, the more leading parts they share. If a fast interconnect domain
+            spans hosts, give the domain's name as the host.
+        hardware: Speed of one device of the worker, or None if unknown.
         stages: Number of pipeline stages, each on layout.devices devices.
-        kept: Naming of its cached KV blocks, or None without a prefix cache.
+        kept: How the worker names its cached KV blocks. None without a prefix cache.
     """
 
     name: str
@@ -55,16 +56,18 @@ class WorkerCard(Message, frozen=True):
 
 
 class RegistryPort(Protocol):
-    """The router's calls by which workers register, report and leave."""
+    """Calls of a worker to its router: registration, status reports, deregistration."""
 
     async def register(self, card: WorkerCard) -> None: ...
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Returns False if the worker is unknown and must register again."""
+        """Reports a worker's status. Returns False if the router does not have the worker, which
+        must then register again."""
         ...
 
     async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
-        """Applies changes of the worker's cached blocks. Returns the last event that the router has
-        processed, which may be older than these changes."""
+        """Applies changes of the worker's cached blocks to the router's index. Returns the last
+        event that the router has processed. It may be older than `news` if events in between are
+        missing."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

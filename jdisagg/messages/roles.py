@@ -1,8 +1,9 @@
-"""Role changes: calls to a worker and its reports, as plain data and ports.
+"""Calls and reports of role changes, by which a worker changes between prefill, decode and mixed.
 
-To change its role, a worker drains, leaves its routers, reshards its weights and warms up. The same
-process then registers under the same name and address, with its new role and a new boot id. While
-the worker's port is closed, callers retry until a deadline."""
+To change its role, a worker drains, deregisters from its routers, reshards its weights and compiles
+or loads its programs. The same process then registers under the same name and address, with its new
+role and a new boot id. The worker's network port is closed during the change, and callers retry
+until a deadline."""
 
 import enum
 from typing import Protocol
@@ -13,8 +14,8 @@ from jdisagg.plain import Message
 
 
 class SwitchState(enum.Enum):
-    """State of a role change. `NONE`: the process has not changed its role since its start.
-    `FAILED`: the worker is back in its old role."""
+    """State of a role change. `NONE`: no change since the process started. `FAILED`: the change
+    failed, and the worker serves in its old role again."""
 
     NONE = "none"
     DRAINING = "draining"
@@ -32,9 +33,9 @@ class SwitchCall(Message, frozen=True):
 
 
 class SwitchReport(Message, frozen=True):
-    """A worker's latest role change and its present role. There are times for draining, for
-    resharding and building, and for compiling or loading programs. `total_seconds` is the time from
-    the call to the new registration."""
+    """A worker's latest role change and its present role. Times are in seconds: draining,
+    resharding weights and building the worker, compiling or loading programs. `total_seconds` is
+    the time from the call to the new registration."""
 
     worker: str
     boot_id: int
@@ -56,16 +57,16 @@ class RolePort(Protocol):
         ...
 
     async def switch_report(self) -> SwitchReport:
-        """Returns the latest change. Raises UnavailableError while a change closes the worker's
-        port."""
+        """Returns the worker's latest role change. Raises UnavailableError while the change keeps
+        the worker's network port closed."""
         ...
 
 
 class AdviceReport(Message, frozen=True):
     """Recommended and present numbers of workers per role, with the measurements behind them.
-    `elastic` means that the router changes roles itself, and `decision` is its latest decision.
-    Attainments are fractions of the window's requests that met the objective. Quantile seconds are
-    at `slo_quantile`."""
+    `elastic` means that the router changes roles itself, and `decision` is the router's latest
+    decision. An attainment is the fraction of requests in the measured window that met the latency
+    objective. Latencies are the quantile `slo_quantile`, in seconds."""
 
     prefill: int
     decode: int
@@ -87,7 +88,7 @@ class AdviceReport(Message, frozen=True):
 
 
 class ClusterRolesPort(Protocol):
-    """A router's role calls for scripts and autoscalers."""
+    """Calls of scripts and autoscalers to a router, to change the roles of its workers."""
 
     async def switch(
         self,

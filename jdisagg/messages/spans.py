@@ -1,6 +1,6 @@
-"""Sessions: one stream from a worker to a calling process, with the spans of all sequences that
-this process started. Connections use sessions in place of `DecodePort.reserve` and
-`DecodePort.generate`."""
+"""Sessions. A session is one stream from a decode worker to a calling process, with the spans
+(batches of tokens) of all sequences that the calling process started. Over gRPC, sessions replace
+`DecodePort.reserve` and `DecodePort.generate`, because one stream per sequence would cost more."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -18,7 +18,8 @@ class WireStatus(Message, frozen=True):
 
 
 class ReservationSpans(Message, frozen=True):
-    """Spans of one reservation since the last batch. After `ended` or `error` no more follow."""
+    """New spans of one reservation since the last batch. If `ended` or `error` is set, no further
+    spans follow."""
 
     reservation_id: int
     spans: tuple[Span, ...] = ()
@@ -33,8 +34,9 @@ class SpanBatch(Message, frozen=True):
 
 
 class SpanSessionPort(Protocol):
-    """Sessions on a worker. The caller draws each session's random id. The end of a session's
-    stream cancels all of its reservations and sequences."""
+    """Calls to open and use sessions on a decode worker. The caller chooses a random id for each
+    session. When a session's stream ends, all reservations and sequences of the session are
+    cancelled."""
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
         """Like `DecodePort.reserve`. The reservation belongs to the session."""

@@ -1,9 +1,11 @@
-"""Step commands, which a scheduler issues to a mesh (`StepCommand -> Executor.run -> StepResult`).
+"""Step commands: the work that a scheduler sends to a mesh (`StepCommand -> Executor.run ->
+StepResult`).
 
-A command refers to sequences, dp ranks, pages and slots by number and carries every token id that
-the mesh does not hold. It holds no arrays, clock or randomness, so a command stream can be
-broadcast to the processes of an instance, recorded, replayed, or run by a cost model. Positions are
-absolute in the sequence. Page ids are local to a dp rank.
+A command refers to sequences, dp ranks, pages and decode slots by number, and contains every token
+id that the mesh does not yet hold. It contains no arrays and does not depend on the clock or on
+randomness. Commands can therefore be broadcast to the processes of an instance, recorded, replayed,
+or run by a cost model. Positions count from the sequence's first token. Page ids are local to a dp
+rank.
 
 State of a sequence with tokens t_0..t_(n-1): pages hold the KV of positions 0..n-2, and the slot
 holds `token` = t_(n-1) and `position` = n-1. A decode step writes the KV of `token`, samples t_n
@@ -21,9 +23,9 @@ SLOW = "slow"  # `DiskResult.error`: the deadline passed
 
 
 class SampleSpec(Message, frozen=True):
-    """Sampling parameters of one child. `prompt_history` and `output_history` are filled only if
-    sampling depends on them, and include the slot's own `token`. `min_position` is the first
-    position at which a stop id may be sampled."""
+    """Sampling parameters of one child. `prompt_history` and `output_history` are the earlier
+    tokens, the newest included. They are empty unless sampling depends on earlier tokens.
+    `min_position` is the first position at which a stop token may be sampled."""
 
     child: int
     sampling: SamplingParams
@@ -34,8 +36,8 @@ class SampleSpec(Message, frozen=True):
 
 
 class OfferSpec(Message, frozen=True):
-    """A KV block to offer from a prefill row: tokens [offset, offset + block_tokens) of the rank's
-    chunk, for `groups` layer groups from `group` on."""
+    """A KV block of a prefill row that is offered to a receiver: tokens [offset, offset +
+    block_tokens) of the dp rank's chunk, for `groups` layer groups from `group` on."""
 
     offer_id: int
     group: int
@@ -45,16 +47,18 @@ class OfferSpec(Message, frozen=True):
 
 
 class PrefillRow(Message, frozen=True):
-    """One sequence's part of a packed chunk: `tokens` at `offset` of dp rank `rank`'s chunk, from
-    position `start` on.
+    """One sequence's part of a packed prefill chunk. `tokens` lie at `offset` in the chunk of dp
+    rank `rank`, and the first has position `start` in its sequence.
 
     Attributes:
         pages: Pages of positions [0, start + len(tokens)).
-        samples: One per child in the prompt's last row. Empty in earlier rows.
-        state: Slot of the sequence's state, read as of `start` and written as of the row's end.
-        prompt_logprobs: Number of most likely tokens to report for the token that follows each of
-            `tokens`. None reports no log-probabilities.
-        following: Token after the last of `tokens`, or -1 at the prompt's end.
+        samples: Sampling parameters of each child, in the row that ends the prompt. Empty in
+            earlier rows.
+        state: Slot of the sequence's recurrent state, which the row reads at its start and
+            overwrites at its end.
+        prompt_logprobs: Number of most likely tokens to report at each position of the prompt. None
+            reports no log-probabilities.
+        following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
     """
 
     sequence: int
@@ -71,9 +75,9 @@ class PrefillRow(Message, frozen=True):
 
 
 class PrefillChunk(Message, frozen=True):
-    """Runs one packed chunk of `chunk_tokens` tokens (a bucket) per dp rank. Rows that continue
-    (start > 0) come first on their rank. `checksum_key` keys the checksums of offers
-    (ops/checksum.py)."""
+    """Runs one packed prefill chunk, padded to `chunk_tokens` tokens, on each dp rank. On each
+    rank, rows that continue a sequence (start > 0) come first. `checksum_key` is the key of the
+    checksums of offered blocks (ops/checksum.py)."""
 
     step: int
     chunk_tokens: int
@@ -82,7 +86,8 @@ class PrefillChunk(Message, frozen=True):
 
 
 class ReleaseOffers(Message, frozen=True):
-    """Frees acknowledged or aborted offers, on the device or in host memory."""
+    """Frees offered blocks, on the device or in host memory, after the receiver acknowledged or
+    aborted them."""
 
     step: int
     offer_ids: tuple[int, ...]
@@ -90,16 +95,17 @@ class ReleaseOffers(Message, frozen=True):
 
 
 class ExtractBlock(Message, frozen=True):
-    """Offers KV from this mesh's pages, for a running sequence that moves to another worker. The
-    result is an `ExtractResult`.
+    """Copies KV from this mesh's pages into a block and offers the block, for a running sequence
+    that moves to another worker. The result is an `ExtractResult`.
 
     The block holds tokens [start, start + valid_tokens) of `groups` layer groups from `group` on,
     on dp rank `rank`, padded to `block_tokens`.
 
     Attributes:
         pages: As in `InsertBlock`.
-        to_host: Whether to copy the block to host memory, from where peer `HOST` offers it. The
-            mesh is not blocked, and the result follows after the copy.
+        to_host: Whether to copy the block to host memory, from which it can later be pulled with
+            the peer name `HOST`. The copy does not block the mesh, and the result follows after the
+            copy.
         kind: Content of the block. STATE is read from slot `pages[0]`. WINDOW has its own layer
             groups and `pages`.
     """
@@ -119,7 +125,8 @@ class ExtractBlock(Message, frozen=True):
 
 
 class ConnectPeer(Message, frozen=True):
-    """Allows pulls from `peer`, a name that contains the boot id and is never reused."""
+    """Allows this mesh to pull KV from the worker `peer`. The name contains the worker's boot id
+    and is never reused."""
 
     step: int
     peer: str
@@ -127,15 +134,15 @@ class ConnectPeer(Message, frozen=True):
 
 
 class DisconnectPeer(Message, frozen=True):
-    """Disallows pulls from `peer`. Pulls in flight fail."""
+    """Ends pulls from the worker `peer`. Pulls in flight fail."""
 
     step: int
     peer: str
 
 
 class PullBlock(Message, frozen=True):
-    """Starts to pull one offered block from `peer` to dp rank `rank`, without blocking the mesh.
-    The result follows when the block has arrived or the pull has failed.
+    """Starts to pull one offered block from the worker `peer` to dp rank `rank`, without blocking
+    the mesh. The result follows when the block has arrived or the pull has failed.
 
     `codec` names the block's compression (transfer/codec.py). `source_rank` is the peer's dp rank.
     `kind` is as in `ExtractBlock`."""
@@ -154,8 +161,8 @@ class PullBlock(Message, frozen=True):
 
 
 class InsertBlock(Message, frozen=True):
-    """Writes a pulled block's first `valid_tokens` tokens into its rank's pages, from position
-    `start` on.
+    """Writes the first `valid_tokens` tokens of a pulled block into pages of its dp rank, from
+    position `start` on.
 
     `pages` covers positions [0, start + valid_tokens): position p lies in pages[p // page_size].
     The `InsertResult` has the checksum, under `checksum_key`, of the values read back from the
@@ -178,15 +185,16 @@ class InsertBlock(Message, frozen=True):
 
 
 class DropBlocks(Message, frozen=True):
-    """Frees pulled blocks that will not be inserted."""
+    """Frees pulled blocks that are not needed any more."""
 
     step: int
     offer_ids: tuple[int, ...]
 
 
 class CopyPages(Message, frozen=True):
-    """Copies pages for copy-on-write, as (rank, source page, destination page). `states` lists
-    state slots to copy in the same form, with their window ring buffers."""
+    """Copies pages that a sequence shares and is about to change (copy-on-write), as (dp rank,
+    source page, destination page). `states` lists slots of recurrent state to copy, as (dp rank,
+    source slot, destination slot), together with the sliding-window ring buffers of these slots."""
 
     step: int
     copies: tuple[tuple[int, int, int], ...]
@@ -194,8 +202,9 @@ class CopyPages(Message, frozen=True):
 
 
 class SlotAdmit(Message, frozen=True):
-    """Puts a sequence into a slot. `limit` is the first position that must not be written: the end
-    of its pages or of its allowed length. `state` is the slot of its recurrent state."""
+    """Puts a sequence into a decode slot. `limit` is the first position that must not be written:
+    the end of its pages or of its allowed length. `state` is the slot of the sequence's recurrent
+    state."""
 
     sequence: int
     rank: int
@@ -209,7 +218,8 @@ class SlotAdmit(Message, frozen=True):
 
 
 class SlotGrow(Message, frozen=True):
-    """Extends a running sequence: replaces its slot's row of page ids and its limit."""
+    """Gives a running sequence more pages: replaces the page ids and the limit of its decode
+    slot."""
 
     rank: int
     slot: int
@@ -218,8 +228,9 @@ class SlotGrow(Message, frozen=True):
 
 
 class DecodeSteps(Message, frozen=True):
-    """Admits and grows slots, then runs `steps` decode steps over `slots[rank]`. A slot at its
-    limit yields no token (-1). `masked` means that a row has a grammar."""
+    """Applies `SlotAdmit` and `SlotGrow` commands, then runs `steps` decode steps over the slots
+    `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `masked` means
+    that at least one row has a grammar."""
 
     step: int
     steps: int
@@ -232,9 +243,9 @@ class DecodeSteps(Message, frozen=True):
 
 
 class FindSaved(Message, frozen=True):
-    """Opens this mesh's disk tier and lists the blocks of `namespace`, which covers everything that
-    a block's KV depends on except its tokens. Must precede other disk commands. The `DiskResult`
-    has the blocks' names, least recently used first.
+    """Opens this mesh's disk tier and lists the blocks of `namespace`, a fingerprint of everything
+    except tokens that KV depends on. Must be the first disk command. The `DiskResult` has the
+    blocks' names, least recently used first.
 
     Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`."""
 
@@ -244,8 +255,8 @@ class FindSaved(Message, frozen=True):
 
 
 class SaveBlock(Message, frozen=True):
-    """Writes block `index` of a chain of blocks from host memory to disk. `offer_ids` and
-    `checksums` are those of the block in host memory."""
+    """Writes one block of a sequence, number `index` from the sequence's start, from host memory to
+    disk. `offer_ids` and `checksums` belong to the block in host memory."""
 
     step: int
     name: bytes
@@ -256,7 +267,8 @@ class SaveBlock(Message, frozen=True):
 
 
 class LoadBlock(Message, frozen=True):
-    """Reads a block from disk into host memory and offers it. Its result has checksums."""
+    """Reads a block from disk into host memory and offers the block. The result has the block's
+    checksums."""
 
     step: int
     name: bytes
@@ -266,8 +278,8 @@ class LoadBlock(Message, frozen=True):
 
 
 class RemoveSaved(Message, frozen=True):
-    """Removes the blocks `names` from disk. `everything` removes the whole namespace, including
-    blocks of dead workers."""
+    """Removes the blocks `names` from disk. With `everything`, removes all blocks of the namespace,
+    including blocks of dead workers."""
 
     step: int
     names: tuple[bytes, ...]
@@ -310,8 +322,8 @@ class BlockChecksum(Message, frozen=True):
 
 
 class PrefillResult(Message, frozen=True):
-    """Result of a `PrefillChunk`. `prompts` has the requested prompt log-probabilities of each
-    row's tokens, by sequence."""
+    """Result of a `PrefillChunk`. `prompts` maps each sequence to the log-probabilities of its
+    prompt tokens in this chunk, if requested."""
 
     step: int
     samples: tuple[SampledToken, ...]
@@ -322,8 +334,8 @@ class PrefillResult(Message, frozen=True):
 class DecodeResult(Message, frozen=True):
     """Result of `DecodeSteps`. `tokens[rank][row]` has one entry per step for slot
     `slots[rank][row]`, which may be NO_TOKEN, BROKEN_TOKEN or STUCK_TOKEN. A row with a grammar may
-    have more entries, because a step adds the tokens that the grammar forces. `logprobs` has the
-    same shape if requested and is empty otherwise."""
+    have more than one entry per step, because a step adds the tokens that the grammar forces.
+    `logprobs` has the shape of `tokens` if requested, and is empty otherwise."""
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
@@ -331,7 +343,8 @@ class DecodeResult(Message, frozen=True):
 
 
 class PullResult(Message, frozen=True):
-    """Result of a pull. `error` is empty on success. `bytes_moved` counts bytes between devices."""
+    """Result of a pull. `error` is empty on success. `bytes_moved` is the number of bytes
+    transferred between devices."""
 
     step: int
     offer_id: int
@@ -341,8 +354,9 @@ class PullResult(Message, frozen=True):
 
 class InsertResult(Message, frozen=True):
     """Result of an insertion. `checksum` is the keyed checksum of the values read back from the
-    pages. `intact` is False if a lossy codec was used and either the received data differ from the
-    packed data or the pages differ from the unpacked values. It is True without a lossy codec."""
+    pages. `intact` serves lossy codecs, which change the checksum. It is False if the received data
+    differ from the sent data, or the pages differ from the unpacked values. Without a lossy codec
+    it is True."""
 
     step: int
     offer_id: int
@@ -356,9 +370,10 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """Result of a disk command. `skipped` counts files that hold no usable block, by reason.
-    `error` and these reasons are from a small fixed set (transfer/block_file.py). `ages` are
-    seconds since each of `names` was written. `bytes_moved` counts the file's bytes."""
+    """Result of a disk command. `skipped` is the number of files without a usable block, by reason.
+    `error` and the reasons are from a small fixed set (transfer/block_file.py). `ages` are the
+    seconds since the block of each of `names` was written. `bytes_moved` is the size of the file in
+    bytes."""
 
     step: int
     error: str = ""

@@ -12,9 +12,9 @@ class WorkerRole(enum.Enum):
 
 
 class KeptTier(Message, frozen=True):
-    """Cached KV of a worker in one tier: "pages" (device pages, including those of running
-    sequences), "host" or "disk". On decode workers "host" holds swapped-out sequences. `room_bytes`
-    is the tier's capacity."""
+    """Amount of KV of a worker in one cache tier. Tiers are "pages" (device pages, including those
+    of running sequences), "host" and "disk". On decode workers, "host" holds swapped-out sequences.
+    `room_bytes` is the tier's capacity."""
 
     tier: str
     blocks: int
@@ -23,24 +23,28 @@ class KeptTier(Message, frozen=True):
 
 
 class WorkerStatus(Message, frozen=True):
-    """Snapshot of a worker. Tuples are per dp rank.
+    """Snapshot of a worker's load and capacity. Each tuple of numbers has one entry per dp rank.
 
     Attributes:
         draining: Whether the worker takes no new requests.
-        reserved_pages: Pages held for KV that has not fully arrived. Empty if there are none.
-        queued_tokens: Prompt tokens in the queue or being computed.
-        queued_pairs: Query-key pairs of the attention of these tokens, for cost estimates.
-        rank_sequences: Sequences that hold pages.
-        rank_contexts: Sum of these sequences' tokens.
-        can_prefill: Whether the worker has a prefill program. A decode worker computes at most
-            `chunk_tokens` tokens of a prompt.
-        chunk_tokens: Largest prefill chunk. 0 means whole prompts.
-        loading_seconds: Remaining time in which the worker serves while it still loads programs, so
-            that a request may wait for one.
-        free_states, total_states: State slots. Empty in models without state.
-        kv_channels: "address channel" for each process of other workers that sent KV. An instance
-            of several processes reports those of its leader.
-        kept: Cached KV in each tier.
+        reserved_pages: Number of pages held for KV that has not fully arrived. Empty if no rank
+            holds such pages.
+        queued_tokens: Number of prompt tokens in the queue or being computed.
+        queued_pairs: Number of query-key pairs in the attention of the queued tokens, for cost
+            estimates.
+        rank_sequences: Number of sequences that hold pages.
+        rank_contexts: Number of tokens of all sequences that hold pages.
+        can_prefill: Whether the worker has a prefill program. A decode worker with such a program
+            computes at most `chunk_tokens` tokens of a prompt.
+        chunk_tokens: Size of the largest prefill chunk, in tokens. 0 means that prompts are not
+            chunked.
+        loading_seconds: Estimated time until all compiled programs are loaded. The worker already
+            serves, but a request may wait for a program.
+        free_states, total_states: Number of slots for recurrent state. Empty for models without
+            recurrent layers.
+        kv_channels: Text "ADDRESS CHANNEL" for each process that has sent KV to this worker. A
+            worker of several processes reports the senders to its leader process only.
+        kept: Amount of KV in each cache tier.
     """
 
     name: str
