@@ -3,8 +3,8 @@
     from jdisagg import LLM
 
 Importing this package imports neither JAX nor gRPC. `LLM` (`jdisagg/llm.py`) is imported when it is
-first used. `docs/architecture.md` maps the folders, and each folder's header states what it may
-import."""
+first used. `docs/architecture.md` describes the folders. The docstring of each folder's
+`__init__.py` states what its modules may import."""
 
 import importlib
 from typing import Any

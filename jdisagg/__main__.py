@@ -1,5 +1,6 @@
-"""`python -m jdisagg COMMAND`, and the command `jdisagg` of an installed wheel. It puts the
-application's folders first on the path of its process (`jdisagg/application.py`)."""
+"""`python -m jdisagg COMMAND`, and the command `jdisagg` of an installed wheel. Puts the folder
+that holds `models`, `launch` and `configs` first on the process's module search path
+(`jdisagg/application.py`)."""
 
 import os
 import runpy

@@ -13,7 +13,8 @@ def host_port(host: str, port: int) -> str:
 
 
 def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> socket.socket:
-    """Opens a listening socket. Raises ConfigError, with `remedy`, if that fails."""
+    """Opens a listening TCP socket. On failure raises ConfigError, whose message ends with
+    `remedy`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=backlog)

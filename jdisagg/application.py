@@ -1,8 +1,8 @@
-"""Finds the application's folders `models`, `launch` and `configs`, which this package must not
-import by itself.
+"""Finds the folders `models`, `launch` and `configs`. They form the application on top of this
+package, which therefore loads their modules by name only.
 
-They are top-level in a checkout. A wheel holds them in `jdisagg/_app`, so that site-packages has no
-generic names. Imports nothing heavy."""
+In a checkout the three folders are at the top level. A wheel has them in `jdisagg/_app`, so that it
+installs no packages with such general names. Imports nothing heavy."""
 
 import importlib
 import sys
@@ -20,11 +20,11 @@ def folder() -> Path:
 
 
 def load(name: str) -> Any:
-    """Imports a module of the application, such as "launch.model". The folder goes to the end of
-    the path, so that the caller's own modules keep their names.
+    """Imports a module of the application, such as "launch.model". Appends the application's folder
+    to the module search path, so that modules of the caller with the same names take precedence.
 
     Raises:
-        ConfigError: Another module of the process hides `models`, `launch` or `configs`.
+        ConfigError: The process has another module with the name `models`, `launch` or `configs`.
     """
     if str(folder()) not in sys.path:
         sys.path.append(str(folder()))

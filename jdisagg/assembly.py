@@ -1,9 +1,10 @@
-"""Assembles workers and the calls between them, the same way for every kind of cluster.
+"""Builds workers and connects their calls, in the same way for every kind of cluster.
 
-`build_worker` makes the worker of a role; processes, embedded clusters, the simulator and tests all
-use it. `LocalCluster` connects workers of one process: it resolves peers, wraps ports with
-middleware and can kill a worker as `kill -9` would. The caller makes executors, channels and the
-request path. Imports neither JAX nor gRPC."""
+`build_worker` builds a worker for a role. Worker processes, embedded clusters, the simulator and
+tests all use it. `LocalCluster` connects the workers of one process: it finds a worker by name,
+wraps the worker's interfaces (ports) with middleware, and can simulate the sudden death of a
+worker. The caller provides executors, channels and the request path. Imports neither JAX nor
+gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -49,13 +50,14 @@ def build_worker(
     fetches: bool = False,
     decoder: type[DecodeWorker] = DecodeWorker,
 ) -> Worker:
-    """Builds the worker of a role on its mesh.
+    """Builds a worker with the given role on one mesh.
 
     Args:
-        peers: Function that returns the port of a worker from which KV is received.
-        mode: Whether and how a decode mesh also prefills; unused by prefill workers.
+        peers: Function that returns the interface of another worker, from which the new worker
+            receives KV.
+        mode: Whether and how the decode mesh also computes prompts. Prefill workers ignore it.
         fetches: Whether a prefill worker may fetch cached KV from peers.
-        decoder: Class of decode workers.
+        decoder: Class to instantiate for a decode worker.
     """
     if role is WorkerRole.PREFILL:
         return PrefillWorker(context, executor, config, limits, peers if fetches else None)
@@ -63,12 +65,12 @@ def build_worker(
 
 
 class LocalCluster:
-    """The workers of one process by name, and the ports through which they are called.
+    """The workers of one process by name, and the interfaces (ports) through which they are called.
 
     Args:
-        new_id: Source of fresh random 64-bit numbers.
-        between: Middleware for each pair of worker and caller.
-        mortal: Whether workers can be killed, which makes each call slightly slower.
+        new_id: Function that returns a new random 64-bit number.
+        between: Function that returns the middleware for calls from a caller to a worker.
+        mortal: Whether `kill` can be used, which makes each call slightly slower.
     """
 
     def __init__(
@@ -98,8 +100,8 @@ class LocalCluster:
         fetches: bool = False,
         decoder: type[DecodeWorker] = DecodeWorker,
     ) -> Worker:
-        """Builds a worker whose peers are the other workers of this cluster. It replaces an earlier
-        worker of the same name. The arguments are those of `build_worker`."""
+        """Builds a worker that can receive KV from the other workers of this cluster. Replaces an
+        earlier worker of the same name. The arguments are those of `build_worker`."""
 
         def peers(source: HandoffSource) -> PeerPort:
             return self.peer(source, worker)
@@ -121,8 +123,8 @@ class LocalCluster:
         return worker
 
     def peer(self, source: HandoffSource, caller: Worker | None) -> PeerPort:
-        """Returns the port by which `caller` pulls from a source. Raises HandoffError for an
-        unknown worker."""
+        """Returns the interface through which the worker `caller` pulls KV from the worker
+        `source`. Raises HandoffError for an unknown worker."""
         worker = self.workers.get(source.worker)
         if worker is None:
             known = ", ".join(self.workers) or "none"
@@ -130,14 +132,15 @@ class LocalCluster:
         return self.called(PeerPort, worker, worker, caller)
 
     def ports(self, name: str) -> WorkerPorts:
-        """Returns a worker's ports for the request path."""
+        """Returns the interfaces (ports) of a worker that the request path calls."""
         worker = self.workers[name]
         if isinstance(worker, PrefillWorker):
             return WorkerPorts(prefill=self.called(PrefillPort, worker, worker, None))
         return WorkerPorts(decode=self.called(DecodePort, worker, worker, None))
 
     def cluster_ports(self) -> ClusterPorts:
-        """Returns the ports of all current workers, for a request path without membership."""
+        """Returns the interfaces of all current workers, for a request path whose workers do not
+        change."""
         prefill: dict[str, PrefillPort] = {}
         decode: dict[str, DecodePort] = {}
         for name in self.workers:
@@ -158,16 +161,16 @@ class LocalCluster:
             await worker.drain()
 
     async def stop(self) -> None:
-        """Stops all workers. Does not close executors."""
+        """Stops all workers, but does not close their executors."""
         for worker in reversed(self.workers.values()):
             await worker.stop()
 
     async def kill(self, name: str, lost: Callable[[], None]) -> None:
-        """Kills a worker as `kill -9` would: calls to and from it fail from this moment on.
+        """Simulates the sudden death of a worker: from now on, all calls to and from it fail.
 
         Args:
-            lost: Callback that drops the worker's KV from the channel, called before any other task
-                runs.
+            lost: Callback that removes the worker's KV from the transfer channel. It is called
+                before any other task can run.
         """
         worker = self.workers[name]
         self._crashes[worker].dead.set()
@@ -181,7 +184,8 @@ class LocalCluster:
     def called(
         self, protocol: type[Port], port: Port, worker: Worker, caller: Worker | None
     ) -> Port:
-        """Returns a worker's port for `caller`; None is the request path."""
+        """Returns `port` of `worker` as `caller` uses it, wrapped with middleware. `caller` None
+        means the request path."""
         if self._mortal:
             ends = (worker, caller) if caller else (worker,)
             crashes = (self._crashes[end] for end in ends)
@@ -192,14 +196,15 @@ class LocalCluster:
 
 
 class LocalAffinity:
-    """The index of the prefix caches of this process's workers. Implements
+    """Index of the KV blocks in the prefix caches of this process's workers. Implements
     `router.decision.Affinity`.
 
-    It uses the same index as a router of separate processes (`router/known_blocks.py`). That router
-    updates it by heartbeats; this class updates it before each placement, so it is never stale.
+    The index is that of a router of separate processes (`router/known_blocks.py`). Such a router
+    updates the index by heartbeats. This class updates the index before each placement, so it is
+    never stale.
 
     Args:
-        secret: Key of the workers' block names.
+        secret: Key with which the workers hash block names.
     """
 
     def __init__(self, workers: Sequence[Worker], secret: bytes) -> None:
@@ -218,15 +223,15 @@ class LocalAffinity:
 
 
 class Crash:
-    """Flag that is set when one simulated process has died."""
+    """Flag of one simulated process. It is set when the process has died."""
 
     def __init__(self) -> None:
         self.dead = asyncio.Event()
 
 
 class Crashable:
-    """Port middleware that fails calls to and from processes that have died. Calls in progress
-    fail, too, and no reply of a dead process arrives.
+    """Middleware that simulates dead processes: it fails new calls and calls in progress to and
+    from them, and delivers no reply of a dead process.
 
     Args:
         crashes: Crash flags of the called worker and, between two workers, of the caller.
@@ -267,7 +272,8 @@ class Crashable:
                 await close_stream(items)
 
     async def _during(self, call: Awaitable[T]) -> T:
-        """Returns the result of `call`. Raises an error if one of the processes dies first."""
+        """Returns the result of `call`. Raises UnavailableError if the calling or called process
+        dies first."""
         task = asyncio.ensure_future(call)
         deaths = [asyncio.ensure_future(crash.dead.wait()) for crash in self._crashes]
         try:

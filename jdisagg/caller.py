@@ -1,8 +1,8 @@
 """Identity of the caller of the current call, derived from the bearer token only.
 
 An endpoint's guard stores the identity in a context variable, and the code that builds a request
-reads it. KV is shared only within a scope that consists of the identity and of fields of the
-message. A message can therefore narrow its scope but never widen it."""
+reads it. Cached KV is shared only within a scope, which consists of the identity and of fields of
+the request. A client can therefore narrow the scope of its requests but never widen it."""
 
 import json
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ class KeyLimits:
     """Limits of one bearer token, which each router applies on its own. None means no limit.
 
     Attributes:
-        streams: Streams that may run at the same time.
-        requests_per_second: Mean rate of requests.
-        tokens_per_second: Mean rate of prompt and answer tokens together.
+        streams: Number of streams that may run at the same time.
+        requests_per_second: Highest mean rate of requests.
+        tokens_per_second: Highest mean rate of tokens, prompts and answers together.
     """
 
     streams: int | None = None
@@ -32,9 +32,10 @@ class Caller:
 
     Attributes:
         tenant: Tenant of the token, or empty if the token file names none.
-        token: Digest of a required token without a tenant, so that each such token has its own
-            scope. Else empty.
-        key: Digest of any required token, else empty. Like `limits`, it does not identify a tenant.
+        token: Digest of the token if it has no tenant, so that each such token has its own cache
+            scope. Empty if the token has a tenant, or if tokens are not required.
+        key: Digest of the token, or empty if tokens are not required. Like `limits`, it is no part
+            of the identity.
         limits: Limits of the token.
     """
 
@@ -44,12 +45,13 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """Returns the token's tenant, or the tenant `said` in the message if the token has none."""
+        """Returns the tenant of the token. If the token has no tenant, returns `said`, the tenant
+        that the request names."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:
-        """Returns the KV sharing scope within the tenant. JSON keeps different combinations of the
-        parts distinct."""
+        """Returns the scope, within the tenant, in which cached KV is shared. The scope is JSON, so
+        that different parts never give the same text."""
         sub_tenant = said if self.tenant and said != self.tenant else ""
         parts = (self.token, sub_tenant, salt)
         return json.dumps(parts) if any(parts) else ""
@@ -60,7 +62,7 @@ _current: ContextVar[Caller] = ContextVar("jdisagg_caller", default=_ANYBODY)
 
 
 def current() -> Caller:
-    """Returns the current caller, or an anonymous one where no endpoint requires tokens."""
+    """Returns the caller of the current call, or an anonymous caller if tokens are not required."""
     return _current.get()
 
 

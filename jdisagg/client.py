@@ -8,14 +8,15 @@ output is a stream of `StreamEvent`s. Errors are raised as jdisagg's own types.
 Needs gRPC, but neither JAX nor the router. A call waits up to `connect_seconds` for the server to
 become reachable. If the connection of a stream breaks, or the server shuts down, the client repeats
 the request for up to `resume_seconds` and the stream continues at the next token. The caller gets
-one stream with each token once. Other calls are never sent again if they may have reached the
-server.
+one stream with each token once. Calls other than `generate` and `complete` are never sent again if
+they may have reached the server.
 
-A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Over TLS, gRPC then has no
-host name to verify, so give `Credentials` a `server_name` that all their certificates contain.
+A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Over TLS, such a target
+has no host name that gRPC could verify. Then give `Credentials` a `server_name` that the
+certificates of all servers contain.
 
-`AsyncClient` is the implementation. `Client` runs the same coroutines over gRPC's blocking calls,
-where they never suspend."""
+`AsyncClient` is the implementation. `Client` runs the coroutines of `AsyncClient` over gRPC's
+blocking calls, so that they never suspend."""
 
 import asyncio
 import contextlib
@@ -82,11 +83,11 @@ class AsyncClient:
 
     Args:
         target: host:port of the server, or any gRPC target.
-        connect_seconds: Time limit for the server to become reachable, per call.
+        connect_seconds: Time for which each call waits for the server to become reachable.
         timeout_seconds: Time limit of every call except `generate` and `complete`, which have
             `deadline_seconds`.
-        resume_seconds: Time limit for resuming a broken stream.
-        max_message_bytes: Largest message accepted from the server.
+        resume_seconds: Time for which the client tries to resume a broken stream.
+        max_message_bytes: Size limit of a message from the server, in bytes.
         token: Bearer token. Replaces the token of `credentials`.
         credentials: TLS settings.
 
@@ -128,15 +129,15 @@ class AsyncClient:
             **options: Options of `GenerateOptions`.
 
         Returns:
-            The events of all children, in order for each child. The last event has usage and
-                timings.
+            The events of all children (the n answers of the request), in order for each child. The
+                last event has usage and timings.
 
         Raises:
             InvalidRequestError: An argument cannot be sent, or the server rejects it.
             OverloadedError: The server is overloaded. Try again after `retry_after_seconds`.
             DeadlineExceededError: `deadline_seconds` passed.
             UnauthenticatedError: The server does not accept the token.
-            UnavailableError: No server answered within the connect or resume time limit.
+            UnavailableError: No server answered within `connect_seconds` or `resume_seconds`.
             JdisaggError: Any other failure.
         """
         _check_open(self._closed, self._target)
@@ -169,7 +170,7 @@ class AsyncClient:
 
         Args:
             prompt: Text to tokenize.
-            messages: Chat to tokenize instead, after the model's template has rendered it.
+            messages: Chat to tokenize instead of a text. The model's template renders it first.
 
         Raises:
             JdisaggError: As in `generate`.
@@ -207,7 +208,8 @@ class AsyncClient:
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
     async def routing(self) -> RoutingStatus:
-        """Returns the router's latest decisions with reasons, and the work sent to each worker."""
+        """Returns the router's latest placement decisions with reasons, and the work sent to each
+        worker."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return wire_generation.routing_from_proto(reply)
 
@@ -215,8 +217,9 @@ class AsyncClient:
         """Clears the prefix caches of all workers and returns the number of dropped blocks.
 
         Raises:
-            UnauthenticatedError: The token belongs to a tenant.
-            UnavailableError: A worker did not answer. Its prefix cache may still be used.
+            UnauthenticatedError: The token belongs to a tenant, which may not clear caches of
+                others.
+            UnavailableError: A worker did not answer, and its prefix cache may not be cleared.
         """
         return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
 
@@ -224,13 +227,14 @@ class AsyncClient:
         self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
     ) -> None:
         """Suspends a request whose stream is open. Its slots and pages become free for other
-        requests, and its stream pauses until `resume`. Its deadline does not change. May be called
-        again.
+        requests, and its stream pauses until `resume`. Its deadline does not change. A repeated
+        call is harmless.
 
         Args:
             request_id: Id given with the request, or reported by its first event.
-            keep_seconds: Seconds for which the KV stays in host memory, if there is room. After
-                that, `resume` recomputes the KV. None keeps the KV until the deadline.
+            keep_seconds: Seconds for which the KV stays in host memory, if host memory has room.
+                After this time, `resume` recomputes the KV. None keeps the KV until the request's
+                deadline.
             tenant: Tenant of the request.
 
         Raises:
@@ -414,7 +418,7 @@ def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, N
 
 class _AsyncioCalls:
     """Channel operations of the async client: waits for a connection and reads replies. `ready`
-    returns False if the time limit passed."""
+    returns False if the server is not reachable within the time limit."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -499,8 +503,8 @@ class _Unreachable(UnavailableError):
 
 
 def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
-    """Returns the error for an unreachable server. With TLS the message has a hint about TLS,
-    because gRPC reports neither a TLS mismatch nor a rejected certificate."""
+    """Returns the error for an unreachable server. With TLS, the message names TLS as a possible
+    cause, because gRPC reports neither a TLS mismatch nor a rejected certificate."""
     remedy = (
         "If it uses TLS, give its CA certificate (credentials, or --authority=FILE of jdisagg ask)."
     )

@@ -1,8 +1,8 @@
 """Clock interface. This is the only module that reads the machine's clock; the simulator replaces
 it.
 
-Deadlines travel between processes as remaining seconds. Instants are local monotonic seconds and
-never leave the process."""
+Clocks of different processes are not comparable, so messages contain the number of seconds left
+until a deadline. Times read from the clock never leave the process."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """A clock with monotonic seconds and a sleep."""
+    """A monotonic clock in seconds, with `sleep`."""
 
     def now(self) -> float: ...
 
@@ -21,7 +21,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The machine's clock."""
+    """The machine's monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -31,9 +31,9 @@ class MonotonicClock:
 
 
 class limit:
-    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. Like
-    `asyncio.timeout`, but entry and exit are cheaper because they are no coroutines. Nearly every
-    call between workers uses it."""
+    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. Cheaper than
+    `asyncio.timeout`, because entry and exit are not coroutines. Nearly every call between workers
+    uses `limit`."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 
@@ -65,7 +65,7 @@ class limit:
 
 
 async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":
-    """Waits at most `seconds` until all tasks are done. Returns the unfinished tasks."""
+    """Waits until all tasks are done, but at most `seconds`. Returns the unfinished tasks."""
     left = {task for task in tasks if not task.done()}
     if left:
         loop = asyncio.get_running_loop()
@@ -93,8 +93,8 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
 
 
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
-    """Runs a clean-up to its end. If the caller is cancelled meanwhile, CancelledError is raised
-    after the clean-up."""
+    """Runs the coroutine `clean_up` to its end. If the calling task is cancelled meanwhile, raises
+    CancelledError after the clean-up."""
     task, cancelled = asyncio.create_task(clean_up), False
     while not task.done():
         try:
@@ -108,8 +108,8 @@ async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
 
 
 async def within(future: "asyncio.Future[T]", seconds: float) -> T:
-    """Returns the future's result, or raises TimeoutError after `seconds`. The future itself is
-    never cancelled, even if the waiting task is."""
+    """Waits for the future's result. Raises TimeoutError after `seconds`. Never cancels the future,
+    even if the waiting task is cancelled."""
     if not future.done():
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
@@ -135,6 +135,6 @@ async def within(future: "asyncio.Future[T]", seconds: float) -> T:
 
 
 def _seen(future: "asyncio.Future[T]") -> None:
-    """Retrieves a future's error, so that asyncio does not log it as never retrieved."""
+    """Reads a future's error, because asyncio logs errors that nothing has read."""
     if not future.cancelled():
         future.exception()

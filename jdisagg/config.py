@@ -1,9 +1,9 @@
 """Configuration as a tree of frozen dataclasses.
 
-Recipes in `configs/` return a config, and flags override its fields by path. Each component
-receives only its own part. No environment variable changes behaviour. The reference table
-in docs/ is generated from the `Attributes:` sections below, one entry a field. Sizes are in tokens,
-pages or bytes and times in seconds, as the field's name or its description states."""
+Recipes in `configs/` return a configuration, and command-line flags override its fields by path.
+Each component receives only its own part. No environment variable changes behaviour. The reference
+table in docs/ is generated from the `Attributes:` sections, which have one entry per field. The
+name or the description of a field states its unit."""
 
 import dataclasses
 import enum
@@ -25,8 +25,8 @@ _ORIGIN = re.compile(r"https?://[^/\s,]+")
 class Mode(enum.Enum):
     """How prefill and decode share devices.
 
-    DISAGGREGATED has one mesh for each. CHUNKED has one mesh, which mixes prefill chunks into
-    decode steps. UNIFIED has one mesh, which runs whole prefills between decode steps."""
+    DISAGGREGATED: one mesh for prefill, another for decode. CHUNKED: one mesh, which mixes prefill
+    chunks into decode steps. UNIFIED: one mesh, which runs whole prefills between decode steps."""
 
     DISAGGREGATED = "disaggregated"
     CHUNKED = "chunked"
@@ -38,11 +38,12 @@ class ModelConfig:
     """The model to serve and the data types of its weights and KV.
 
     Attributes:
-        directory: Folder with the checkpoint, in Hugging Face or Orbax format.
+        directory: Folder that contains the checkpoint, in Hugging Face or Orbax format.
         dtype: Data type of weights and KV, float32 or bfloat16.
         context_tokens: Cap on the model's context length, in tokens. None uses the model's own
             limit, or the longest sequence that fits into memory (engine/memory_plan.py).
-        weights: Quantized type of the layers' matrices: int8, int4 or fp8. Empty keeps `dtype`.
+        weights: Data type to which the weight matrices of the layers are quantized: int8, int4 or
+            fp8. Empty keeps `dtype`.
         kv_dtype: Data type in which KV is stored and transferred: fp8. Empty keeps `dtype`.
 
     Raises:
@@ -76,30 +77,34 @@ class InstanceConfig:
 
     Attributes:
         layout: Sizes of the mesh axes dp, tp and ep.
-        page_size: Tokens per KV page.
-        pages_per_rank: KV pages of each dp rank. None takes enough for `slots_per_rank` sequences
-            of full context, or as many as fit into memory (engine/memory_plan.py).
-        slots_per_rank: Sequences that decode at the same time on each dp rank.
-        chunk_tokens: Tokens of the largest packed prefill chunk of a dp rank. Smaller chunk buckets
-            halve down to `min_chunk_tokens`.
-        min_chunk_tokens: Tokens of the smallest prefill chunk bucket.
-        layer_groups: Number of programs that compute a chunk in sequence. The KV block of each is
-            sent while the next one computes. Both sides need the same value. None derives it from
-            the model's bytes (engine/limits.py).
-        block_bytes: Smallest KV block to send, in bytes. Smaller blocks of a short prompt are
-            merged over several layer groups. Both sides need the same value. 0 never merges. None
-            means 4 MiB, or 0 if `layer_groups` is set.
-        steps_per_dispatch: Decode steps of one command. The host reads their tokens after the last
-            step.
-        stream_tokens: New tokens of a sequence that are sent together; the first is sent at once.
-            Values above 1 save host work and make streams less smooth.
-        queue_limit: Requests that may wait at this instance.
-        growth_tokens: Tokens for which a decoding sequence receives pages in advance.
-        ahead_sequences: Sequences beyond the slots that may hold pages, so that a freed slot finds
-            its next sequence ready. None takes a quarter of the slots.
+        page_size: Number of tokens per KV page.
+        pages_per_rank: Number of KV pages of each dp rank. None takes enough pages for
+            `slots_per_rank` sequences of full context, or as many as fit into memory
+            (engine/memory_plan.py).
+        slots_per_rank: Number of sequences that each dp rank decodes at the same time.
+        chunk_tokens: Size of the largest packed prefill chunk of a dp rank, in tokens. Further
+            chunk sizes are its halves, quarters and so on, down to `min_chunk_tokens`.
+        min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
+        layer_groups: Number of groups of layers, each a program, into which the prefill of a chunk
+            is divided. The KV of one group is sent while the next group computes. Prefill and
+            decode instances need the same value. None derives it from the model's bytes
+            (engine/limits.py).
+        block_bytes: Smallest KV block to send, in bytes. If the blocks of a short prompt are
+            smaller, the blocks of several layer groups are merged. Prefill and decode instances
+            need the same value. 0 never merges. None means 4 MiB, or 0 if `layer_groups` is set.
+        steps_per_dispatch: Number of decode steps that one command runs. The host reads the tokens
+            of all steps after the last step.
+        stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
+            sent at once. Values above 1 save host work and make streams less smooth.
+        queue_limit: Number of requests that may wait at this instance.
+        growth_tokens: Number of future tokens for which a decoding sequence receives pages in
+            advance.
+        ahead_sequences: Number of sequences without a slot that may hold pages, so that a sequence
+            is ready when a slot becomes free. None takes a quarter of the slots.
         codec: Compression of the KV that this instance receives (transfer/codec.py).
-        hardware: Name from costs/hardware.py or file written by `jdisagg measure_costs`, from which
-            the router predicts seconds. Empty disables the predictions.
+        hardware: Speed of the devices, from which the router predicts times: a name in
+            costs/hardware.py, or a file written by `jdisagg measure_costs`. Empty disables the
+            predictions.
         memory_fraction: Fraction of each device's memory that this instance may use. None means 0.9
             on accelerators and 0.5 on hosts.
 
@@ -157,16 +162,19 @@ class LimitsConfig:
     """Limits of requests and of the time that each part of a request may take.
 
     Attributes:
-        max_waiting_requests: Requests that may wait at the router for their first token.
+        max_waiting_requests: Number of requests that may wait at the router for their first token.
         max_prompt_bytes: Largest prompt text accepted, in UTF-8 bytes.
         default_deadline_seconds: Deadline of requests that set none, in seconds.
-        handoff_lease_seconds: Lease of each hand-off state that waits for the other side, in
-            seconds. Heartbeats of the receiver renew it.
-        reservation_lease_seconds: Lease of a reservation until its sequence uses it, in seconds.
-        max_attempts: Attempts per sequence of a request.
+        handoff_lease_seconds: Time for which a worker keeps the state of a KV hand-off without a
+            sign of life from the other worker, in seconds. Heartbeats of the receiver renew this
+            lease.
+        reservation_lease_seconds: Time for which a decode worker keeps reserved pages that their
+            sequence does not yet use, in seconds.
+        max_attempts: Number of attempts for each sequence of a request.
         pull_seconds: Time limit of each try of a KV transfer, in seconds.
         step_seconds: Time limit of each command on a mesh, in seconds.
-        verify: Whether KV is checked by keyed checksums after its insertion.
+        verify: Whether keyed checksums verify transferred KV after it is written into the
+            receiver's pages.
         timeouts: All other waits, heartbeats and retries.
 
     Raises:
@@ -210,20 +218,21 @@ class RoutingConfig:
             seconds. None applies the request's deadline only.
         tpot_slo_seconds: Highest predicted decode step time at which a sequence is placed on a
             worker, in seconds. None sets no bound.
-        hold_seconds: Queued work of every prefill worker, in seconds, above which requests wait at
-            the router in fair order.
-        local_gain: Fraction in [0, 1) by which prefill on the decode worker must be cheaper, over
-            first token and hand-off together, to be chosen.
-        far_link: Link between workers without a common rack, a name from costs/hardware.py.
+        hold_seconds: Threshold on the queued work of a prefill worker, in seconds. If all prefill
+            workers exceed it, requests wait at the router, which orders them fairly among tenants.
+        local_gain: Fraction in [0, 1). The decode worker computes a prompt itself only if this
+            shortens the predicted time of prefill and hand-off together by more than this fraction.
+        far_link: Name (costs/hardware.py) of the link between workers in different racks.
         output_quantile: Quantile in (0, 1) of recent output lengths that predicts the length of an
             answer. None predicts max_tokens.
         tenant_weights: Shares under load, as "name=number,name=number". The default share is 1.
         tenant_quotas: Tokens per second, as "name=number,name=number". Other tenants have no quota.
-        quota_burst_seconds: Seconds of a quota that a tenant may use at once.
+        quota_burst_seconds: Size of the burst that a tenant may use at once, as seconds of its
+            quota.
         peer_fetch: Whether prefill workers fetch cached KV from other workers.
         fetch_from_decode: Whether `peer_fetch` also fetches from decode workers.
-        far_prefill_tokens: Uncached prompt tokens below which prefill stays in the decode worker's
-            rack. 0 decides by predicted seconds only.
+        far_prefill_tokens: Number of uncached prompt tokens below which the prefill worker must be
+            in the decode worker's rack. 0 decides by predicted times only.
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -284,7 +293,8 @@ class ServiceConfig:
         http_guide: Whether the web page's planning guide may run simulations in a separate process.
         tool_parser: Format of the model's tool calls, a name from jdisagg.chat.formats. "auto"
             detects it from the chat template. "none" disables tool parsing.
-        reasoning_parser: Format of the model's reasoning before its answer, with the same values.
+        reasoning_parser: Format of the reasoning that the model writes before its answer. The
+            values are those of `tool_parser`.
         max_message_bytes: Largest gRPC message, in bytes.
         drain_seconds: Time that running requests have to finish at shutdown, in seconds.
         tls_certificate: PEM file with the server certificate. Together with `tls_key` it makes the
@@ -292,8 +302,8 @@ class ServiceConfig:
         tls_key: PEM file with the private key of `tls_certificate`.
         tls_client_ca: PEM file with the authority that must have signed clients' certificates.
             Empty requires no client certificate.
-        token_file: File with the clients' bearer tokens, one a line, each followed by its tenant
-            and its limits (docs/security.md).
+        token_file: File with the clients' bearer tokens, one per line, each optionally followed by
+            the token's tenant and limits (docs/security.md).
         cluster_token_file: File with the token that the processes of a cluster authenticate with.
         kv_channel: Channel for KV from other processes. "auto" uses shared memory on one host, and
             otherwise NIXL if both sides have it with RDMA, or else JAX's transfer engine. "engine"
@@ -371,7 +381,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The embedded cluster: both meshes and the router in one process.
+    """The embedded cluster: prefill mesh, decode mesh and router in one process.
 
     Attributes:
         model: Model to serve.
@@ -382,7 +392,7 @@ class EngineConfig:
         routing: Placement and admission of requests.
         prefix: Prefix cache.
         service: Addresses and credentials of the service.
-        warm_up: Whether every bucket is compiled before serving.
+        warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
         compilation_cache: Folder of the persistent cache of compiled programs.
 
     Raises:
@@ -426,7 +436,7 @@ class WorkerConfig:
         limits: Bounds and time limits of requests.
         prefix: Prefix cache.
         service: Addresses and credentials of the worker.
-        warm_up: Whether every bucket is compiled before serving.
+        warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
         compilation_cache: Folder of the persistent cache of compiled programs.
     """
 
@@ -442,7 +452,8 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """Assignment of `text` to the field at `names`. `path` is the path as the user wrote it."""
+    """One assignment of `override`: sets the field at the path `names` to the value that `text`
+    spells. `path` is the path as the user wrote it, for error messages."""
 
     names: tuple[str, ...]
     text: str
@@ -452,7 +463,7 @@ class _Change:
 def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
     """Sets fields of a nested config dataclass by path.
 
-    All fields of a dataclass change together before it is validated, so that the order of
+    Each dataclass is validated once, after all its fields have changed, so that the order of
     assignments does not matter.
 
     Args:
@@ -536,7 +547,7 @@ def _positive(name: str, value: float) -> None:
 
 
 def _by_name(field_name: str, text: str) -> dict[str, float]:
-    """Parses "name=number,name=number" into positive numbers."""
+    """Parses "name=number,name=number". The numbers must be positive."""
     numbers: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, number = part.rpartition("=")

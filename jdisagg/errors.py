@@ -1,4 +1,4 @@
-"""Errors of jdisagg. Each message gives subject, rule, value and remedy.
+"""Errors of jdisagg. Each message names what is wrong, the rule, the value found and a remedy.
 
 `status` is the name of the gRPC status code that the server returns for an error. This module does
 not import gRPC, so `status` is text that `service/` maps. `assert` is reserved for programming
@@ -8,7 +8,8 @@ from typing import ClassVar
 
 
 class JdisaggError(Exception):
-    """Base of all errors. `retry_after_seconds` is a hint for the client if waiting helps."""
+    """Base of all errors. `retry_after_seconds` is the time after which a retry may succeed, or
+    None if waiting does not help."""
 
     status: ClassVar[str] = "INTERNAL"
 
@@ -31,7 +32,8 @@ class ConfigError(JdisaggError):
 
 
 class LayoutError(ConfigError):
-    """A layout does not fit the model's sizes or the devices. The message gives the numbers."""
+    """A layout does not fit the model's sizes or the number of devices. The message gives both
+    numbers."""
 
 
 class CheckpointError(ConfigError):
@@ -41,7 +43,7 @@ class CheckpointError(ConfigError):
 
 class KVFileError(ConfigError):
     """A KV cache file is missing, truncated, corrupt or from another model. The message names the
-    field and both values."""
+    field, the value found and the value expected."""
 
 
 class WorkloadError(ConfigError):
@@ -62,7 +64,7 @@ class OverloadedError(JdisaggError):
 
 
 class QuotaExceededError(OverloadedError):
-    """A tenant has used up its quota. Capacity may be free for other tenants, so more workers do
+    """A tenant has used up its quota. The workers may have free capacity, so adding workers does
     not help."""
 
 
@@ -79,13 +81,15 @@ class CancelledError(JdisaggError):
 
 
 class UnavailableError(JdisaggError):
-    """A worker is gone, draining, or its program failed. Another attempt elsewhere may succeed."""
+    """A worker is unreachable or draining, or one of its programs failed. An attempt on another
+    worker may succeed."""
 
     status = "UNAVAILABLE"
 
 
 class ShutDownError(UnavailableError):
-    """The server shut down during the call. A restarted or another server can resume the stream."""
+    """The server shut down during the call. The restarted server, or another one, can resume the
+    stream."""
 
 
 class BrokenModelError(JdisaggError):
@@ -103,24 +107,26 @@ class BrokenModelError(JdisaggError):
 
 
 class HandoffError(UnavailableError):
-    """A KV hand-off between two workers failed or timed out. The request path retries it at the
-    lowest cost."""
+    """A KV hand-off between two workers failed or timed out. The request path retries it, and
+    recomputes no more KV than necessary."""
 
 
 class IncompatiblePeerError(JdisaggError):
-    """Two workers differ in protocol, model or KV geometry. The message names field and values."""
+    """Two workers differ in protocol version, model or KV geometry. The message names the field and
+    both values."""
 
     status = "FAILED_PRECONDITION"
 
 
 class NameTakenError(JdisaggError):
-    """A worker registers under the name of a live worker. The message names both addresses."""
+    """A worker tried to register under the name of another live worker. The message names the
+    addresses of both."""
 
     status = "ALREADY_EXISTS"
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first error of a group, at any depth of nesting."""
+    """Returns the first error in a group of errors, which may contain further groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

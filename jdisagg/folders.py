@@ -1,5 +1,5 @@
-"""Creation of output folders before the work starts, so that an unwritable folder is an early
-error."""
+"""Creates output folders before the work starts, so that an unwritable folder is reported at
+once."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,8 @@ from jdisagg.errors import ConfigError
 
 
 def made_folder(subject: str, path: str | Path, remedy: str = "give a writable folder") -> Path:
-    """Creates a folder, with `~` expanded, and returns it. Raises ConfigError, starting with
-    `subject`, if the folder is not writable."""
+    """Creates a folder and returns its path with `~` expanded. Raises ConfigError if the folder is
+    not writable. `subject` begins the error message."""
     try:
         folder = Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True)

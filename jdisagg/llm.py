@@ -1,11 +1,11 @@
-"""Offline batches: an embedded cluster behind a blocking call.
+"""Offline batch inference: a blocking call that runs prompts on a cluster inside this process.
 
     with LLM("Qwen/Qwen3-0.6B", prefill="tp=2", decode="dp=2") as llm:
         for output in llm.generate(["Once upon a time", "The dog"], {"max_tokens": 32}):
             print(output.text)
 
-The cluster runs on an event loop in a thread of its own, so that this works in scripts and in
-notebooks. Programs are compiled when a prompt first needs them."""
+The cluster runs on an event loop in a thread of its own, so that the call works in scripts and in
+notebooks. A program is compiled when a prompt first needs it."""
 
 import asyncio
 import threading
@@ -33,14 +33,15 @@ class LLM:
 
     Args:
         model: Checkpoint directory or Hugging Face name. None is the model that comes with jdisagg.
-        devices: Virtual devices on CPU. Default: as many as the layouts need.
+        devices: Number of virtual devices on CPU. None uses as many as the layouts need.
         options: Flags of `jdisagg generate` that configure the engine, such as
             `prefill="tp=2"`, `decode="dp=2"`, `mode="chunked"` or `prefix_cache=True`. A sequence
             repeats the flag (`set=["decode.growth_tokens=64"]`).
 
     Raises:
         ConfigError: An option is unknown or impossible, or JAX was used before with other devices.
-        CheckpointError, LayoutError: The model cannot be loaded or divided.
+        CheckpointError, LayoutError: The model cannot be loaded, or cannot be sharded as the
+            layouts state.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class LLM:
         Args:
             prompts: Texts, lists of token ids or chats, or a single text.
             params: Sampling options for all prompts, such as `{"max_tokens": 32, "temperature": 0}`
-                (`jdisagg.dispatch.options.SamplingOptions`). Unset ones are the model's defaults.
+                (`jdisagg.dispatch.options.SamplingOptions`). Unset options have the model's
+                defaults.
             progress: Whether to show a progress bar on stderr.
 
         Raises:
@@ -93,7 +95,7 @@ class LLM:
             return self._wait(self._all(several, options, bar))
 
     def close(self) -> None:
-        """Ends the cluster and frees its meshes. Idempotent."""
+        """Stops the cluster and frees its device memory. Idempotent."""
         if not self._closed:
             self._wait(self._deployment.stop())
             self._end()
@@ -101,8 +103,8 @@ class LLM:
     async def _all(
         self, prompts: Sequence[Prompt], options: SamplingOptions, bar: tqdm
     ) -> list[Completion]:
-        """At most twice as many requests as decode slots are submitted at a time, so that the
-        router's limits never refuse one of a long list."""
+        """Runs all prompts. At most twice as many requests as decode slots run at a time, so that
+        the router's limits refuse no request of a long list."""
         config = self._deployment.config
         slots = config.decode.slots_per_rank * config.decode.layout.dp
         places = asyncio.Semaphore(min(2 * slots, config.limits.max_waiting_requests))
@@ -124,7 +126,8 @@ class LLM:
         return [task.result() for task in tasks]
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine on the loop's thread. An interruption of the caller cancels it."""
+        """Runs a coroutine on the event loop's thread. If the calling thread is interrupted, the
+        coroutine is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -140,7 +143,7 @@ class LLM:
 
 
 def _config(model: str | None, options: Mapping[str, object]) -> EngineConfig:
-    """Returns the configuration that `jdisagg generate` makes of these flags."""
+    """Returns the configuration that `jdisagg generate` would use with these flags."""
     flags, settings = load("launch.flags"), load("launch.settings")
     given = flags.define(*flags.ENGINE)
     named = {**({} if model is None else {"model": model}), **options}

@@ -1,6 +1,6 @@
-"""Unbounded queue with one reader. Cheaper than asyncio's queue, which supports many readers.
+"""An unbounded queue with one reader, which is cheaper than asyncio's queue for many readers.
 
-Putting never waits. Invariant: each item is returned once, in insertion order, even if a `get` was
+`put` never waits. Invariant: each item is returned once, in insertion order, even if a `get` was
 cancelled."""
 
 import asyncio

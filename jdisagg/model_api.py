@@ -1,9 +1,9 @@
-"""The Protocol that a served model implements, so that programs never depend on `models/`.
+"""The Protocol that a served model implements, so that compiled programs never depend on `models/`.
 
 A model is a stem (embedding, final norm, head) and a list of layers. Each is a Flax NNX module
 whose parameters carry logical axes. All calls work on LOCAL shards inside `shard_map`, where
-`Shards` names the mesh axes, or on whole arrays if `Shards()` has no axes. Local sizes follow from
-the weights. Activations are flattened tokens, `x_TD`, replicated over tp."""
+`Shards` names the mesh axes, or on whole arrays if `Shards()` has no axes. The sizes of the local
+shard follow from the weights. Activations are flattened tokens, `x_TD`, replicated over tp."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from jdisagg.layout.kv_spec import KVSpec
 if TYPE_CHECKING:
 
     class Device(Protocol):
-        """The attributes of `jax.Device` in use. JAX sets them at run time, so type checkers do not
-        find them."""
+        """The attributes of `jax.Device` that jdisagg uses. JAX sets them at run time, where type
+        checkers cannot see them."""
 
         id: int
         platform: str
@@ -32,14 +32,15 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Mesh axis names inside `shard_map`, and the platform that selects each op's implementation.
+    """Names of the mesh axes inside `shard_map`, and the platform, by which each op chooses its
+    implementation.
 
     Without axes there is one device and no collectives.
 
     Attributes:
         tp: Axes that split heads, ffn and vocabulary.
         dp: Axes that split the tokens of a step.
-        ep: Axes that spread whole experts. If empty, experts are sharded inside, over tp.
+        ep: Axes over which whole experts are distributed. If empty, each expert is sharded over tp.
         platform: JAX platform name.
         device_kind: JAX device kind, for kernels that differ by device.
     """
@@ -64,14 +65,16 @@ class Latent(NamedTuple):
 
 
 class Attend(Protocol):
-    """Attention of one layer over the program's cache: writes k and v and returns the mix.
+    """Attention of one layer over the KV cache: writes k and v to the cache and returns the
+    attention output.
 
     Args:
-        q_TNH, k_TKH, v_TKH: Local heads after rope. If the layer returns only some rows, queries
-            are those rows in order, and keys and values are of all tokens.
-        scale: Factor of the scores.
-        window: Positions attended to, the token's own included. None means all.
-        cap: Bound of scaled scores through a tanh (Gemma 2). 0 means none.
+        q_TNH, k_TKH, v_TKH: Queries, keys and values of the local heads, after rope. If the layer
+            returns only some tokens, `q_TNH` has only these tokens, while keys and values are of
+            all tokens.
+        scale: Factor of the attention scores.
+        window: Number of positions that a token attends to, including its own. None means all.
+        cap: Soft cap of the scaled scores by a tanh (Gemma 2). 0 means no cap.
         sinks_N: One attention sink per local head: a score in the softmax without a value
             (gpt-oss).
         latent: Matrices of a layer that caches one vector a token. `k_TKH` is then this vector, [T,
@@ -96,11 +99,11 @@ class Attend(Protocol):
 
 
 class Runs(NamedTuple):
-    """Positions of the sequences of a chunk among its tokens.
+    """Where each sequence of a packed chunk lies among the chunk's tokens.
 
-    Row r has `count_R[r]` tokens from `first_R[r]` on (possibly none). Token t is the
-    `index_T[t]`-th of row `row_T[t]`, or padding if that is -1. Rows start at multiples of `grain`
-    tokens, a power of two."""
+    A row is one sequence's part of the chunk. Row r has `count_R[r]` tokens (possibly none) from
+    index `first_R[r]` on. Token t is token number `index_T[t]` of row `row_T[t]`. It is padding if
+    `row_T[t]` is -1. Rows start at multiples of `grain` tokens, a power of two."""
 
     row_T: jax.Array
     index_T: jax.Array
@@ -116,9 +119,10 @@ Advance = Callable[[State, Runs | None], tuple[jax.Array, State]]
 class Recur(Protocol):
     """Runs a recurrent layer over its tokens, from the stored state of each sequence.
 
-    Calls `advance` with each row's state of the layer and with the rows' `Runs`. The state is
-    local, [R, heads, width] per component of the KV spec, and zero where a sequence starts. `Runs`
-    is None if each token is a row. Stores the state that `advance` returns, and returns its output.
+    Calls `advance` with the layer's state of each row (sequence) and with `Runs`, which locates the
+    rows. The state is the local shard, [R, heads, width] for each component, and zero where a
+    sequence starts. `Runs` is None if each token is a row. Stores the new state that `advance`
+    returns, and returns the output of `advance`.
     """
 
     def __call__(self, advance: Advance) -> jax.Array: ...
@@ -135,7 +139,7 @@ class Layer(Protocol):
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
     ) -> jax.Array:
-        """Computes one block.
+        """Computes one layer.
 
         Args:
             x_TD: Activations, replicated over tp.
@@ -143,9 +147,11 @@ class Layer(Protocol):
             attend: Attention over the program's cache.
             shards: Mesh axes inside `shard_map`.
             valid_T: bool mask of real tokens. Padding is routed to no expert.
-            rows_R: int32 indices of the tokens to return, -1 for padding, possibly none. Keys and
-                values are still computed for all tokens. The last layer of a prefill uses this.
-            recur: Access to the stored state, for recurrent layers.
+            rows_R: int32 indices of the tokens to return, -1 for padding, possibly empty. None
+                returns all tokens. Keys and values are computed for all tokens in any case. The
+                last layer of a prefill needs only the tokens to sample from.
+            recur: Runs a recurrent layer from the stored state of each sequence. Only recurrent
+                layers use it.
 
         Returns:
             x [T, D], or [R, D] with `rows_R`.

@@ -1,4 +1,4 @@
-"""Plain data that is cheap to create: dataclasses with slots.
+"""Helpers to declare plain data that is cheap to create: dataclasses with slots.
 
 `dataclass(frozen=True)` sets each field through `object.__setattr__`, at ten times the cost of an
 assignment, and a request creates about seventy such objects. Immutability is therefore checked by
@@ -18,7 +18,7 @@ def plain(cls: type[T]) -> type[T]:
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Plain data that is also sent between processes: frozen, cheap to create, and encoded by
+    """Base of plain data that processes send to each other: frozen, cheap to create, and encoded by
     msgpack (`messages/packed.py`). Fields are encoded by position, so a new field comes last and
     has a default. A `Message` is not a dataclass: use `msgspec.structs.replace`, `asdict` and
     `fields`."""

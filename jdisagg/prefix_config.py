@@ -10,7 +10,7 @@ from jdisagg.errors import ConfigError
 class PrefixConfig:
     """Prefix cache: KV in device memory, host memory and on disk for requests with a shared prefix.
 
-    docs/prefix_cache.md describes the tiers and what each costs.
+    docs/prefix_cache.md describes the tiers (device, host, disk) and the cost of each.
 
     Attributes:
         reuse: Whether KV is cached for later requests.
@@ -59,12 +59,13 @@ class PrefixConfig:
         return int(self.disk_gib * (1 << 30))
 
     def host_tokens(self, page_size: int) -> int:
-        """Returns the tokens of a block in host memory, or 0 without a host tier."""
+        """Returns the number of tokens of a block in host memory, or 0 without a host tier."""
         keeps = self.reuse and self.host_bytes
         return math.lcm(self.grain_tokens, page_size) if keeps else 0
 
     def peer_tokens(self, page_size: int) -> int:
-        """Returns the tokens of a block fetched from another worker, or 0 without peer fetch."""
+        """Returns the number of tokens of a block fetched from another worker, or 0 without such
+        fetches."""
         return math.lcm(self.grain_tokens, page_size) if self.reuse and self.peer_fetch else 0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, in packed arrays to save memory.
+"""Log-probabilities of the tokens of a prompt, in packed arrays to save memory.
 
 Each token but the first has a log-probability given the tokens before it, a rank in the vocabulary,
 and the most likely tokens at its position. The values are the model's own, before bias, penalties,
@@ -17,8 +17,8 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 class PromptToken(NamedTuple):
-    """One prompt token. `rank` 1 is the most likely. `top` holds (token id, log-probability), most
-    likely first."""
+    """One prompt token. Its `rank` is 1 if the model rates it the most likely. `top` holds (token
+    id, log-probability) of the most likely tokens, most likely first."""
 
     logprob: float
     rank: int
@@ -26,9 +26,9 @@ class PromptToken(NamedTuple):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Consecutive tokens of a prompt from its second one on, as packed float32 and int32 numbers.
-    Each has `top` most likely tokens, in arrays [tokens, top]. Impossible tokens (-inf) are left
-    out when read."""
+    """Log-probabilities of consecutive prompt tokens, the prompt's first token excluded, as packed
+    float32 and int32 numbers. The most likely tokens are in arrays of shape [tokens, top]. Reading
+    omits impossible tokens (-inf)."""
 
     top: int
     logprobs: bytes = b""
@@ -38,7 +38,7 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def of(cls, top: int, tokens: Iterable[PromptToken]) -> "PromptLogprobs":
-        """Packs these tokens and pads each `top` that is too short."""
+        """Packs `tokens`. Pads the list of most likely tokens of each to length `top`."""
         logprobs, ranks = array("f"), array("i")
         top_ids, top_logprobs = array("i"), array("f")
         for token in tokens:
@@ -53,7 +53,7 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs":
-        """Joins consecutive parts of one prompt, in order."""
+        """Joins the log-probabilities of consecutive parts of one prompt."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -68,7 +68,8 @@ class PromptLogprobs(Message, frozen=True):
         return len(self.logprobs) // 4
 
     def __bool__(self) -> bool:
-        """Always true, also for a prompt of one token, which has no entries."""
+        """Always true, even without entries, so that a prompt of one token differs from no
+        report."""
         return True
 
     def __iter__(self) -> Iterator[PromptToken]:

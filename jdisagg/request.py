@@ -1,13 +1,13 @@
 """A request and its results as plain, frozen, serialisable data.
 
-A sequence is (Request, accepted token ids, KV). Everything else (penalty counts, stop matching,
-detokenizer state, randomness) derives from these, so that a sequence can be rebuilt anywhere.
-Validation that needs no model happens here, once. `dispatch/frontend.py` checks limits that depend
-on the model (vocabulary, context length).
+A sequence consists of its Request, its accepted token ids and its KV. Everything else (penalty
+counts, stop matching, detokenizer state, randomness) derives from these, so that any worker can
+rebuild a sequence. Validation that needs no model happens here, once. `dispatch/frontend.py` checks
+limits that depend on the model (vocabulary, context length).
 
 Types that users create and receive are dataclasses, which support `dataclasses.replace` and
-`asdict`. Types that only processes exchange are `Message` (`messages/`), as is `TokenLogprobs`,
-which workers send by the thousand."""
+`asdict`. Types that only processes exchange are `Message` structs (`messages/`). `TokenLogprobs` is
+one too, because workers send thousands of them."""
 
 import enum
 import json
@@ -33,7 +33,7 @@ Identity = tuple[str, str, int]
 
 
 def _is_number(value: float) -> bool:
-    """Whether the value is a number. NaN counts as one and later fails every range check."""
+    """Whether the value is a number. NaN counts as a number, and later fails every range check."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -44,7 +44,8 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def foreign_token(token_ids: Sequence[object], vocabulary: int) -> int | None:
-    """Returns the index of the first entry that is not a token id below `vocabulary`, or None."""
+    """Returns the index of the first entry that is not a token id below `vocabulary`, or None if
+    all are."""
     for index, token_id in enumerate(token_ids):
         if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
             return index
@@ -67,9 +68,10 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """Kinds of grammar and the text of each. `JSON_SCHEMA`: a JSON Schema. `REGEX`: an expression
-    that matches the whole answer. `CHOICE`: a JSON array of possible answers. `JSON_OBJECT`: none.
-    `LARK`: llguidance's Lark dialect, with embedded JSON schemas (%json) and regular expressions.
+    """Kinds of grammar, and what the text of a grammar of each kind contains. `JSON_SCHEMA`: a JSON
+    Schema. `REGEX`: an expression that matches the whole answer. `CHOICE`: a JSON array of possible
+    answers. `JSON_OBJECT`: nothing, any object is allowed. `LARK`: llguidance's Lark dialect, with
+    embedded JSON schemas (%json) and regular expressions.
     """
 
     JSON_SCHEMA = "json_schema"
@@ -82,8 +84,9 @@ class GrammarKind(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Constraint on the answer's text. Each token is chosen so that the answer can still match the
-    grammar, and the answer can end only where the grammar allows. An answer cut by its length is a
-    prefix of a match. Compilation (`jdisagg.grammar`) validates the grammar's text."""
+    grammar, and the answer can end only where the grammar allows. An answer that reaches its length
+    limit is the beginning of a matching text. Compilation (`jdisagg.grammar`) validates the
+    grammar's text."""
 
     kind: GrammarKind
     text: str = ""
@@ -104,7 +107,8 @@ class Grammar:
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> "Grammar":
-        """Allows only the given answers. Raises InvalidRequestError if there is none."""
+        """Returns a grammar that allows only the given answers. Raises InvalidRequestError if
+        `choices` is empty."""
         if isinstance(choices, str) or not all(isinstance(one, str) and one for one in choices):
             raise InvalidRequestError("grammar: choices must be a list of non-empty texts")
         if not choices:
@@ -123,8 +127,9 @@ class SamplingParams:
     top_p 1 and min_p 0 disable them. Presence and frequency penalties follow OpenAI (over generated
     tokens), the repetition penalty follows Hugging Face (over prompt and generated tokens).
     `include_stop_str_in_output` and `skip_special_tokens` affect the text only. `logprobs` and
-    `prompt_logprobs` are the numbers of most likely tokens to report for each answer and prompt
-    token. If `grammar` allows only the end, the answer ends despite min_tokens and ignore_eos."""
+    `prompt_logprobs` are the numbers of most likely tokens to report for each answer token and each
+    prompt token. Where `grammar` allows nothing but the end, the answer ends despite min_tokens and
+    ignore_eos."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -211,8 +216,8 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether the slower sampling program is needed, which also applies penalties, bias and
-        grammars and reports log-probabilities."""
+        """Whether sampling needs the slower program, which applies penalties, bias and grammars and
+        reports log-probabilities."""
         return (
             self.penalised
             or bool(self.logit_bias)
@@ -224,7 +229,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """A checkpoint's defaults for fields of `SamplingParams` that a request leaves unset. None
-    means no default. The reader of the checkpoint validates them."""
+    means that the checkpoint has no default for the field. The code that reads the checkpoint
+    validates the values."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -234,14 +240,15 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, Any]:
-        """Returns the fields that have a default."""
+        """Returns the fields for which the checkpoint has a default."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value for name, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedChild:
-    """Tokens of one child that a client already has, and how the child ended if it did."""
+    """Tokens that a client has already received for one child (answer) of a request.
+    `finish_reason` is None if the child had not ended."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -254,8 +261,8 @@ class Resumption:
     The stream continues at the next token of each child. Children that had ended are not repeated.
 
     Attributes:
-        number: Count of resumptions, from 1.
-        children: Every child of the request, in order.
+        number: Number of this resumption, counted from 1.
+        children: Received tokens of every child of the request, in order.
     """
 
     number: int
@@ -269,14 +276,15 @@ class Request:
     Attributes:
         sampling: How tokens are chosen. Its `seed` is always set: the API draws one if the client
             gave none.
-        stop_ids: Token ids that end the stream (EOS unless ignored, and the caller's). They are
-            never delivered.
-        deadline_seconds: Remaining seconds when the request was passed on.
-        resumption: Used by the request path only, which converts it to accepted tokens. Workers
-            never receive it.
-        life: Client's number of this stream, equal in all calls that resume it. A client that
-            reuses a request id draws a new number, so that it does not receive the earlier stream.
-        cache_scope: Scope within the tenant in which KV is shared. The API computes it.
+        stop_ids: Token ids that end the stream: EOS unless ignored, and the client's stop tokens. A
+            stop token is never delivered.
+        deadline_seconds: Number of seconds left until the deadline, when the request was sent.
+        resumption: Tokens that the client received before its stream broke. The request path
+            converts them to accepted tokens. Workers never receive this field.
+        life: Random number by which the client identifies this stream, equal in all calls that
+            resume the stream. A client that reuses a request id draws a new number, so that it does
+            not receive the earlier stream.
+        cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
     """
 
     request_id: str
@@ -302,17 +310,17 @@ class Request:
 
     @property
     def identity(self) -> Identity:
-        """Returns a key that is equal for all attempts at one stream and unique to it."""
+        """Returns a key that identifies the stream and is the same for all attempts at it."""
         return self.tenant, self.request_id, self.life
 
     def most_tokens(self, context_tokens: int) -> int:
-        """Returns the most tokens that a child may generate: max_tokens, or fewer if the context
-        fills."""
+        """Returns the number of tokens that a child may generate at most: max_tokens, or fewer if
+        the context length is reached before."""
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
-        """Returns why a child ends at generated token `index`, or None if it goes on. Worker and
-        request path share this rule."""
+        """Returns why a child ends at generated token number `index`, or None if it continues. Both
+        worker and request path use this rule."""
         if token_id in self.stop_ids and (
             index >= self.sampling.min_tokens or self.sampling.grammar is not None
         ):
@@ -322,8 +330,9 @@ class Request:
     def end_among(
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
-        """Returns how many of `token_ids`, which start at generated token `first_index`, belong to
-        the child's answer, and why the answer ends there (None if it goes on)."""
+        """Returns how many of `token_ids` belong to the child's answer, and why the answer ends
+        after them, or None if it continues. `first_index` is the index of the first of `token_ids`
+        among the generated tokens."""
         left = max(1, self.most_tokens(context_tokens) - first_index)
         if self.stop_ids:
             for count, token_id in enumerate(token_ids[:left], 1):
@@ -335,8 +344,8 @@ class Request:
 
 
 class TokenLogprobs(Message, frozen=True):
-    """Natural-log probabilities of one token and of the most likely ones, under the model's
-    distribution after penalties and bias, before temperature and filters."""
+    """Natural-log probabilities of one token and of the most likely tokens at its position. They
+    follow the model's distribution after penalties and bias, before temperature and filters."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -345,7 +354,8 @@ class TokenLogprobs(Message, frozen=True):
 @plain
 class Timings:
     """Timings of one request in seconds. `kv_bytes_moved` counts bytes from the prefill mesh to the
-    decode mesh. `exposed_transfer_seconds` is the time of hand-offs after the end of their prefill.
+    decode mesh. `exposed_transfer_seconds` is the part of the KV transfer time after the end of the
+    prefill.
     """
 
     queue_seconds: float = 0.0
@@ -359,9 +369,9 @@ class Timings:
 
 
 class CachedTokens(Message, frozen=True):
-    """Prompt tokens with cached KV, by the tier that held the KV when the request arrived: device
-    pages, host memory, disk or another worker (peer). KV of the other tiers was copied into pages
-    for this request."""
+    """Number of prompt tokens with cached KV, by the tier that held the KV when the request
+    arrived: device pages, host memory, disk or another worker (peer). From other tiers, the KV was
+    copied into device pages for this request."""
 
     pages: int = 0
     host: int = 0
@@ -381,7 +391,7 @@ class CachedTokens(Message, frozen=True):
         )
 
     def by_tier(self) -> dict[str, int]:
-        """Returns the counts under their names in usage, traces and metrics."""
+        """Returns the counts, keyed by the names that usage, traces and metrics use."""
         return {"pages": self.pages, "host": self.host, "disk": self.disk, "peer": self.peer}
 
 
@@ -390,8 +400,9 @@ class Usage:
     """Token counts of a request.
 
     Attributes:
-        cached_tokens: Prompt tokens whose KV was cached.
-        reasoning_tokens: Completion tokens of reasoning, or None without a reasoning parser.
+        cached_tokens: Number of prompt tokens whose KV was cached.
+        reasoning_tokens: Number of completion tokens that are reasoning, or None without a
+            reasoning parser.
         cached_by_tier: `cached_tokens` by tier, or None if not reported.
     """
 
@@ -404,8 +415,8 @@ class Usage:
 
 @plain
 class ToolCallDelta:
-    """New parts of tool call `index`: id and name at its start, then pieces of its arguments, which
-    are the text of a JSON object."""
+    """New part of tool call number `index`. The first part has the call's id and name. Later parts
+    have pieces of the arguments, which together are the text of a JSON object."""
 
     index: int
     id: str = ""
@@ -415,8 +426,8 @@ class ToolCallDelta:
 
 @plain
 class StreamEvent:
-    """One message of a stream to the client: new tokens of child `child` from token `first_index`
-    on.
+    """One message of a stream to the client: new tokens of answer number `child`. `first_index` is
+    the index of the first new token in that answer.
 
     A parsed chat answer has `text`, `reasoning` and `tool_calls`. `finish_reason` is set on a
     child's last event, `usage` and `timings` on the last event of the stream. `request_id` and

@@ -1,6 +1,6 @@
-"""The research API: `engine = open_engine(devices=8)` opens a checkpoint for KV caches as Python
-values (docs/research.md), and `cluster = open_cluster(config)` a cluster that serves on the
-caller's event loop. A layout is a `Layout` or a text such as "tp=2"."""
+"""The research API (docs/research.md). `open_engine(devices=8)` opens a checkpoint and gives access
+to KV caches as Python values. `open_cluster(config)` opens a cluster that serves on the caller's
+event loop. Layouts may be given as text such as "tp=2"."""
 
 from dataclasses import replace
 
@@ -44,12 +44,12 @@ def open_engine(
     context_tokens: int | None = None,
     compilation_cache: str = EngineConfig.compilation_cache,
 ) -> Engine:
-    """Returns an engine on all devices of this process. Call it before the first use of JAX.
+    """Returns an engine on all devices of this process. Must be called before the first use of JAX.
 
     Args:
-        directory: Checkpoint directory. None is the model that comes with jdisagg.
-        devices: Virtual devices on CPU.
-        kv_dtype: Type of the KV cache, "fp8", or "" for `dtype`.
+        directory: Checkpoint directory. None means the model that comes with jdisagg.
+        devices: Number of virtual devices on CPU.
+        kv_dtype: Data type of the KV cache: "fp8", or "" for the same as `dtype`.
     """
     directory = directory or load("launch.shipped").SHIPPED_MODEL
     prepare_runtime(devices, compilation_cache)
@@ -67,14 +67,15 @@ def open_cluster(config: EngineConfig) -> EmbeddedCluster:
     `await cluster.stop()`.
 
     Args:
-        config: Configuration; without `model.directory`, of the shipped model.
+        config: Configuration of the cluster. Without `model.directory`, the cluster serves the
+            model that comes with jdisagg.
 
     Returns:
         The cluster, not started. On CPU it makes as many virtual devices as its layouts need, so
-        the call must precede the first use of JAX, or follow a call with as many.
+        the call must then precede the first use of JAX, or JAX must already have as many devices.
 
     Raises:
-        ConfigError: JAX has fewer devices, or the configuration does not fit.
+        ConfigError: JAX has fewer devices than the layouts need, or the configuration is invalid.
     """
     directory = config.model.directory or load("launch.shipped").SHIPPED_MODEL
     config = replace(config, model=replace(config.model, directory=directory))

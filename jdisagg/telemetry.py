@@ -1,9 +1,10 @@
-"""Counters by name. Each component owns its counters, and reporters read them.
+"""Named counters. Each component owns its counters, and metrics and logs read them.
 
-There is no global registry. Each worker or request path receives its own `Counters`, so that tests
-and clusters in one process keep them apart. Names are `noun_verb` in the past tense
-(`leases_expired`), and values only grow. Labels may split a name (`retries`, cause="checksum").
-They come from small fixed sets, never from requests. Reading by name returns the sum over labels.
+There is no global registry. Each worker or request path receives its own `Counters`, so that
+several clusters or tests in one process do not mix their counts. Names are `noun_verb` in the past
+tense (`leases_expired`), and values only grow. A count may have labels, such as cause="checksum"
+for `retries`. Label values come from small fixed sets, never from requests. Reading a counter by
+name returns the sum over its labels.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Counters:
-    """Monotonic counters. The first `add` creates a name."""
+    """Counters that only grow. The first `add` for a name creates its counter."""
 
     def __init__(self) -> None:
         self._values: dict[str, int] = {}
@@ -30,12 +31,12 @@ class Counters:
         return self._values.get(name, 0)
 
     def snapshot(self) -> Mapping[str, int]:
-        """Returns the sum of each name."""
+        """Returns the value of each counter, summed over labels."""
         return dict(self._values)
 
     def labelled(self) -> Mapping[tuple[str, Labels], int]:
-        """Returns the values by name and labels. Unlabelled counts have empty labels. The values of
-        a name sum to its value in `snapshot`."""
+        """Returns the values by name and labels. A count without labels has the empty tuple as its
+        labels."""
         split = dict(self._labelled)
         for name, total in self._values.items():
             rest = total - sum(

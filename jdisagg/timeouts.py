@@ -1,15 +1,16 @@
 """Every wait, lease, heartbeat and retry of the system, in one validated dataclass.
 
-`Timeouts` has one part per component, and each component receives only its own part. A part has
-three kinds of values:
+`Timeouts` has one dataclass (part) per component, and each component receives only its part. A part
+has three kinds of values:
 
 - Fields, which `--set limits.timeouts.PART.FIELD=VALUE` changes.
-- Derived values: a fixed multiple of a field (`_Times`) or a property. They follow the field.
+- Derived values, which are a fixed multiple of a field (`_Times`) or a property. They change with
+  the field.
 - Constants without annotation: polling intervals and idle times, which no deployment changes.
 
 Each part checks the relations between its fields when it is created. docs/timeouts.md shows how
-long nested retries can take in all. Deadlines and leases that a deployment sets are in
-`config.LimitsConfig`, which holds a `Timeouts`."""
+long nested retries can take in total. Deadlines and leases that depend on the deployment are in
+`config.LimitsConfig`, which contains a `Timeouts`."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ MAX_DOUBLINGS = 64  # 2**64 exceeds every bound, and a float still holds it
 
 
 class _Times:
-    """A derived wait: `factor` times the field `name` of the same part."""
+    """A derived time: `factor` times the field `name` of the same dataclass."""
 
     def __init__(self, name: str, factor: float) -> None:
         self._name = name
@@ -43,7 +44,7 @@ def _scaled(part: Any, factor: float) -> Any:
 
 
 class _Part:
-    """Base of all parts: checks that every value is positive."""
+    """Base of the dataclasses in `Timeouts`. Checks that every value is positive."""
 
     __slots__ = ()
 
@@ -66,7 +67,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Backoff(_Part):
-    """Waits between tries. Each wait is twice the previous one, up to a bound.
+    """Exponential backoff: each wait between tries is twice the previous wait, up to a maximum.
 
     Args:
         first_seconds: Wait after the first failure.
@@ -84,7 +85,7 @@ class Backoff(_Part):
         self._check_order("first_seconds", "most_seconds")
 
     def seconds(self, failures: int) -> float:
-        """Returns the wait after `failures` failures in a row (1 or more)."""
+        """Returns the time to wait after `failures` consecutive failures (1 or more)."""
         return min(self.first_seconds * 2 ** min(failures - 1, MAX_DOUBLINGS), self.most_seconds)
 
 
@@ -119,7 +120,7 @@ class RequestTimeouts(_Part):
 
     @property
     def source_retry(self) -> Backoff:
-        """Waits before a prefill worker that failed this attempt is tried again."""
+        """Backoff after which the same attempt of a request tries a failed prefill worker again."""
         return Backoff(
             min(10 * self.retry.first_seconds, 0.8 * self.retry.most_seconds),
             0.8 * self.retry.most_seconds,
@@ -289,7 +290,8 @@ class ProcessTimeouts(_Part):
 
     @property
     def long_life_seconds(self) -> float:
-        """A process that ran at least this long is restarted after the shortest wait."""
+        """Run time after which a process that ends is restarted with the shortest wait, as after a
+        first failure."""
         return 3 * self.restart.most_seconds
 
 
@@ -309,7 +311,7 @@ class ClientTimeouts(_Part):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """All parts.
+    """The timeouts of all components.
 
     Raises:
         ConfigError: Two values contradict each other. The message names both.
@@ -325,7 +327,8 @@ class Timeouts:
     process: ProcessTimeouts = field(default_factory=ProcessTimeouts)
 
     def scaled(self, factor: float) -> Self:
-        """Multiplies all fields in seconds by `factor`, for slow or overloaded machines."""
+        """Returns a copy in which all times are multiplied by `factor`, for slow or overloaded
+        machines."""
         return _scaled(self, factor)
 
 

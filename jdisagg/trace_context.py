@@ -1,8 +1,8 @@
 """W3C trace context between processes: each call sends a `traceparent` header, and each server
 reads it.
 
-OpenTelemetry holds the current context in a context variable of the task. Calls outside of a trace
-send no header. This module does not import gRPC."""
+OpenTelemetry holds the current context in a context variable of the task. A call that belongs to no
+trace sends no header. This module does not import gRPC."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Returns the trace headers for a call in the current context, empty outside of a trace."""
+    """Returns the trace headers to send with a call. They are empty if no trace is active."""
     if not trace.get_current_span().get_span_context().is_valid:
         return ()
     headers: dict[str, str] = {}
@@ -26,7 +26,7 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
-    """Returns the trace context of a caller, or None without a readable header."""
+    """Returns the trace context that a caller's headers contain, or None without a valid header."""
     if _HEADERS[0] not in headers:
         return None
     return _W3C.extract(
@@ -36,7 +36,8 @@ def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
 
 @contextmanager
 def within(context: Context | None) -> Iterator[None]:
-    """Context manager in which `context` is the current trace context. None changes nothing."""
+    """Context manager in which `context` is the current trace context. With None, the current
+    context stays."""
     if context is None:
         yield
         return

@@ -94,8 +94,8 @@ class PullRequest(Message, frozen=True):
         deadline_seconds: Time left for the pull.
         codec: Name of the compression of the pieces (transfer/codec.py).
         dtype, components, granule, tokens, head_size: Data type and sizes of an uncompressed piece,
-            which has the shape [1, components, granule, tokens, head_size]. `granule` is a number
-            of heads.
+            which has the shape `[1, components, granule, tokens, head_size]`. `granule` is a number
+            of kv heads.
         head_shards: Number of shards into which the receiver divides the kv heads.
         wanted: Devices of the receiving dp rank, in all receiver processes. Every sender process
             computes the same reshard plan from this list.
