@@ -5,10 +5,12 @@ Words of this package and of `executor/`:
   K, T, H]. C counts rows: equal parts of the cached components (layout/kv_spec.py).
 - offer: one dp rank's block, held for receivers under a random id until release or revocation.
 - piece: `granule` KV heads of a block that one device sends to another. The granule is the largest
-  number of heads that divides a shard on both sides. A receiving device numbers its pieces
-  (`part`).
-- leaf: an array that a piece is transferred as: one for each array of its codec, or the heads.
+  number of heads that divides the heads of a shard on both sides. `part` is the index of a piece on
+  the device that receives it.
+- leaf: one of the arrays that a piece is transferred as. An uncompressed piece has one leaf; a
+  piece packed by a codec has several (packed values, scales, checksums).
 - posting: the leaves that a sender process has reserved for one pull, until the pull ends.
 - peer: the other mesh, by name, or one of its processes (`KvEnd`).
-- link number: counts the connections from one receiver process to one sender process.
+- link number: number of the current connection from one receiver process to one sender process. It
+  grows by one with each reconnection.
 - backend: an implementation that moves leaves between two processes (backend.py)."""

@@ -1,8 +1,8 @@
-"""Assembles one pull on this process: tracks which pieces its devices need and which are announced,
-and finally makes the global arrays.
+"""Assembles the pieces of one pull into global arrays. Tracks which pieces the devices of this
+process need and which pieces the senders have announced.
 
-Transfers nothing itself. Validates the announced pieces: each of this process's devices in the
-receiving rank gets each part exactly once, and no other pieces."""
+Transfers no data itself. Checks that the senders announce every piece exactly once to each of this
+process's devices in the receiving dp rank, and no other piece."""
 
 import functools
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from jdisagg.transfer.pieces import check_leaves
 
 
 class Assembly:
-    """Assembles one pull. Used by one thread at a time.
+    """Assembles the pieces of one pull into global arrays. Not thread-safe.
 
     Args:
         target: Destination of the block.
-        wanted: All devices of the receiving rank.
+        wanted: All devices of the receiving dp rank, on all processes.
 
     Attributes:
         assembled: Whether `assemble` has run.
@@ -49,11 +49,11 @@ class Assembly:
         """Accepts announced pieces and returns the shapes of their leaves, in the sender's order.
 
         Args:
-            heads: KV heads of the whole block.
+            heads: Number of KV heads of the whole block.
             pieces: Pieces that a sender announces.
 
         Raises:
-            HandoffError: A piece was not requested, or was announced before.
+            HandoffError: A piece was not requested, or was announced twice.
         """
         parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
         if rest or not parts or self._parts not in (None, parts):
@@ -80,7 +80,8 @@ class Assembly:
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
-        """Adds the leaves of pieces that `expect` has accepted. They may still be in transfer."""
+        """Adds the arrays of pieces that `expect` has accepted. The arrays may still be in
+        transfer."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
             leaves = arrays[index * count : index * count + count]
@@ -92,8 +93,8 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Whether the leaves of all pieces were added. A process without devices in the rank still
-        needs a sender's answer, for the number of arrays."""
+        """Returns whether the arrays of all needed pieces were added. A process that needs no piece
+        is complete after one sender's answer, which gives the number of arrays per piece."""
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property
@@ -108,7 +109,7 @@ class Assembly:
         """Makes the global arrays, part by part and leaf by leaf.
 
         Args:
-            arrived: Arrays of `flat`, which must all have arrived.
+            arrived: The arrays that `flat` lists, all of them complete.
         """
         assert self._parts is not None
         count = len(self._leaves)

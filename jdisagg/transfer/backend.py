@@ -2,9 +2,9 @@
 
 Four backends implement it: the JAX transfer engine (transfer_engine.py), shared memory
 (shared_memory.py), NIXL (nixl_memory.py) and CUDA IPC (device_memory.py). `KvSender` uses one
-`Outlet` for each receiver process, `KvPuller` one `Inlet` for each sender process. The halves never
-distinguish backends: every difference is an attribute or a method in this module, which must not
-import an implementation."""
+`Outlet` for each receiver process, `KvPuller` one `Inlet` for each sender process. `KvSender` and
+`KvPuller` never check which backend they use: every difference between backends is an attribute or
+a method here. This module must not import an implementation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ Memory = TypeVar("Memory", bound=KvMemory)
 
 
 class Leaf:
-    """An array that is transferred by another backend than the transfer engine, to be polled."""
+    """An array in transfer by a backend other than the JAX transfer engine. The receiver polls
+    it."""
 
     __slots__ = ()
 
@@ -35,11 +36,12 @@ class Leaf:
 
     @property
     def error(self) -> str | None:
-        """The reason why the array failed. Valid once ready."""
+        """Returns the reason why the transfer failed. Valid once `is_ready()` returns True."""
         raise NotImplementedError
 
     def array(self) -> jax.Array:
-        """Returns the array on its device. Valid once ready; raises HandoffError if it failed."""
+        """Returns the array on its device. Valid once `is_ready()` returns True. Raises
+        HandoffError if the transfer failed."""
         raise NotImplementedError
 
 
@@ -48,11 +50,11 @@ class Reserved:
     """The result of `Outlet.reserve` for one pull.
 
     Attributes:
-        leaves: Number of arrays that the receiver gets.
-        sources: Device arrays that must be computed before `Outlet.write`; empty if nothing is
-            written.
-        memory: Location of the leaves; None if it is known only after `Outlet.write`, or if the
-            transfer engine holds them.
+        leaves: Number of arrays that the receiver will read.
+        sources: Device arrays that must be computed before `Outlet.write` is called. Empty if the
+            backend itself waits for the computation.
+        memory: Location of the arrays. None if the location is known only after `Outlet.write`, or
+            if the JAX transfer engine holds the arrays.
     """
 
     leaves: int
@@ -61,74 +63,80 @@ class Reserved:
 
 
 class Outlet(Protocol):
-    """Serves the pieces that one receiver process pulls. One thread uses it.
+    """The sending side of a backend: serves KV pieces to one receiver process. Not thread-safe.
 
     Attributes:
-        address: Server from which the receiver may pull before anything is reserved; "" if none.
-        answers_early: Whether the receiver is answered after `reserve`, because it detects by
-            itself when the leaves are written. Otherwise it is answered after `write`.
+        address: Address of a server from which the receiver may pull before the sender has
+            answered. "" if the backend has no such server.
+        answers_early: When the sender answers the receiver. True: after `reserve`, because the
+            receiver can detect when the arrays are written. False: after `write`.
     """
 
     address: str = ""
     answers_early: bool = False
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
-        """Reserves room for the pieces, which may still be computed. Does not block.
+        """Reserves memory for the requested pieces, which may not be computed yet. Does not block.
 
         Args:
             pull_id: Random id of the pull, used once.
-            pieces: The pieces and their encoding.
-            seconds: Time after which the receiver discards what it reads.
+            pieces: The requested pieces and their codec.
+            seconds: Seconds until the receiver's deadline, after which it discards all data of this
+                pull.
         """
         ...
 
     def write(self, pull_id: int) -> KvMemory | None:
-        """Writes the reserved leaves, whose sources are computed, and returns their location."""
+        """Writes the reserved arrays and returns their location. Called after their source arrays
+        are computed."""
         ...
 
     def pulled(self, pull_id: int) -> None:
-        """Frees a pull's leaves, which the receiver has received. Unknown ids are ignored."""
+        """Frees the arrays of a pull after the receiver has read them. Ignores unknown ids."""
         ...
 
     def given_up(self, pull_id: int) -> None:
-        """Called when the receiver gave up the pull; `withdraw` follows if it is still posted."""
+        """Called when the receiver has abandoned the pull. `withdraw` follows if the arrays of the
+        pull are still reserved."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Withdraws a pull's leaves, which the receiver may be reading.
+        """Withdraws the arrays of a pull. The receiver may be reading them.
 
         Args:
             pull_id: Id of the pull.
             leaves: Number of arrays that were reserved.
-            reason: Error text for a receiver that still waits for them.
+            reason: Error text for a receiver that still waits for the arrays.
         """
         ...
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Fails a pull that waits at `address` and for which nothing was reserved."""
+        """Fails a pull that the receiver started at `address` before anything was reserved for
+        it."""
 
     def tick(self) -> None:
         """Enforces time-outs. Called a few times a second."""
 
     def close(self, in_flight: bool) -> None:
-        """Withdraws everything.
+        """Withdraws the arrays of all pulls.
 
         Args:
-            in_flight: Whether leaves may still be in transfer.
+            in_flight: Whether a receiver may still be reading arrays.
         """
         ...
 
 
 class Inlet(Protocol):
-    """Pulls pieces from one sender process. One thread uses it.
+    """The receiving side of a backend: pulls KV pieces from one sender process. Not thread-safe.
 
     Attributes:
-        backend: Backend that the sender is asked to use.
-        has_server: Whether pulls go to a server of the sender, possibly ahead of its answer. Such a
-            pull can get stuck and then blocks its connection.
-        borrows: Whether arrays are views of the sender's memory. `Pulled` is then sent when the
-            last view is dropped, and the sender answers before the leaves are written.
-        reads: Whether this process reads the sender's memory directly. If that fails between these
-            two processes, the next pull uses another backend.
+        backend: Name of the backend that the sender is asked to use.
+        has_server: Whether arrays are pulled from a server of the sender, possibly before the
+            sender answers. Such a pull can hang, and then it blocks its connection.
+        borrows: Whether received arrays are views of the sender's memory. The message `Pulled` is
+            then sent when the last view is deleted, and the sender answers before it has written
+            the arrays.
+        reads: Whether this process reads the sender's memory directly. If a direct read fails, the
+            next pull from that sender uses another backend.
     """
 
     backend: KvBackend
@@ -137,7 +145,7 @@ class Inlet(Protocol):
     reads: bool = False
 
     def open(self, address: str) -> None:
-        """Connects to the sender's server, if there is one."""
+        """Connects to the sender's server. Does nothing for a backend without servers."""
 
     def pull(
         self,
@@ -146,41 +154,42 @@ class Inlet(Protocol):
         in_time: Callable[[], bool],
         unused: Callable[[], None],
     ) -> Sequence[jax.Array | Leaf]:
-        """Starts to pull the leaves and returns them to be polled.
+        """Starts to pull the arrays of one request. Returns one object to poll for each array.
 
         Args:
-            answer: Answer of the sender, or the expected answer if it has not arrived.
-            avals: Shapes, dtypes and devices of the leaves.
-            in_time: Returns whether the pull's deadline has not passed; leaves that arrive later
-                count as failed.
-            unused: Called once, on any thread, when no array needs the sender's memory any more
-                (`borrows`).
+            answer: The sender's answer, or a predicted answer if the pull starts before the sender
+                answers.
+            avals: Shape, dtype and device of each array.
+            in_time: Returns whether the pull's deadline has not passed yet. An array that arrives
+                after the deadline counts as failed.
+            unused: Called once, on any thread, when no received array uses the sender's memory any
+                more. Called only if `borrows` is set.
 
         Raises:
-            HandoffError: The answer is invalid or its memory cannot be read.
+            HandoffError: The answer is invalid, or the sender's memory cannot be read.
         """
         ...
 
     def close(self, in_flight: bool) -> None:
-        """Closes the connection. Memory that existing arrays use stays valid.
+        """Closes the connection. Arrays that were received before stay valid.
 
         Args:
-            in_flight: Whether pulls are in progress.
+            in_flight: Whether pulls over this connection are in progress.
         """
         ...
 
 
 class Backend(Protocol):
-    """One backend in this process, shared by its outlets and inlets.
+    """One backend of this process. All its outlets and inlets share it.
 
     Attributes:
-        kind: Name on the wire.
+        kind: Name of the backend in messages.
     """
 
     kind: KvBackend
 
     def reaches(self, end: KvEnd) -> bool:
-        """Returns whether KV of the process `end` can be pulled by this backend."""
+        """Returns whether this backend can pull KV from the process `end`."""
         ...
 
     def outlet(self) -> Outlet: ...
@@ -191,14 +200,15 @@ class Backend(Protocol):
         """Releases memory whose time-out has passed. Called a few times a second."""
 
     def drop_spare(self) -> None:
-        """Frees unused memory that is kept for reuse."""
+        """Frees unused memory that the backend keeps for later pulls."""
 
     def close(self) -> None:
-        """Frees everything. Idempotent."""
+        """Frees all memory of the backend. Idempotent."""
 
 
 def memory_of(answer: Posted, kind: type[Memory]) -> Memory:
-    """Returns the answer's memory. Raises HandoffError if it is of another backend."""
+    """Returns the memory location in a sender's answer. Raises HandoffError if the location belongs
+    to another backend than `kind`."""
     if not isinstance(answer.memory, kind):
         raise HandoffError("the sender answered with memory that was not asked for; pull again")
     return answer.memory

@@ -1,8 +1,9 @@
-"""Chooses the backend that moves KV from each sender process to this one.
+"""Chooses the backend that transfers KV from each sender process to this process.
 
-`Memories` holds the memory that this process shares with others. `BackendChoice` picks the first
-backend that both processes have and that has not failed before: CUDA IPC on one host, then shared
-memory, then NIXL, then the JAX transfer engine. NIXL comes first if it was configured by name."""
+`Memories` holds the memory of this process that other processes can read. `BackendChoice` selects
+the first backend that both processes support and that has not failed between them. The order is
+CUDA IPC, shared memory, NIXL, JAX transfer engine. If the configuration names NIXL, NIXL is tried
+first."""
 
 import logging
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Memories:
         shared: Shared memory of this host, or None.
         nixl: Memory registered with NIXL, or None.
         device: Device memory exported over CUDA IPC, or None.
-        no_device: The reason why CUDA IPC is not used although it was configured; "" otherwise.
+        no_device: Reason why CUDA IPC is unavailable although it is configured. "" otherwise.
     """
 
     shared: SharedMemory | None = None
@@ -44,13 +45,14 @@ class Memories:
 
     @staticmethod
     def of_worker(channel: str, host: str, devices: Sequence[Device]) -> "Memories":
-        """Returns the memory of a worker with this `ServiceConfig.kv_channel`. Raises ConfigError
-        if NIXL is configured by name and cannot be used."""
+        """Allocates the memory that a worker shares, as `channel` (`ServiceConfig.kv_channel`)
+        selects. Raises ConfigError if NIXL is configured by name and cannot be used."""
         nixl = nixl_memory(channel, host)
         return Memories(SharedMemory.of_host(), nixl, *lent_memory(channel, devices))
 
     def end(self, control: str, boot_id: int) -> KvEnd:
-        """Returns this process's `KvEnd`, which publishes its address and its backends."""
+        """Returns the endpoint record (`KvEnd`) of this process, which publishes its address and
+        its backends to peers."""
         shared = self.shared.name if self.shared else ""
         lends = self.device.host if self.device else ""
         return KvEnd(control, boot_id, shared, self.nixl is not None, lends)
@@ -85,7 +87,8 @@ class BackendChoice:
         )
 
     def describe(self, end: KvEnd, backend: KvBackend) -> str:
-        """Returns "address backend", and why CUDA IPC is not used although it is configured."""
+        """Returns "ADDRESS BACKEND" for logs. If CUDA IPC is configured but unavailable, the reason
+        is appended."""
         own, why = self._memories, self._failed.get((end, KvBackend.CUDA), "")
         if backend is KvBackend.SHARED and not why:
             if own.no_device:
@@ -96,14 +99,15 @@ class BackendChoice:
         return f"{end.control} {title}, no CUDA memory: {why}" if why else f"{end.control} {title}"
 
     def succeeded(self, end: KvEnd, backend: KvBackend) -> None:
-        """Records that a pull from `end` arrived."""
+        """Records that a pull from the process `end` by this backend succeeded."""
         self._proven.add((end, backend))
 
     def is_proven(self, end: KvEnd, backend: KvBackend) -> bool:
         return (end, backend) in self._proven
 
     def failed(self, end: KvEnd, backend: KvBackend, why: str) -> None:
-        """Records that reading from `end` failed. A backend that never worked is not used again."""
+        """Records that a pull from the process `end` failed. A backend that has never succeeded
+        with this process is not used with it again."""
         if (end, backend) not in self._proven:
             self._failed[end, backend] = why
             _log.warning(

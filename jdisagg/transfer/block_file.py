@@ -1,11 +1,11 @@
-"""A block of KV as a file: a header, then the bytes of its arrays one after another.
+"""Stores a block of KV as a file: a header, followed by the bytes of the block's arrays.
 
 The header holds the format's version, the namespace and name of the block, the position of each
 array in the block (piece, box, dtype), the checksums of its pieces and a digest of the arrays. The
-header has a digest of its own. A file is written under another name and renamed, so that a partial
-file is never taken for a block. It is not synced to the disk: a file damaged by a power failure
-fails its digest and counts as a miss. `cause_of` names the defect of a file. Uses NumPy, no JAX and
-no threads."""
+header has a digest of its own. A file is written under a temporary name and then renamed, so that a
+partial file is never read as a block. Files are not synced to the disk: a file that a power failure
+damaged fails its digest and counts as a cache miss. `cause_of` converts an error to the name of the
+file's defect. Uses NumPy, no JAX and no threads."""
 
 import errno
 import os
@@ -41,7 +41,8 @@ _CAUSES = {
 
 
 class SpoiledFileError(Exception):
-    """Raised if a file does not hold the requested block. `cause` names the defect."""
+    """Raised if a file does not hold a valid copy of the requested block. `cause` names the
+    defect."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -49,7 +50,8 @@ class SpoiledFileError(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """Returns the name of the file's defect or of the operating system's error."""
+    """Returns a short name for the cause of an error: the file's defect, or the operating system's
+    error."""
     if isinstance(error, SpoiledFileError):
         return error.cause
     if isinstance(error, OSError):
@@ -60,7 +62,7 @@ def cause_of(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedArray:
-    """An array that holds part `box` of the block's piece number `piece`."""
+    """One array of a saved block: the slice `box` of the block's piece number `piece`."""
 
     piece: int
     box: Box
@@ -68,7 +70,7 @@ class SavedArray:
 
 
 class _Place(Message, frozen=True):
-    """The header's entry for one array: its position in the block."""
+    """The header's entry for one array: its place in the block."""
 
     piece: int
     box: tuple[tuple[int, int], ...]
@@ -84,7 +86,8 @@ class _Place(Message, frozen=True):
 
 
 class BlockHeader(Message, frozen=True):
-    """The header. `digest` covers the arrays. `written_at` is a Unix time; 0 if unknown."""
+    """The header of a block file. `digest` covers the bytes of all arrays. `written_at` is a Unix
+    time in seconds, or 0 if unknown."""
 
     namespace: bytes
     name: bytes
@@ -130,8 +133,8 @@ def write_block(
 
 
 def read_header(file: BinaryIO, namespace: bytes) -> BlockHeader:
-    """Reads the header and checks it against the file's length. Raises SpoiledFileError or
-    OSError."""
+    """Reads a file's header and checks it against the file's length. Raises SpoiledFileError if the
+    header is invalid, or OSError."""
     front = file.read(_FRONT.size)
     if len(front) < _FRONT.size:
         raise SpoiledFileError(TRUNCATED)

@@ -1,10 +1,11 @@
-"""Converts JAX shardings to boxes, the part of an array that each device holds, and plans
-hand-offs.
+"""Plans which device sends which KV heads to which device. A box is the index range, in each
+dimension, of the part of an array that one device holds. This module derives boxes from JAX
+shardings.
 
-A hand-off moves one dp rank's part of a block [dp, C, K, T, H] to one dp rank of a similar block on
-the other mesh. Both sides are therefore described within one rank: dimension 0 is (0, 1) on each.
-Only the sharding of heads (dimension 2) differs. All pieces of a hand-off have the same shape:
-`granule` heads, and the whole of the other dimensions."""
+A hand-off transfers one dp rank's part of a block [dp, C, K, T, H] to one dp rank of another mesh.
+Boxes are therefore relative to a single rank: dimension 0 is always (0, 1). Between the two meshes
+only the sharding of the KV heads (dimension 2) differs. Each piece of a hand-off has `granule`
+heads and the full size in all other dimensions."""
 
 import math
 
@@ -19,7 +20,8 @@ HEAD_DIMENSION = 2
 
 
 def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
-    """Describes a mesh ("dp", "kv", "rep"). The worker adds the `KvEnd`s of its processes."""
+    """Returns the description of a mesh with axes ("dp", "kv", "rep"). The worker adds the
+    endpoints of its processes to the description."""
     dp, kv, rep = mesh.devices.shape
     devices = tuple(mesh.devices.flat)
     return MeshCard(
@@ -30,7 +32,8 @@ def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
 
 
 def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Returns the box of an array that each device of all processes holds, by device id."""
+    """Returns, by device id, the box of an array that each device holds. Covers the devices of all
+    processes."""
     return {
         device.id: tuple(
             slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True)
@@ -42,8 +45,9 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[i
 def rank_placement(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
 ) -> dict[int, Box]:
-    """Returns the devices of one dp rank, each with its box inside that rank's part (dimension 0
-    becomes (0, 1)). Raises LayoutError if there is no such rank or a device holds several."""
+    """Returns, by device id, the box that each device of one dp rank holds. Boxes are relative to
+    the rank (dimension 0 becomes (0, 1)). Raises LayoutError if there is no such rank, or if a
+    device holds several ranks."""
     if not 0 <= rank < shape[RANK_DIMENSION]:
         raise LayoutError(
             f"rank {rank} is not one of the block's {shape[RANK_DIMENSION]} dp ranks (shape"
@@ -62,7 +66,8 @@ def rank_placement(
 
 
 def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> int:
-    """Returns the heads of a piece: the largest divisor of both sides' heads per shard."""
+    """Returns the number of KV heads in a piece: the largest number that divides the heads per
+    shard on both sides."""
     for side, shards in (("source", source_shards), ("destination", destination_shards)):
         if kv_heads % shards:
             raise LayoutError(
@@ -75,8 +80,8 @@ def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> 
 def plan_handoff(
     source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
 ) -> ReshardPlan:
-    """Plans the pieces, each of `granule` heads, from one rank's block to one rank of the
-    destination (see `plan_reshard`)."""
+    """Plans the pieces, each of `granule` heads, that transfer a block from one dp rank to a dp
+    rank of another mesh. `plan_reshard` describes the parameters."""
     whole = [
         max((box[axis][1] for box in destination.values()), default=1)
         for axis in range(len(next(iter(destination.values()))))

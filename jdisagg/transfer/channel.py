@@ -1,22 +1,23 @@
-"""The interface for transfers between two meshes: a block of KV is offered on one mesh, pulled by
-the other, and released.
+"""Interface of KV transfers between two meshes. The sending mesh offers a block of KV, the
+receiving mesh pulls the block, and the sender then releases the block.
 
-A block is a global array [dp, C, K, T, H]: C rows of a layer group's components (see
-`layout/kv_spec.py`), K kv heads over mesh axis "kv", replicated over "rep". An offer contains the
-part of one dp rank. A pull returns n = local heads / granule global arrays [dp, C, granule * kv, T,
-H] with `granule` heads per kv shard. On the receiving rank, array i of kv shard j begins with head
-j * n * granule + i * granule, so concatenating the n local shards along heads gives the shard's
-heads in order. The other ranks hold the target's resident zeros; no byte is sent to them.
+A block is a global array [dp, C, K, T, H]. C counts the cached components of the layers in a layer
+group (see `layout/kv_spec.py`). The K heads are sharded over mesh axis "kv" and replicated over
+"rep". An offer contains one dp rank's part of a block. A pull returns n = local heads / granule
+global arrays [dp, C, granule * kv, T, H] with `granule` heads per kv shard. On the receiving rank,
+array i of kv shard j begins with head j * n * granule + i * granule, so concatenating the n local
+shards along heads gives the shard's heads in order. The other ranks hold the target's resident
+zeros; no byte is sent to them.
 
-A target names the peer that its block comes from. Except within one process, `connect` must have
-been called for that peer. With a lossy codec the received arrays are the codec's leaves of each
-piece (transfer/codec.py), not its heads.
+A target names the mesh that sends the block. Between processes, `connect` must have been called for
+the sending mesh. With a lossy codec, the received arrays are the packed arrays of each piece
+(transfer/codec.py), not KV heads.
 
 Rules:
-- Ids are random 64-bit numbers, used once.
-- No method blocks: a pull is a future to poll, and its deadline passes even if it is not polled.
-- A pull may come before its offer, because the two sides' threads are not ordered. It then waits,
-  within its deadline.
+- Offer ids are random 64-bit numbers, each used once.
+- No method blocks. A pull is a future to poll. It fails at its deadline even if it is not polled.
+- A pull may start before its block is offered, because the two sides' threads are not synchronised.
+  The pull then waits until its deadline.
 - A failed pull raises a typed error itself; no later JAX call fails because of it.
 - Offered blocks are never donated. Pulled arrays may share memory with the block or the zeros, so
   they are never donated either.
@@ -48,8 +49,8 @@ def resident_zeros(
     head_size: int,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Makes the zeros [dp, components, granule * kv, tokens, head_size] of a `PullTarget`. Callers
-    keep them for each shape and never donate them."""
+    """Makes the `zeros` of a `PullTarget`: [dp, components, granule * kv, tokens, head_size].
+    Callers keep these arrays for reuse, one for each shape, and never donate them."""
     ranks, shards, _ = (mesh.shape[axis] for axis in MESH_AXES)
     shape = (ranks, components, granule * shards, tokens, head_size)
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=block_sharding(mesh))()
@@ -60,16 +61,17 @@ class PullTarget:
     """The destination of a block.
 
     Attributes:
-        zeros: [dp, C, granule * kv, T, H] under `block_sharding`. Gives the shape, dtype and
-            sharding of each received array, and stands in for the ranks that receive nothing.
-        rank: Receiving dp rank of the mesh of `zeros`.
-        peer: Name of the sending mesh; "" if there is only one.
-        codec: Encoding of the pieces.
-        leaves: The codec's zeros of each leaf, [dp, C', granule * kv, T', x] under
-            `block_sharding`; () without a codec.
-        heads: KV heads of the whole block; 0 if unknown. With `source_rank`, the pieces can then be
-            planned before the sender answers.
-        source_rank: The peer's dp rank that offers the block.
+        zeros: Array of zeros [dp, C, granule * kv, T, H] with `block_sharding`. Gives the shape,
+            dtype and sharding of each received array, and provides the shards of the ranks that
+            receive no data.
+        rank: Index of the dp rank that receives the block, on the mesh of `zeros`.
+        peer: Name of the sending mesh. "" if only one mesh can send.
+        codec: Name of the codec that packs the block's values for the transfer.
+        leaves: Arrays of zeros like `zeros` for each array that the codec packs a piece into, [dp,
+            C', granule * kv, T', x] with `block_sharding`. () without a codec.
+        heads: Number of KV heads of the whole block, or 0 if unknown. With `heads` and
+            `source_rank`, the receiver can plan the pieces before the sender answers.
+        source_rank: Index of the dp rank of the sending mesh that offers the block.
     """
 
     zeros: jax.Array
@@ -88,30 +90,31 @@ class PullTarget:
 
     @property
     def resident(self) -> tuple[jax.Array, ...]:
-        """Zeros of the transferred arrays: of the codec's leaves, or of the heads."""
+        """Zeros in the form of the transferred arrays: `leaves` with a codec, else `zeros`."""
         return self.leaves or (self.zeros,)
 
     @property
     def granule(self) -> int:
-        """Heads of one piece."""
+        """Number of KV heads in one piece."""
         return self.zeros.sharding.shard_shape(self.zeros.shape)[HEAD_DIMENSION]
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Number of a channel's live offers, and their device bytes, including replicas."""
+    """Number of offers that a channel holds, and the device bytes of their blocks, including
+    replicas."""
 
     offers: int
     bytes: int
 
 
 class Pull(Protocol):
-    """A pull in progress or ended. Once it is ready, `arrays()` returns the block or raises the
-    error of `failed()`."""
+    """A future of one pull. Once `is_ready()` returns True, `arrays()` returns the block or raises
+    the error that `failed()` returns."""
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that this pull has moved between devices so far."""
+        """Number of bytes that this pull has transferred between devices so far."""
         ...
 
     def is_ready(self) -> bool:
@@ -128,16 +131,17 @@ class Pull(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Gives up and drops the arrays, also if they have arrived. Idempotent."""
+        """Cancels the pull and deletes its arrays, also if they have arrived. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStamp:
-    """Identifies the values of a block for its checksums.
+    """Identifies the tokens and layers of a block. A checksum under this stamp fails for the values
+    of any other block.
 
     Attributes:
-        key: Key of the sums (ops/checksum.py).
+        key: Key of the checksums (ops/checksum.py).
         component: Index, within the model, of the block's first component.
         start: Position of the first token.
         valid_tokens: Number of tokens that the checksums cover.
@@ -149,8 +153,8 @@ class BlockStamp:
     valid_tokens: int = 0
 
     def of_offer(self, offer_id: int) -> "BlockStamp":
-        """Returns the stamp with a key for one offer. With a common key, a block would pass the
-        check with the stamp of another sequence's block."""
+        """Returns this stamp with a key derived from the offer's id. If all offers had one key,
+        another sequence's block could pass the check."""
         return replace(self, key=self.key ^ offer_id)
 
 
@@ -159,25 +163,25 @@ _NO_STAMP = BlockStamp()
 
 class Channel(Protocol):
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a peer to pull from. Does not block; if the connection fails, its pulls fail. A
-        name must not be reused for another mesh."""
+        """Registers a mesh to pull from. Does not block. If the connection fails, pulls from this
+        mesh fail. A name must not be reused for another mesh."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Drops the connection to a peer; its pulls in progress fail. Idempotent."""
+        """Drops the connection to a mesh. Its pulls in progress fail. Idempotent."""
         ...
 
     def offer(
         self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
     ) -> None:
-        """Holds one dp rank's shards of a block, which may still be computed, until release or
-        revocation. An offer that was revoked before it was made is dropped.
+        """Holds one dp rank's shards of a block until `release` or `revoke` is called. The block
+        may not be computed yet. If the id has been revoked already, the block is dropped at once.
 
         Args:
             offer_id: Random 64-bit id.
             block: Global array; not donated afterwards.
-            rank: dp rank whose shards are offered.
-            stamp: Identifies the values for checksums of a lossy codec.
+            rank: Index of the dp rank whose shards are offered.
+            stamp: Stamp for the checksums that a lossy codec adds.
 
         Raises:
             HandoffError: The id is in use or was used before.
@@ -185,27 +189,28 @@ class Channel(Protocol):
         ...
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
-        """Starts a pull. Never blocks or raises. An offer may be pulled several times.
+        """Starts to pull an offered block. Never blocks or raises. An offer may be pulled several
+        times.
 
         Args:
-            offer_id: Id of the offer, which the sender may make later.
+            offer_id: Id of the offer. The sender may make the offer later than this call.
             target: Destination of the block.
             deadline_seconds: Time from now after which the pull fails.
         """
         ...
 
     def release(self, offer_id: int) -> None:
-        """Removes an offer: later pulls fail, pulls in progress continue. Idempotent."""
+        """Removes an offer. Later pulls of it fail; pulls in progress continue. Idempotent."""
         ...
 
     def revoke(self, offer_id: int, reason: str) -> None:
-        """Withdraws an offer, also one that is not made yet: its pulls fail with
+        """Withdraws an offer, even before it is made. All pulls of the offer fail with
         HandoffError(reason). Idempotent."""
         ...
 
     def offered(self) -> Offered: ...
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        """Returns the bytes moved since the start by (source device id, destination device id),
-        counted where they arrive."""
+        """Returns the bytes transferred since the start, by (source device id, destination device
+        id). The receiving process counts them."""
         ...

@@ -1,5 +1,5 @@
-"""Threads of a channel: `ChannelThread` runs short jobs in order and a periodic function,
-`ComputeWait` waits for device arrays.
+"""The two threads of a channel. `ChannelThread` runs short jobs in order, and a periodic function.
+`ComputeWait` waits until device arrays are computed.
 
 JAX calls that may take long run on these threads. A job that raises is logged and dropped, so jobs
 must report their failures themselves."""
@@ -18,8 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """Runs jobs in order on one daemon thread. `regularly` runs after each job, must be short, and
-    returns the seconds until its next run if no job comes."""
+    """Runs jobs in order on one daemon thread. The thread calls `regularly` after each job.
+    `regularly` must be short. It returns the seconds until its next call if no job is submitted
+    before."""
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly
@@ -35,7 +36,8 @@ class ChannelThread:
             self._jobs.put(job)
 
     def close(self, last: Callable[[], object]) -> None:
-        """Runs the queued jobs, then `last`, and ends. Waits up to 10 s for that. Idempotent."""
+        """Runs the queued jobs and then `last`, and ends the thread. Blocks for at most 10 s.
+        Idempotent."""
         if not self._closed:
             self._jobs.put(last)
             self._jobs.put(None)
@@ -68,9 +70,9 @@ class ChannelThread:
 
 
 class ComputeWait:
-    """A thread that waits for arrays to be computed and then calls a job. Arrays with lower numbers
-    come first: a mesh computes in order, so with numbers in that order no computed array waits for
-    another."""
+    """A thread that waits until arrays are computed and then calls a job. It waits for arrays with
+    lower numbers first. Numbers follow the order in which the mesh computes, so that no computed
+    array waits behind an array that is computed later."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.PriorityQueue[
@@ -85,9 +87,9 @@ class ComputeWait:
         """Queues a job. Thread-safe; never blocks.
 
         Args:
-            number: Place in the mesh's order of computation.
+            number: Index of the arrays in the order in which the mesh computes.
             arrays: Arrays to wait for.
-            job: Short function, called also if the computation failed.
+            job: Short function to call after the wait, even if the computation failed.
         """
         self._jobs.put((number, next(self._count), arrays, job))
 

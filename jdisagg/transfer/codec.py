@@ -1,13 +1,13 @@
 """Encodes transferred blocks: unchanged, or as int8, int4 or fp8 with a scale per component, head
 and token.
 
-A codec turns a piece [1, C, G, T, H] into leaves, all of rank 5 with the dimensions (rank, C', G,
-T', x). Each leaf is assembled over ranks and heads exactly like the values, so that channels treat
-all leaves alike. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales float32
-[1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
-(ops/checksum.py) over the packed values and their scales, because a sum over the original values
-cannot be checked after packing. Without a codec there are no extra leaves, and the checksum covers
-the values.
+A piece [1, C, G, T, H] is the part of a block that one device sends to another. A codec packs a
+piece into several 5-dimensional arrays (leaves) with dimensions (rank, C', G, T', x). Leaves are
+assembled over ranks and heads like unpacked values, so that channels treat both alike. A lossy
+codec's leaves are the packed values [1, C, G, T, x], the scales float32 [1, C, G, T, 1] and the
+sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum (ops/checksum.py) over the packed
+values and their scales, because a sum over the original values cannot be checked after packing.
+Without a codec there are no extra leaves, and the checksum covers the values.
 
 Everything is traceable and local to a device: the sender packs on the device of the shard, the
 receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same
@@ -40,7 +40,7 @@ from jdisagg.transfer.channel import BlockStamp
 
 
 def stamp_array(stamp: BlockStamp) -> np.ndarray:
-    """Returns a stamp as uint32 [5]: key low, key high, component, start, valid tokens."""
+    """Encodes a stamp as uint32 [5]: key (low word, high word), component, start, valid tokens."""
     return np.array(
         [*key_words(stamp.key), stamp.component, stamp.start, stamp.valid_tokens], np.uint32
     )
@@ -54,23 +54,24 @@ class Codec(Protocol):
     def lossy(self) -> bool: ...
 
     def leaves(self, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the leaves of a piece [1, C, G, T, H], or raises LayoutError."""
+        """Returns the shapes of the arrays that a piece [1, C, G, T, H] is packed into. Raises
+        LayoutError if the codec cannot pack this shape."""
         ...
 
     def encode(
         self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Returns the leaves of a piece.
+        """Packs a piece. Traceable.
 
         Args:
-            piece: [1, C, G, T, H].
-            stamp: `stamp_array` of its block.
-            first_head: Global KV head of the piece's first head, an int scalar.
+            piece: Values [1, C, G, T, H].
+            stamp: Stamp of the block, as returned by `stamp_array`.
+            first_head: Global index of the piece's first KV head, an int scalar.
         """
         ...
 
     def decode(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
-        """Returns the piece in `dtype`."""
+        """Unpacks a piece to `dtype`. Traceable."""
         ...
 
     def verify(
@@ -105,7 +106,8 @@ class NoCodec:
 
 @dataclass(frozen=True)
 class ScaledCodec:
-    """Packs values with one scale per row, which maps its largest magnitude to `largest`."""
+    """Packs values with one scale for each component, head and token. The scale maps the largest
+    magnitude among the H values to `largest`."""
 
     name: str
     largest: float
@@ -152,7 +154,8 @@ class ScaledCodec:
 def _sums(
     packed: jax.Array, scale: jax.Array, stamp: jax.Array, first_head: jax.Array
 ) -> jax.Array:
-    """Returns the sums uint32 [1, 1, G, 1, 2] over a piece's leaves [1, C, G, T, x]."""
+    """Returns the checksums uint32 [1, 1, G, 1, 2] of a piece's packed values [1, C, G, T, x] and
+    scales."""
     token_T = jnp.arange(packed.shape[3], dtype=jnp.uint32)
     rows_GT2 = row_sums(
         (packed[0], scale[0]),
@@ -180,8 +183,8 @@ CODECS = tuple(_CODECS)
 
 
 def codec(name: str) -> Codec:
-    """Returns the codec of this name. Raises ConfigError if it does not exist or this JAX lacks its
-    type."""
+    """Returns the codec of this name. Raises ConfigError if there is no such codec, or if the
+    installed JAX lacks the codec's dtype."""
     if name not in _CODECS:
         raise ConfigError(f"codec {name!r} is unknown; choose one of {', '.join(CODECS)}")
     if name == "fp8" and not hasattr(jnp, "float8_e4m3fn"):
@@ -193,7 +196,7 @@ def codec(name: str) -> Codec:
 
 
 def check_codec(name: str, spec: KVSpec) -> None:
-    """Raises ConfigError if the codec does not exist or cannot pack the KV of this spec."""
+    """Raises ConfigError if there is no codec `name`, or if it cannot pack the KV of this spec."""
     if codec(name).lossy and not jnp.issubdtype(jnp.dtype(spec.row_dtype), jnp.floating):
         raise ConfigError(
             f"codec {name!r} packs values of one floating type, and this model's KV has several, or"

@@ -1,9 +1,10 @@
-"""CUDA driver calls that export GPU memory to other processes of the host and copy their exports.
-No other module of jdisagg calls CUDA. This module is not used on machines without it.
+"""CUDA driver calls that export this process's GPU memory to other processes of the host (CUDA
+IPC), and copy from memory that other processes export. No other module of jdisagg calls CUDA.
+Machines without CUDA do not use this module.
 
-`Driver` is the seam; `CudaDriver` implements it by cuda-bindings. A device is the process's number
-of a GPU (`jax.Device.local_hardware_id`), and its context is the primary one, which XLA uses too.
-Calls come from any thread, so each call pushes its context and pops it again."""
+`Driver` is the seam; `CudaDriver` implements it by cuda-bindings. A parameter `device` is the index
+of a GPU in this process (`jax.Device.local_hardware_id`). All calls use the GPU's primary context,
+which XLA uses too. Any thread may call, so each call pushes the context and pops it again."""
 
 import contextlib
 import ctypes
@@ -21,8 +22,8 @@ _SUCCESS, _NOT_READY = 0, 600  # of CUresult
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One allocation of the driver: its address, its bytes, and a number that is unique in this
-    process."""
+    """One allocation of the driver: its base address, its size in bytes, and an id that is unique
+    in this process."""
 
     base: int
     size: int
@@ -30,7 +31,7 @@ class Allocation:
 
 
 class Copy(Protocol):
-    """Copies in progress. Thread-safe."""
+    """One or more copies in progress. Thread-safe."""
 
     def is_done(self) -> bool:
         """Returns whether the copies have ended. Never blocks. Raises HandoffError if they
@@ -63,13 +64,14 @@ class Driver(Protocol):
         ...
 
     def copy(self, device: int, parts: Sequence[tuple[int, int, int]]) -> Copy:
-        """Starts copies (to, from, bytes) on a stream of `device` that runs beside computation."""
+        """Starts to copy `parts`, each (destination address, source address, bytes). Uses a stream
+        of `device` that runs concurrently with computation."""
         ...
 
 
 class CudaDriver:
-    """The implementation by cuda-bindings. The constructor raises ConfigError if cuda-bindings, the
-    driver or a device is missing."""
+    """Implements `Driver` with the package cuda-bindings. The constructor raises ConfigError if
+    cuda-bindings, the CUDA driver or a device is missing."""
 
     def __init__(self) -> None:
         try:
@@ -149,7 +151,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _current(self, device: int) -> Iterator[Any]:
-        """Makes the device's context current and yields its stream for copies."""
+        """Makes the device's context current. Yields the device's stream for copies."""
         with self._lock:
             if device not in self._contexts:
                 (place,) = self._call("cuDeviceGet", device)
@@ -178,7 +180,7 @@ class CudaDriver:
 
 
 class CudaCopy:
-    """Copies on a stream, with an event that marks their end."""
+    """Copies that were queued on a CUDA stream, and an event that marks their end."""
 
     def __init__(self, driver: CudaDriver, event: object) -> None:
         self._driver, self._event = driver, event

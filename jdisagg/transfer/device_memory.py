@@ -1,18 +1,18 @@
 """The backend over CUDA IPC: KV from device to device between processes of one host.
 
-The sender answers with the allocation of each piece, as a handle that the driver lets other
-processes open, and the piece's offset. The receiver opens each allocation once and copies the
-pieces into arrays of its own. The sender copies nothing. Invariants:
-- The receiver is answered when an array is computed. The sender keeps the array until its receiver
-  has copied it or given up, or until the pull's deadline has passed, after which the receiver
-  discards what it copies. So a copied array does not change.
-- The receiver's array is written without JAX's knowledge: after JAX has made it, before any other
-  code uses it. It is kept until the copy has ended, also if the pull was cancelled.
+For each piece, the sender answers with a CUDA IPC handle of the allocation that contains the piece,
+and the offset of the piece in that allocation. The receiver opens each allocation once and copies
+the pieces into its own arrays. The sender copies nothing. Invariants:
+- The sender answers when the array is computed. The sender keeps the array until its receiver has
+  copied it or given up, or until the pull's deadline has passed, after which the receiver discards
+  what it copies. So a copied array does not change.
+- The copy writes into a JAX array of the receiver that no other code uses yet. The array is kept
+  alive until the copy has ended, also if the pull was cancelled.
 - The receiver keeps an allocation open while its sender is connected or a copy from it is running.
-- Only memory of JAX's pool is exported, which the sender's process never returns to the driver:
-  freeing an allocation while another process reads it is a fault of that device. A process with
-  the handle can read the whole pool. Therefore the handle travels on the control connection alone;
-  it works within this host."""
+- Only memory of JAX's preallocated pool is exported. The sender never frees this pool: to free an
+  allocation while another process reads it causes a device fault. A process with the handle can
+  read the whole pool. Therefore handles are sent over the control connection only. A handle is
+  valid only on its own host."""
 
 import logging
 import threading
@@ -41,15 +41,15 @@ _TOO_LATE = "what was copied from another process's device came after the pull's
 def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | None, str]":
     """Returns a worker's exported device memory, or None and the reason.
 
-    It is used only if configured by name: it has not run on a GPU yet, and CUDA does not document
-    how the death of the exporting process affects readers.
+    CUDA IPC is used only if the configuration names it: this backend has not run on a GPU yet, and
+    CUDA does not document what happens to readers when the exporting process dies.
 
     Args:
         channel: `ServiceConfig.kv_channel`.
         devices: Devices of the worker.
 
     Returns:
-        The memory or None, and the reason if it is configured but unavailable ("" otherwise).
+        The memory, or None; and the reason if CUDA IPC is configured but unavailable, else "".
     """
     if channel != "cuda":
         return None, ""
@@ -75,7 +75,8 @@ def this_host() -> str:
 
 @dataclass(slots=True)
 class Mapping:
-    """Another process's allocation, opened for `device` until its last holder releases it."""
+    """Another process's allocation, mapped for `device`. It is unmapped when its last user releases
+    it."""
 
     device: int
     lent: LentAllocation
@@ -84,8 +85,8 @@ class Mapping:
 
 
 class LentMemory(Backend):
-    """The device memory that this process exports, and the exports of other processes that it has
-    opened. Thread-safe."""
+    """Exports this process's device memory over CUDA IPC, and opens the exports of other processes.
+    Thread-safe."""
 
     kind = KvBackend.CUDA
 
@@ -121,8 +122,8 @@ class LentMemory(Backend):
                 )
 
     def lend(self, array: jax.Array) -> tuple[LentAllocation, int]:
-        """Returns the allocation of a computed single-device array, and the array's offset in it
-        in bytes."""
+        """Returns the allocation that contains a computed single-device array, and the byte offset
+        of the array in the allocation."""
         (device,) = array.devices()
         number, pointer = device.local_hardware_id or 0, array.unsafe_buffer_pointer()
         found = self.driver.allocation(number, pointer)
@@ -135,7 +136,8 @@ class LentMemory(Backend):
         return LentAllocation(handle, found.number, found.size), pointer - found.base
 
     def park(self, pull_id: int, arrays: Sequence[jax.Array], seconds: float) -> None:
-        """Keeps arrays that a receiver may still copy, for some seconds or until `forget`."""
+        """Keeps arrays alive that a receiver may still be copying. They are freed after `seconds`,
+        or when `forget` is called."""
         if seconds > 0:
             with self._lock:
                 self._parked[pull_id] = time.monotonic() + seconds, arrays
@@ -145,7 +147,8 @@ class LentMemory(Backend):
             self._parked.pop(pull_id, None)
 
     def hold(self, device: int, lent: LentAllocation) -> Mapping:
-        """Opens an allocation, once for all holders. Raises HandoffError if it cannot be read."""
+        """Opens another process's allocation, or returns the existing mapping if it is open
+        already. Raises HandoffError if the allocation cannot be read."""
         with self._lock:
             mapping = self._mappings.get((device, lent))
             if mapping is None:
@@ -174,7 +177,8 @@ class LentMemory(Backend):
             self._reads.discard(read)
 
     def sweep(self) -> None:
-        """Ends reads that no pull polls any more, and drops parked arrays whose time has passed."""
+        """Ends reads whose pulls are no longer polled. Frees parked arrays whose time has
+        passed."""
         now = time.monotonic()
         with self._lock:
             reads = list(self._reads)
@@ -193,8 +197,8 @@ class LentMemory(Backend):
             return parked, len(self._mappings), len(self._reads)
 
     def close(self) -> None:
-        """Blocks until running reads have ended, because JAX reuses their memory afterwards. Reads
-        that have not begun fail."""
+        """Blocks until running reads have ended, because JAX reuses the destination memory
+        afterwards. Reads that have not started fail."""
         with self._lock:
             reads = list(self._reads)
             self._parked.clear()
@@ -203,7 +207,7 @@ class LentMemory(Backend):
 
 
 class DeviceOutlet(Outlet):
-    """Serves arrays on this process's devices to one receiver process."""
+    """Sends arrays on this process's devices to one receiver process, by CUDA IPC."""
 
     def __init__(self, memory: LentMemory) -> None:
         self._memory = memory
@@ -211,13 +215,14 @@ class DeviceOutlet(Outlet):
         self._written: set[int] = set()
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
-        """Keeps the leaves. Their addresses are known only when they are computed."""
+        """Keeps the requested arrays alive. Their addresses are known only after they are
+        computed."""
         arrays = pieces.on_devices()
         self._reserved[pull_id] = arrays, time.monotonic() + seconds
         return Reserved(len(arrays), arrays)
 
     def write(self, pull_id: int) -> OnDevice:
-        """Exports the leaves; nothing is copied."""
+        """Exports the requested arrays. Copies nothing."""
         arrays = jax.block_until_ready(self._reserved[pull_id][0])
         lent, offsets = zip(*map(self._memory.lend, arrays), strict=True)
         allocations = tuple(dict.fromkeys(lent))
@@ -230,7 +235,8 @@ class DeviceOutlet(Outlet):
         self._memory.forget(pull_id)
 
     def given_up(self, pull_id: int) -> None:
-        """Frees the leaves at once, because the receiver discards data that it still copies."""
+        """Frees the arrays at once. The receiver may still be copying them, but discards the
+        copy."""
         self.pulled(pull_id)
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
@@ -297,7 +303,7 @@ class DeviceInlet(Inlet):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One copy on `device`, from an opened address to an array of this process."""
+    """One copy on `device`, from another process's memory to an array of this process."""
 
     device: int
     to: jax.Array
@@ -305,7 +311,8 @@ class _Part:
 
 
 class DeviceRead:
-    """The copies of one pull, which begin when their arrays are allocated. Polled; thread-safe."""
+    """The copies of one pull. They begin when the destination arrays are allocated. To be polled;
+    thread-safe."""
 
     def __init__(
         self,

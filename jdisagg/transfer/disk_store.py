@@ -1,14 +1,15 @@
-"""Blocks of KV on disk: one file each (`transfer/block_file.py`), written and read by threads of
-the store.
+"""Stores blocks of KV on disk, one file for each block (`transfer/block_file.py`). Threads of the
+store write and read the files.
 
-The directory has a folder for each namespace, and in it one for each worker that uses the directory
-at a time: the first that is not locked. The lock ends with the process, also when it is killed, so
-that a restarted worker finds its blocks. Files of another namespace are never touched.
+The directory has a folder for each namespace, which contains numbered worker folders. A worker
+locks the first worker folder that no other process has locked. The lock ends with the process, even
+if the process is killed, so that a restarted worker finds its blocks. Files of another namespace
+are never touched.
 
-Every call returns at once a future of a `DiskOutcome`. The future never raises: if the disk is
-full, read-only, slow or missing, the outcome names the cause. Files are opened and removed in the
-order of the calls, except that reads do not wait for writes. `close` waits at most
-CLOSE_SECONDS."""
+Every call returns immediately with a future of a `DiskOutcome`. The future never raises an
+exception: if the disk is full, read-only, slow or missing, the outcome names the cause. Files are
+opened and removed in the order of the calls, except that reads do not wait for writes. `close`
+waits at most CLOSE_SECONDS."""
 
 import contextlib
 import fcntl
@@ -50,15 +51,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskOutcome:
-    """The result of a call.
+    """The result of one call of `DiskStore`. A call fills only the fields that concern it.
 
     Attributes:
-        error: Cause of a failure (`block_file`), or "".
+        error: Name of the cause of a failure (`block_file.cause_of`), or "".
         names: Names of the blocks found.
-        ages: Seconds since each of them was written.
-        arrays, checksums: The block that was read.
+        ages: Seconds since each block in `names` was written.
+        arrays, checksums: Contents of the block that was read.
         skipped: Number of files without a valid block, by cause.
-        bytes: Bytes written or read.
+        bytes: Number of bytes written or read.
     """
 
     error: str = ""
@@ -71,7 +72,7 @@ class DiskOutcome:
 
 
 class DiskStore:
-    """Stores the blocks of one worker."""
+    """Stores the blocks of one worker on disk."""
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory = Path(directory).expanduser()
@@ -82,8 +83,8 @@ class DiskStore:
         self._lock: int | None = None
 
     def find(self, namespace: bytes) -> "Future[DiskOutcome]":
-        """Locks a folder and lists its blocks, least recently used first. Invalid files are
-        counted, and removed unless they belong to another namespace or format version."""
+        """Locks a worker folder and lists its blocks, least recently used first. Counts invalid
+        files. Removes them unless they belong to another namespace or format version."""
 
         def find() -> DiskOutcome:
             try:
@@ -101,7 +102,7 @@ class DiskStore:
         arrays: Callable[[], Sequence[SavedArray]],
         checksums: tuple[int, ...],
     ) -> "Future[DiskOutcome]":
-        """Writes a block."""
+        """Writes a block to its file."""
 
         def write() -> DiskOutcome:
             path = self._path(name)
@@ -131,11 +132,12 @@ class DiskStore:
         return self._writing.submit(remove)
 
     def remove_all(self) -> "Future[DiskOutcome]":
-        """Removes the blocks of this namespace, of this worker and of workers that have ended."""
+        """Removes this namespace's blocks in this worker's folder and in worker folders that no
+        process has locked."""
         return self._writing.submit(self._remove_all)
 
     def close(self) -> None:
-        """Drops the calls that wait. Idempotent."""
+        """Drops the calls that have not started. Idempotent."""
         self._reading.close(0.0)
         if self._writing.close(CLOSE_SECONDS) and self._lock is not None:
             os.close(self._lock)
@@ -229,9 +231,9 @@ def _removed(path: Path) -> None:
 
 
 def _used(path: Path, index: int) -> None:
-    """Sets the file's modification time to the time of its use. Later blocks of a chain get
-    slightly earlier times, so that they are evicted first. Ignores failures, which affect only the
-    order of eviction."""
+    """Sets the file's modification time to the current time, by which files are evicted. Later
+    blocks of a sequence get slightly earlier times, so that they are evicted first. Ignores errors,
+    which affect only the order of eviction."""
     instant = time.time() - index
     with contextlib.suppress(OSError):
         os.utime(path, (instant, instant))
@@ -260,7 +262,7 @@ class _Line:
         return future
 
     def close(self, seconds: float) -> bool:
-        """Returns whether the last call ended within `seconds`."""
+        """Ends the thread. Returns whether the last call ended within `seconds`."""
         self._closed = True
         if self._thread is None:
             return True
@@ -286,8 +288,9 @@ def _outcome(call: Callable[[], DiskOutcome]) -> DiskOutcome:
 
 
 def directory_secret(directory: str) -> bytes:
-    """Returns the random secret that is stored in `directory`, and creates it at first use. If it
-    cannot be stored, each process has another secret, and a restarted worker finds no blocks."""
+    """Returns the random secret that is stored in `directory`, and creates it at first use. If
+    the secret cannot be stored, each process uses a new secret, and a restarted worker finds no
+    blocks."""
     root, fresh = Path(directory).expanduser(), secrets.token_bytes(SECRET_BYTES)
     path = root / SECRET
     try:

@@ -1,7 +1,7 @@
-"""Records how offers ended, by id. A late pull gets this as its error, and no id is offered twice.
+"""Records, by offer id, how each offer ended. A pull of an ended offer fails with this record as
+its error, and an id cannot be offered twice.
 
-Beyond REMEMBERED_IDS the oldest ids are forgotten. Not thread-safe: the channel's lock guards
-it."""
+Keeps the latest REMEMBERED_IDS ids. Not thread-safe: the channel's lock guards it."""
 
 from collections import OrderedDict
 from collections.abc import Container
@@ -19,12 +19,13 @@ class EndedOffers:
         return offer_id in self._how
 
     def how(self, offer_id: int) -> str | None:
-        """Returns "released", "revoked: " and the reason, or None for an unknown id."""
+        """Returns how the offer ended: "released", or "revoked: " and the reason. Returns None for
+        an unknown id."""
         return self._how.get(offer_id)
 
     def admits(self, offer_id: int, live: Container[int]) -> bool:
-        """Returns whether a block may be offered under this id; False if it was revoked before it
-        was made. Raises HandoffError for an id in use or used before."""
+        """Returns whether a block may be offered under this id. Returns False if the id was revoked
+        before the offer was made. Raises HandoffError if the id is in use or was used before."""
         if offer_id in live:
             raise HandoffError(
                 f"offer {offer_id:#x} is live already; draw a fresh random id for each offer"

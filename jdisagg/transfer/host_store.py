@@ -1,10 +1,10 @@
-"""Blocks of KV in host memory: one rank's shards of each block, immutable, copied in and out by a
-thread of the store.
+"""Stores blocks of KV in host memory. Each block is one dp rank's shards and is immutable. A thread
+of the store copies blocks from and to the devices.
 
-On an accelerator the copies are pinned arrays if the backend has pinned memory, so that they move
-by DMA; on a CPU they are NumPy arrays. Replicas are stored once and restored to each device. A
-block may be restored to another rank of the mesh. The insert program (executor/insert_program.py)
-checks restored data by checksums.
+On an accelerator, blocks are stored in pinned host memory if JAX's backend supports it, so that
+copies use DMA. On a CPU, blocks are NumPy arrays. A shard that several devices replicate is stored
+once and restored to each device. A block may be restored to another rank of the mesh. The insert
+program (executor/insert_program.py) checks restored data by checksums.
 
 `put`, `pull` and `forget` are called on the dispatch thread and do not block."""
 
@@ -31,7 +31,7 @@ Shards = dict[Box, HostArray]  # each by its part of the rank's block
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy to host memory that is in progress or has ended."""
+    """A future of a copy from devices to host memory."""
 
     done: "Future[None]"
 
@@ -40,7 +40,7 @@ class HostCopy:
 
 
 class HostStore:
-    """Stores blocks of one mesh in this process's memory."""
+    """Stores KV blocks of one mesh in this process's host memory."""
 
     def __init__(self, name: str) -> None:
         self._clock = MonotonicClock()
@@ -54,14 +54,14 @@ class HostStore:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the blocks whose copies are complete."""
+        """Number of bytes of the blocks whose copies are complete."""
         with self._lock:
             shards = [shards for shards in self._blocks.values() if shards]
         return sum([array.nbytes for arrays in shards for array in arrays.values()])
 
     def put(self, offer_id: int, block: jax.Array, rank: int) -> HostCopy:
-        """Copies dp rank `rank`'s part of a block [ranks, C, K, T, H], which may still be
-        computed."""
+        """Starts to copy dp rank `rank`'s part of a block [ranks, C, K, T, H] to host memory. The
+        block may not be computed yet."""
         boxes = rank_placement(block.sharding, block.shape, rank)
         shards = {
             boxes[shard.device.id]: shard.data
@@ -80,8 +80,8 @@ class HostStore:
         return HostCopy(self._submit(copy))
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
-        """Starts to restore a block to the mesh, as one array of all heads (see `Channel.pull`).
-        The pull fails with HandoffError if there is no such block."""
+        """Starts to copy a stored block back to the mesh, as one array of all heads (see
+        `Channel.pull`). The returned pull fails with HandoffError if the block is not stored."""
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
         with self._lock:
             shards = self._blocks.get(offer_id)
@@ -100,28 +100,30 @@ class HostStore:
         return pull
 
     def expect(self, offer_id: int) -> None:
-        """Registers a block that `deliver` will add, such as a block from disk."""
+        """Registers a block that `deliver` will add later, such as a block that is being read from
+        disk."""
         with self._lock:
             self._blocks[offer_id] = None
 
     def deliver(self, offer_id: int, shards: Shards) -> None:
-        """Stores an expected block, unless it was forgotten meanwhile. Thread-safe."""
+        """Stores a block that `expect` has registered. Does nothing if `forget` was called in
+        between. Thread-safe."""
         with self._lock:
             if offer_id in self._blocks:
                 self._blocks[offer_id] = shards
 
     def shards(self, offer_id: int) -> Shards | None:
-        """Returns the immutable shards of a complete block, or None."""
+        """Returns the immutable shards of a block, or None if its copy is not complete."""
         with self._lock:
             return self._blocks.get(offer_id)
 
     def forget(self, offer_id: int) -> None:
-        """Drops a block; running copies continue. Idempotent."""
+        """Drops a block. Copies of the block in progress continue. Idempotent."""
         with self._lock:
             self._blocks.pop(offer_id, None)
 
     def close(self) -> None:
-        """Drops all blocks and waits for the thread. Idempotent."""
+        """Drops all blocks and waits until the store's thread has ended. Idempotent."""
         with self._lock:
             self._blocks.clear()
         if self._thread is not None:
@@ -134,7 +136,7 @@ class HostStore:
 
 
 def _to_host(shard: jax.Array) -> HostArray:
-    """Returns a shard's copy in host memory. Blocks until it is computed and copied."""
+    """Copies a shard to host memory. Blocks until the shard is computed and copied."""
     (device,) = shard.devices()
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:
@@ -145,7 +147,8 @@ def _to_host(shard: jax.Array) -> HostArray:
 
 
 def _to_mesh(shards: Shards, target: PullTarget) -> jax.Array:
-    """Returns the block on the target's rank, and its zeros on the others."""
+    """Puts a block's shards on the target's dp rank, and zeros on the other ranks. Returns the
+    global array."""
     zeros = target.zeros
     boxes = rank_placement(zeros.sharding, zeros.shape, target.rank)
     arrays: list[jax.Array] = []

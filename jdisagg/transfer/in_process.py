@@ -1,9 +1,11 @@
-"""The channel within one process. It moves each piece by a single-device `device_put`.
+"""The channel between two meshes of one process. It copies each piece by a `device_put` to a single
+device.
 
-Independent of requests, pages and layers. Invariants:
-- A piece that is a whole shard is sent as it is. A smaller one is cut on its own device, all pieces
-  of a shard by one program.
-- A piece that already lies on its destination is not moved (a whole shard shares its buffer).
+This module must not depend on requests, pages or layers. Invariants:
+- A piece that is a whole shard is sent without a copy on the sender. Otherwise one program cuts the
+  shard into all its pieces, on the shard's own device.
+- A piece that is already on its destination device is not copied. If the piece is a whole shard,
+  the received array shares the shard's buffer.
 - Nothing blocks: `device_put` of an array that is still being computed returns at once (on CPU half
   a millisecond for four pieces), and single-device work issued later on the destination does not
   wait for it. (XLA:CPU runs the multi-device programs of one process one after another, whatever
@@ -52,14 +54,15 @@ _RouteKey = tuple[
 
 @dataclass(slots=True)
 class _Route:
-    """The plans from one sharding to another, one for each replica of the source that may begin."""
+    """The transfer plans from one sharding to another: one plan for each replica of the source that
+    may be preferred as sender."""
 
     plans: tuple[ReshardPlan, ...]
     uses: int = 0
 
 
 class InProcessChannel:
-    """Implements `Channel` for two meshes of this process."""
+    """Implements `Channel` for two meshes of one process."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -122,7 +125,8 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles the cuts and the codec for pulls from `source_mesh` to targets like `target`."""
+        """Compiles the programs that cut and pack blocks for pulls from `source_mesh` to targets
+        like `target`."""
         _, components, _, tokens, head_size = target.zeros.shape
         shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
@@ -138,14 +142,14 @@ class InProcessChannel:
             return dict(self._moved)
 
     def planned_bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        """Returns `bytes_per_pair` as computed from the plans, for comparison with the bytes of the
-        arrays that were moved."""
+        """Returns the same table as `bytes_per_pair`, computed from the transfer plans instead of
+        the transferred arrays. Tests compare the two."""
         with self._lock:
             return dict(self._planned)
 
     def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
-        """Issues the copies of one pull; does not block. Called without the lock, because JAX calls
-        may take a millisecond."""
+        """Starts the copies of one pull. Does not block. Called without holding the lock, because
+        JAX calls may take a millisecond."""
         try:
             check_leaves(target)
             check_geometry(offer.block, str(target.zeros.dtype), target.zeros.shape, target.granule)
@@ -163,7 +167,8 @@ class InProcessChannel:
         pull.deliver(arrays, sum(moved.values()))
 
     def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
-        """Returns the cached plan for the next source replica, which changes from pull to pull."""
+        """Returns the cached transfer plan for this pull. Successive pulls prefer different
+        replicas of the source as senders, which balances the load."""
         zeros = target.zeros
         key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
         with self._lock:
@@ -194,7 +199,8 @@ def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
 def _move(
     offer: OfferedBlock, target: PullTarget, plan: ReshardPlan
 ) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
-    """Transfers a block. Returns the arrays and the bytes moved per device pair."""
+    """Starts the copies of a block. Returns the arrays, and the bytes by (source device id,
+    destination device id)."""
     granule = target.granule
     pieces = [
         PlannedPiece(
@@ -232,7 +238,7 @@ def _move(
 
 
 def _planned_bytes(plan: ReshardPlan, target: PullTarget) -> dict[tuple[int, int], int]:
-    """Returns the bytes of the plan's pieces as encoded."""
+    """Returns the bytes of the plan's pieces after packing by the target's codec."""
     weight = sum(
         math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize
         for zeros in target.resident

@@ -1,5 +1,4 @@
-"""The interface by which the channels of two processes exchange small messages, with best-effort
-delivery.
+"""Interface of the control messages between the channels of two processes. Delivery is best-effort.
 
 A `KvLink` sends a channel's messages. The link's owner passes received messages to the channel,
 which is a `KvReceiver`:
@@ -9,8 +8,9 @@ which is a `KvReceiver`:
     channel.handle(sender, message)  # the link's owner does this; `sender` is the origin's KvEnd
 
 Replies are sent to the `KvEnd` given as `sender`, which must therefore equal the one that the other
-process publishes in its cards. A link delivers only to the addressed boot. The channel tolerates
-loss, delay and duplication; messages between two processes should keep their order."""
+process publishes in its cards. A link delivers a message only to the process run (boot id) that it
+is addressed to. The channel tolerates loss, delay and duplication of messages. Messages between two
+processes should keep their order."""
 
 from typing import Protocol
 
@@ -20,11 +20,13 @@ from jdisagg.messages.kv_plane import KvMessage
 
 class KvLink(Protocol):
     def send(self, end: KvEnd, message: KvMessage) -> None:
-        """Queues a message, which may be lost. Never blocks, never raises; thread-safe."""
+        """Queues a message for the process `end`. The message may be lost. Never blocks, never
+        raises. Thread-safe."""
         ...
 
 
 class KvReceiver(Protocol):
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        """Processes a message from `sender`. Never blocks, never raises; thread-safe."""
+        """Processes a message from the process `sender`. Never blocks, never raises.
+        Thread-safe."""
         ...

@@ -1,18 +1,21 @@
 """The receiving half of `NegotiatedChannel`: requests, pulls and assembles the sender's pieces.
 
-A `pull` sends its requests at once. This half's own thread handles the answers and watches the
-pulls in progress. If the sender's server is known and the target names the sender's rank and heads,
-no answer is needed: the receiver makes the same plan of the pieces as the sender, and pulls them
-before they are posted. Otherwise the sender answers with the location of its pieces. Invariants:
-- A request's id is random and fresh; a retried pull is another pull with other ids. An unanswered
-  request is sent again with its id, because messages may be lost; the sender serves an id once.
-- Global arrays are made only when each piece is there: an array that has not arrived never reaches
-  a program.
-- If a backend that reads the sender's memory fails before it ever worked, the next pull uses
-  another backend.
-- A pull ends at its deadline, even if a peer does not answer. Its requests are withdrawn. If its
-  bytes are stuck on a server's connection that moves no other bytes, the connection is poisoned and
-  dropped, and the next pull makes a new one.
+`pull` sends one request to each sender process immediately. A thread of `KvPuller` handles the
+answers and polls the pulls in progress. Normally the sender answers with the location of its
+pieces. The receiver may also pull ahead, which means before the answer: it computes the same plan
+of pieces as the sender, and pulls from the sender's server before the pieces are posted. This
+requires a known server address, and a target that gives the sender's dp rank and number of heads.
+Invariants:
+- Each request has a new random id. A retry of a failed pull is a new pull with new ids. An
+  unanswered request is sent again with the same id, because messages may be lost. The sender serves
+  each id once.
+- Global arrays are made only after all pieces have arrived, so that no program waits for a
+  transfer.
+- If a backend that reads the sender's memory directly fails, and has never succeeded with this
+  sender, the next pull uses another backend.
+- A pull ends at its deadline, even if a sender does not answer. Its requests are then withdrawn. If
+  its data is stuck on a connection that transfers no other data, the connection is closed with an
+  error, and the next pull opens a new connection.
 - Without a plan, a receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
@@ -64,8 +67,8 @@ _log = logging.getLogger(__name__)
 
 
 class KvPuller:
-    """The receiving half (see the module's docstring). The lock guards `_cards`, `_peers`,
-    `_choice` and `_requests`; only the thread uses `_watched` and `_stuck`."""
+    """The receiving half of a channel (see the module's docstring). The lock guards `_cards`,
+    `_peers`, `_choice` and `_requests`. Only the puller's thread uses `_watched` and `_stuck`."""
 
     def __init__(
         self, clock: Clock, link: KvLink, options: EngineOptions, choice: BackendChoice
@@ -185,8 +188,9 @@ class KvPuller:
         assembly: Assembly,
         turn: int,
     ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """Returns the pieces for this process's devices, by the index of the sender process that
-        holds them. Returns None if a sender must answer first. Requires the lock."""
+        """Plans the pieces for this process's devices before any sender answers. Returns them by
+        the index of the sender process that holds them, or None if a sender must answer first.
+        Requires the lock."""
         fresh = self._clock.now() - self._timeouts.fresh_seconds
         if not target.heads or any(not peer.address or peer.used < fresh for peer in peers):
             return None
@@ -208,7 +212,8 @@ class KvPuller:
     # The methods below run on the thread.
 
     def _watch_new(self, transfer: Transfer, heads: int) -> None:
-        """Watches a pull. `heads` is the block's number of heads if it is pulled ahead, else 0."""
+        """Adds a pull to the pulls that the thread polls. `heads` is the number of KV heads of the
+        block if the pull starts before the senders answer, else 0."""
         self._watched.append(transfer)
         try:
             if heads and not transfer.pull.is_ready():
@@ -260,8 +265,9 @@ class KvPuller:
             )
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
-        """Starts to pull the announced pieces. Raises HandoffError if the connection was replaced
-        or the sender's memory cannot be read; the posting is then withdrawn."""
+        """Starts to pull the pieces that a sender has announced. Raises HandoffError if the
+        connection was replaced or the sender's memory cannot be read. The sender is then asked to
+        free the pieces."""
         peer, assembly = sent.peer, sent.transfer.assembly
         with self._lock:
             if self._peers.get(peer.end) is not peer:  # its sender has closed the posting
@@ -287,7 +293,8 @@ class KvPuller:
         sent.arrays, sent.address = arrays, answer.address
 
     def _report_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
-        """Sends `Pulled` to the sender within `seconds`, together with other pulls."""
+        """Sends `Pulled` to the sender process `end` within `seconds`. Reports of several pulls are
+        sent together."""
         due = time.monotonic() + seconds
         self._report_at = min(self._report_at, due) if self._unreported else due
         self._unreported.append((end, Pulled(pull_id)))
@@ -303,14 +310,16 @@ class KvPuller:
             )
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Assembles the arrived arrays. Runs on the polling thread, under the pull's lock."""
+        """Assembles the arrays of a pull, all of which have arrived. Runs on the polling thread,
+        under the pull's lock."""
         with self._lock:
             add_counts(self._moved, assembly.bytes_per_pair)
         return assembly.assemble(arrays)
 
     def _watch(self) -> float:
-        """Settles the pulls that have ended and drops connections that are stuck. It runs after
-        each job and returns at once if that is too early."""
+        """Completes the pulls that have ended and closes stuck connections. The thread calls this
+        after each job. Returns the seconds until the next call is due, and does nothing else if
+        called earlier."""
         if self._unreported and time.monotonic() >= self._report_at:
             self._report()
         early = self._watch_at - time.monotonic()
@@ -350,7 +359,8 @@ class KvPuller:
         self._unreported.clear()
 
     def _has_failed(self, transfer: Transfer) -> bool:
-        """Fails the pull if one of its senders has failed. Returns whether it did."""
+        """Checks whether a transfer from one of the pull's senders has failed. If so, fails the
+        pull and returns True."""
         for sent in transfer.requests:
             if sent.arrays and sent.has_ended and (error := _error_of(sent.arrays)):
                 broken = HandoffError(
@@ -362,8 +372,8 @@ class KvPuller:
         return False
 
     def _send_again(self, transfer: Transfer) -> None:
-        """Repeats requests that may have been lost, under the same id. If pieces are pulled before
-        the answer or before they are written, only their bytes confirm the request."""
+        """Repeats requests that may have been lost, with the same ids. If a pull needs no answer, a
+        request is repeated until its data arrives."""
         now = self._clock.now()
         for sent in transfer.requests:
             if (
@@ -419,19 +429,21 @@ class KvPuller:
             self._stuck.append((sent, max(sent.transfer.pull.deadline, flushed)))
 
     def _is_unproven(self, sent: SentRequest) -> bool:
-        """Returns whether the deadline passed before this backend ever worked with the sender."""
+        """Returns whether the pull's deadline has passed and no pull by this backend has ever
+        succeeded with the sender."""
         with self._lock:
             proven = self._choice.is_proven(sent.peer.end, sent.peer.inlet.backend)
         return not proven and self._clock.now() >= sent.transfer.pull.deadline
 
     def _lose(self, peer: PeerState, why: str) -> None:
-        """Drops the connection to a peer after a failed read."""
+        """Closes the connection to a sender process after a failed read."""
         with self._lock:
             self._choice.failed(peer.end, peer.inlet.backend, why)
         self._drop(peer)
 
     def _drop(self, peer: PeerState) -> None:
-        """Closes a connection; its pulls in progress fail. The next pull makes a new one."""
+        """Closes the connection to a sender process. Its pulls in progress fail. The next pull
+        opens a new connection."""
         with self._lock:
             if self._peers.get(peer.end) is peer:
                 del self._peers[peer.end]
@@ -473,7 +485,7 @@ class KvPuller:
 
 
 def _error_of(arrays: Sequence[jax.Array | Leaf]) -> str | None:
-    """Returns the error of arrays that are ready."""
+    """Returns the first error among arrays that have arrived or failed, or None."""
     for array in arrays:
         if isinstance(array, Leaf) and array.error:
             return array.error

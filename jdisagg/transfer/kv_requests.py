@@ -1,6 +1,8 @@
-"""Records of the receiving half: its sender processes, its pulls, and what each pull requested.
+"""Data classes of the receiving half of a channel: its sender processes, its pulls, and the
+requests of each pull.
 
-Sends and pulls nothing. `KvPuller` holds the records and documents which thread owns which."""
+This module sends and pulls nothing. `KvPuller` holds these records and documents which thread may
+use each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,15 +21,16 @@ from jdisagg.transfer.polled_pull import PolledPull, is_ready
 
 @dataclass(slots=True)
 class PeerState:
-    """One sender process.
+    """State of the connection to one sender process.
 
     Attributes:
-        end: The process.
-        link: Number of the connection to it; grows with each new one.
-        inlet: Pulls from it.
-        address: Address of the process's transfer server; "" until it is reported.
-        used: Time of the last request to it.
-        moved: Time when something last arrived from it.
+        end: Endpoint of the sender process.
+        link: Number of the current connection to the process. Each new connection has a higher
+            number.
+        inlet: Backend object that pulls from the process.
+        address: Address of the process's transfer server. "" until the process has reported it.
+        used: Time of the last request to the process.
+        moved: Time when data last arrived from the process.
     """
 
     end: KvEnd
@@ -43,16 +46,16 @@ class SentRequest:
     """The request of one pull to one sender process.
 
     Attributes:
-        pull_id: Random id, used once.
-        peer: The sender process.
+        pull_id: Random id of the request, used once.
+        peer: State of the connection to the sender process.
         transfer: The pull.
         sent_at: Time when the request was last sent.
         request: The message.
-        arrays: Leaves; None until their transfer has begun.
-        address: Server that they are pulled from.
-        refused: Whether the sender has refused.
-        unread: Reason why the sender's memory could not be read; "" otherwise.
-        ahead: Pieces that are pulled before the sender's answer.
+        arrays: One object to poll for each requested array. None until the transfer has started.
+        address: Address of the server that the arrays are pulled from.
+        refused: Whether the sender has refused the request.
+        unread: Reason why the sender's memory could not be read. "" otherwise.
+        ahead: Pieces that are pulled before the sender answers.
     """
 
     pull_id: int
@@ -68,13 +71,14 @@ class SentRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its leaves have arrived or failed."""
+        """Whether all arrays of this request have arrived or failed."""
         return self.arrays is not None and all(map(is_ready, self.arrays))
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One pull: its future, sending mesh `source`, arrays, and requests by sender process."""
+    """One pull: its future, the sending mesh `source`, the arrays received so far, and one request
+    for each sender process."""
 
     pull: PolledPull
     source: str
@@ -85,8 +89,9 @@ class Transfer:
 def pieces_by_sender(
     card: MeshCard, target: PullTarget, assembly: Assembly, turn: int
 ) -> dict[int, tuple[PostedPiece, ...]] | None:
-    """Returns the pieces for this process's devices by the index in `card.ends` of their sender
-    process; None if the two meshes do not fit."""
+    """Plans the pieces for this process's devices. Returns them by the index, in `card.ends`, of
+    the sender process that holds them. Returns None if the layouts of the two meshes do not
+    match."""
     _, components, _, tokens, head_size = target.zeros.shape
     shape = (1, components, target.heads, tokens, head_size)
     try:
@@ -112,7 +117,7 @@ def request_of(
     transports: int,
     turn: int,
 ) -> PullRequest:
-    """Returns the message for a request to one sender process."""
+    """Returns the request message of one pull for one sender process."""
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(

@@ -1,16 +1,18 @@
 """The sending half of `NegotiatedChannel`: holds offers and serves the requested pieces.
 
-All cutting, encoding and posting is done on this half's own thread, in order of arrival, without
-blocking. Invariants:
+The sender's own thread cuts, packs and posts the pieces, in the order in which requests arrive. It
+does not block. A posting is the memory that is reserved for one pull until the pull ends.
+Invariants:
 - Each receiver process has an `Outlet` of its own, so that a stalled receiver delays no other. A
-  receiver with a higher link number, or another boot id at its address, gets a new outlet.
-- Every process of the sender makes the same plan from the request alone (own mesh, `wanted`,
-  `turn`) and serves the pieces that it holds.
-- A posting ends when it is pulled, withdrawn or revoked, or when its deadline passes. Its memory is
-  then released.
-- A request for an offer that is not made yet waits, within its deadline.
-- A receiver that pulls ahead already waits in the engine, where it always gets the pieces or an
-  error. This module must not distinguish backends: all differences are in `Outlet` (backend.py)."""
+  receiver that has reconnected or restarted gets a new outlet.
+- Each process of the sending mesh computes the same plan of all pieces from its mesh and the
+  request (`wanted`, `turn`), and serves the pieces that it holds.
+- A posting is freed when it has been pulled, when it is withdrawn or revoked, or when its deadline
+  passes.
+- A request for a block that has not been offered yet waits until the request's deadline.
+- A receiver may pull ahead, which means that it pulls before the sender has answered. Such a pull
+  waits in the JAX transfer engine and always gets either the pieces or an error.
+- This module must not distinguish backends: all differences are in `Outlet` (backend.py)."""
 
 import itertools
 import logging
@@ -72,7 +74,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Posting:
-    """The memory reserved for one pull. `answer` is None until the receiver may be answered."""
+    """The memory reserved for one pull. `answer` is None until the sender may answer the
+    receiver."""
 
     offer_id: int
     leaves: int
@@ -83,7 +86,7 @@ class _Posting:
 
 @dataclass(slots=True)
 class _PeerState:
-    """One receiver process, on its connection number `link`."""
+    """State of the connection to one receiver process. `link` is the number of the connection."""
 
     link: int
     outlet: Outlet
@@ -92,8 +95,8 @@ class _PeerState:
 
 
 class KvSender:
-    """The sending half (see the module's docstring). The lock guards `_offers`, `_waiting` and
-    `_ended`; only the thread uses `_peers` and `_seen`."""
+    """The sending half of a channel (see the module's docstring). The lock guards `_offers`,
+    `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`."""
 
     def __init__(
         self,
@@ -153,7 +156,8 @@ class KvSender:
         self._thread.submit(lambda: self._take(receiver, message))
 
     def postings(self) -> int:
-        """Returns the number of pulls whose pieces wait to be fetched."""
+        """Returns the number of pulls whose pieces are reserved and not yet read by their
+        receivers."""
         return sum(len(peer.postings) for peer in list(self._peers.values()))
 
     def close(self) -> None:
@@ -272,7 +276,8 @@ class KvSender:
             self._write_once_computed(receiver, request, offer.number, reserved.sources)
 
     def _answer(self, receiver: KvEnd, posting: _Posting, address: str = "") -> None:
-        """Answers the receiver, unless it pulls ahead from `address` and needs no answer."""
+        """Sends the location of the pieces to the receiver. Sends nothing if the receiver has
+        started to pull them from `address` already."""
         posting.answer = posting.reserved
         if not address:
             self._link.send(receiver, posting.answer)
@@ -306,7 +311,7 @@ class KvSender:
             self._answer(receiver, posting)
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
-        """Repeats an answer that may have been lost, without reserving anything again."""
+        """Repeats an answer that may have been lost. Reserves nothing again."""
         peer = self._peers.get(receiver)
         posting = peer.postings.get(request.pull_id) if peer is not None else None
         with self._lock:
@@ -344,7 +349,8 @@ class KvSender:
         return peer
 
     def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
-        """Sends the outlet's address; returns the error if there is no outlet."""
+        """Opens an outlet for a receiver process and sends its address to the receiver. Returns the
+        error if that fails."""
         try:
             self._link.send(receiver, Opened(link, self._peer(receiver, link).outlet.address))
         except HandoffError as error:  # an older connection
@@ -354,7 +360,8 @@ class KvSender:
         return None
 
     def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
-        """Returns whether the receiver pulls ahead from its current outlet."""
+        """Returns whether the receiver has started to pull, before any answer, from the current
+        outlet for the receiver."""
         peer = self._peers.get(receiver)
         return peer is not None and (peer.link, peer.outlet.address) == (
             request.link,
@@ -366,7 +373,8 @@ class KvSender:
         self._flush(receiver, request, error)
 
     def _flush(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
-        """Fails the receiver's pull ahead, which waits at the outlet."""
+        """Fails a pull that the receiver has started before any answer, so that the pull does not
+        wait at the outlet."""
         if request.address and self._is_where_pulled(receiver, request):
             leaves = len(request.pieces) * leaves_of(request.codec)
             self._peers[receiver].outlet.refuse(request.pull_id, max(1, leaves), error_text(error))
@@ -380,7 +388,7 @@ class KvSender:
         self._drop_waits(lambda wait: (wait.receiver, wait.request.pull_id) == (receiver, pull_id))
 
     def _drop_waits(self, over: Callable[[_Waiting], bool]) -> list[_Waiting]:
-        """Removes and returns the waiting requests for which `over` is true."""
+        """Removes the waiting requests for which `over` returns True, and returns them."""
         dropped: list[_Waiting] = []
         with self._lock:
             for offer_id, waits in list(self._waiting.items()):
@@ -450,8 +458,8 @@ class KvSender:
 
 
 def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
-    """Returns the pieces of the offer that this process holds for the request. Raises
-    IncompatiblePeerError if the two do not fit."""
+    """Returns the requested pieces that this process holds. Raises IncompatiblePeerError if the
+    block's shape or dtype does not match the request."""
     shape = (
         1,
         request.components,
@@ -464,7 +472,7 @@ def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ..
 
 
 def _nothing(request: PullRequest, offer: OfferedBlock) -> Posted:
-    """Returns the answer of a process that holds no piece for the request."""
+    """Returns the answer to a request for which this process holds no piece."""
     return Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
 
 
@@ -473,7 +481,7 @@ def _refusal(request: PullRequest, error: JdisaggError) -> Refused:
 
 
 def _withdraw(peer: _PeerState, pull_id: int, reason: str) -> bool:
-    """Withdraws a posting; returns whether there was one."""
+    """Withdraws the memory reserved for a pull. Returns whether any was reserved."""
     posting = peer.postings.pop(pull_id, None)
     if posting is not None:
         peer.outlet.withdraw(pull_id, posting.leaves, error_text(HandoffError(reason)))

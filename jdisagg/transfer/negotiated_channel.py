@@ -1,10 +1,10 @@
 """The channel between processes, which negotiates a backend for each pair of processes.
 
-Control messages travel over a `KvLink`, bytes by the best backend that both processes have
-(backend_choice.py). Each process has one channel. Its sending half (kv_sender.py) holds offers and
-serves requested pieces; its receiving half (kv_puller.py) requests, pulls and assembles. Each
-process of an instance moves only the shards that it holds. The link's owner passes received
-messages to `handle`, and closes the channel at the end."""
+Control messages are sent over a `KvLink`. KV is transferred by the best backend that both processes
+support (backend_choice.py). Each process has one channel. The sending half (kv_sender.py) holds
+offers and serves requested pieces. The receiving half (kv_puller.py) requests, pulls and assembles
+pieces. Each process of a multi-process mesh transfers only its own shards. The link's owner passes
+received messages to `handle`, and closes the channel at the end."""
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,13 @@ class NegotiatedChannel:
 
     Args:
         clock: Clock of the deadlines.
-        end: This process, as its card publishes it (`Memories.end`).
-        link: Carries messages to other processes.
-        host: The one interface on which the transfer engine listens. It has no authentication.
-        transports: Number of parallel connections of the engine, which is equal on all workers.
-        memories: Memory of this process that others can read; closed with the channel.
+        end: Endpoint of this process, as its card publishes it (`Memories.end`).
+        link: Sends the channel's control messages to other processes.
+        host: Address of the only interface on which the transfer engine listens. The engine has no
+            authentication.
+        transports: Number of parallel connections of the transfer engine. All workers must be
+            configured with the same number.
+        memories: Memory of this process that other processes can read. The channel closes it.
     """
 
     def __init__(
@@ -87,30 +89,39 @@ class NegotiatedChannel:
         granule: int,
         codec_name: str,
     ) -> None:
-        """Compiles the programs that serve blocks of a shard's `shape` (C, local K, T, H) in pieces
-        of `granule` heads. Blocks."""
+        """Compiles the programs that cut and pack blocks for sending. Blocks.
+
+        Args:
+            mesh: Mesh of the blocks.
+            shape: Shape (C, local K, T, H) of one device's shard.
+            dtype: Dtype of the blocks.
+            granule: Number of KV heads in one piece.
+            codec_name: Codec that packs the pieces.
+        """
         warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:
         return self._sender.offered()
 
     def postings(self) -> int:
-        """Returns the number of pulls whose pieces this process has reserved and not sent yet."""
+        """Returns the number of pulls from this process whose pieces are reserved and not yet read
+        by their receivers."""
         return self._sender.postings()
 
     def under_way(self) -> int:
-        """Returns the number of this process's requests that have not ended."""
+        """Returns the number of requests of this process to senders that have not ended."""
         return self._puller.under_way()
 
     def channels(self) -> tuple[str, ...]:
-        """Returns "address backend" for each sender process."""
+        """Returns "ADDRESS BACKEND" for each sender process."""
         return self._puller.channels()
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         return self._puller.bytes_per_pair()
 
     def close(self) -> None:
-        """Ends threads, connections, servers and backends; pulls in progress fail. Idempotent."""
+        """Closes all threads, connections, servers and backends of the channel. Pulls in progress
+        fail. Idempotent."""
         self._puller.close()
         self._sender.close()
         for backend in self._backends:

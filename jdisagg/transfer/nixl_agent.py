@@ -2,20 +2,22 @@
 NIXL; it is an optional extra, without which this module is not used.
 
 Failure modes of NIXL (benchmarks/LOG.md, 2026-11-24) and the countermeasures:
-- Its progress thread spins through half a core unless it has a delay: it gets one, which bounds its
-  sleep when no event wakes it.
-- UCX's TCP moves 8 KiB at a time by default, which takes both sides about 1.5 times as long as with
-  TCP_SEGMENT.
-- UCX listens on every interface, and the backend's parameters name at most one device: while the
-  backend is made, the environment names the interface of `host` and the RDMA devices.
-- A read of unmapped memory kills the process that is read: over TCP its UCX copies from any
-  requested address, so registration protects nothing. Registered memory therefore stays mapped and
+- NIXL's progress thread uses half a core by busy polling. jdisagg configures a delay, which is the
+  longest sleep of the thread when no event wakes it.
+- UCX over TCP sends segments of 8 KiB by default, which costs both sides about 1.5 times the time
+  of segments of TCP_SEGMENT bytes. jdisagg sets TCP_SEGMENT.
+- UCX listens on every interface by default, and NIXL's parameters can name only one device.
+  Therefore environment variables name the interface of `host` and the RDMA devices while NIXL's
+  backend is created.
+- A read of unmapped memory kills the process that owns the address: over TCP, UCX in that process
+  copies from any requested address, registered or not. Registered memory therefore stays mapped and
   registered (nixl_memory.py).
-- A read that was given up still writes when a stopped sender resumes: its handle and its
-  destination are kept until the read has ended.
-- NIXL validates only the form of metadata: it travels with a digest, which is checked first.
-- The wheels declare torch as a dependency. Their bindings do not need it, and only the bindings are
-  imported."""
+- An abandoned read still writes to its destination if a paused sender resumes. The read's handle
+  and destination are kept until the read has ended.
+- NIXL checks only the form of metadata. Metadata is therefore sent with a digest, which is checked
+  before NIXL loads the metadata.
+- NIXL's wheels declare torch as a dependency. Only NIXL's bindings are imported, which do not need
+  torch."""
 
 import contextlib
 import fcntl
@@ -63,15 +65,16 @@ def is_loopback(host: str) -> bool:
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """Returns UCX's names of the first ports of this machine's RDMA devices."""
+    """Returns UCX's names of this machine's RDMA devices, each with its first port."""
     folder = Path("/sys/class/infiniband")
     found = folder.iterdir() if folder.is_dir() else ()
     return tuple(sorted(f"{each.name}:1" for each in found))
 
 
 def ucx_devices(host: str) -> tuple[str, ...]:
-    """Returns this machine's RDMA devices and the interface that has the address `host`; of a
-    loopback address "lo" alone. Raises ConfigError if no interface has the address."""
+    """Returns the devices that UCX may use: this machine's RDMA devices and the interface with the
+    address `host`. For a loopback address, returns "lo" only. Raises ConfigError if no interface
+    has the address."""
     address = _address(host)
     if is_loopback(host):
         return ("lo",)
@@ -100,11 +103,11 @@ def _address(host: str) -> str:
 
 
 class NixlAgent:
-    """The agent of this process: registers memory, reads other processes' memory, and serves their
-    reads on its own thread. Thread-safe.
+    """The NIXL agent of this process. Registers memory, reads other processes' memory, and lets
+    other processes read registered memory. Thread-safe.
 
     Args:
-        host: Address whose interface is used.
+        host: IP address of the network interface to use.
 
     Raises:
         ConfigError: NIXL is not installed, or has no backend for these devices.
@@ -135,12 +138,12 @@ class NixlAgent:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether an RDMA device may pin the pages of registered memory."""
+        """Whether this machine has an RDMA device, which may pin the pages of registered memory."""
         return any(":" in device for device in self.devices)
 
     def register(self, address: int, size: int) -> bytes:
-        """Registers memory for the lifetime of this process. Returns the metadata that other
-        processes need to read it."""
+        """Registers memory for reads by other processes, until this process ends. Returns the
+        metadata that other processes need for their reads."""
         described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "")])
         try:
             self._agent.registerMem(described, [self._backend])
@@ -152,14 +155,14 @@ class NixlAgent:
         return _digest(blob) + blob
 
     def know(self, metadata: bytes) -> str:
-        """Loads another agent's metadata, so that its memory can be read.
+        """Loads another agent's metadata. This is required before reads from that agent's memory.
 
         Returns:
             The name of the agent.
 
         Raises:
-            HandoffError: The metadata is invalid, or reads from a lost connection to this agent
-                have not ended.
+            HandoffError: The metadata is invalid, or reads over a previous, lost connection to the
+                agent have not ended.
         """
         blob = metadata[_DIGEST_BYTES:]
         if metadata[:_DIGEST_BYTES] != _digest(blob):
@@ -186,15 +189,15 @@ class NixlAgent:
     def read(
         self, peer: str, remote: int, local: int, size: int, in_time: Callable[[], bool]
     ) -> "NixlRead":
-        """Starts to copy registered memory of a peer into registered memory of this process.
+        """Starts to copy another process's registered memory into this process's registered memory.
 
         Args:
-            peer: Name of the peer's agent.
-            remote: Address at the peer.
-            local: Address in this process.
-            size: Bytes to copy.
-            in_time: Called once, when the read has ended; returns False if that is too late, and
-                the read then counts as failed.
+            peer: Name of the other process's agent, as returned by `know`.
+            remote: Source address in the other process.
+            local: Destination address in this process.
+            size: Number of bytes to copy.
+            in_time: Called once, when the read has ended. Returns whether the deadline has not
+                passed; if it has, the read counts as failed.
         """
         nixl = self._nixl
         with self._lock:
@@ -218,8 +221,8 @@ class NixlAgent:
         return read
 
     def lose(self, peer: str) -> None:
-        """Drops the connection to a peer after its last running read; the next read makes
-        another."""
+        """Drops the connection to the agent `peer` when its last running read has ended. The next
+        read opens a new connection."""
         with self._lock:
             self._lost.add(peer)
             self._forget_lost()
@@ -237,7 +240,8 @@ class NixlAgent:
             del self._agent
 
     def status(self, handle: int) -> str | None:
-        """Returns None while a read is running, "" when it is done, or its error."""
+        """Returns "" if the read has completed, an error text if it has failed, or None while it is
+        running."""
         try:
             found = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -258,7 +262,7 @@ class NixlAgent:
                 self._lost.add(peer)
 
     def _forget_lost(self) -> None:
-        """Drops lost connections whose reads have ended. Requires the lock."""
+        """Removes lost connections that have no running read. Requires the lock."""
         for peer in [each for each in self._lost if not self._reads.get(each)]:
             self._lost.discard(peer)
             self._reads.pop(peer, None)
@@ -298,7 +302,7 @@ class NixlRead:
         return self._over
 
     def end(self, why: str) -> None:
-        """Fails the read because its agent is closing."""
+        """Fails the read, because its agent is closing."""
         self._settle(why)
 
     def _settle(self, failure: str) -> None:
@@ -319,8 +323,8 @@ def _digest(blob: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _named_devices(host: str) -> Iterator[tuple[str, ...]]:
-    """Sets UCX's devices and segment sizes in the environment, the only place where UCX reads them.
-    Variables that the user has set are kept."""
+    """Sets UCX's devices and segment sizes in the environment, because UCX reads them only there.
+    Does not change variables that the user has set."""
     with _environment:
         said = os.environ.get(_DEVICES_VARIABLE)
         devices = tuple(said.split(",")) if said else ucx_devices(host)

@@ -1,14 +1,16 @@
-"""The backend over NIXL: KV between hosts, read by the receiver.
+"""The backend over NIXL: transfers KV between hosts. The receiver reads the sender's memory.
 
-The sender writes the pieces of a pull into a registered region and answers with its address. The
-receiver reads them into a region of its own; on CPU, arrays are views of that region. Both regions
-are host memory, also if the KV lies on other devices. Invariants:
-- A region is written before its receiver is answered. It is reused only when no receiver can take
-  new bytes for its own: the receiver has read the region or given up, or the pull's deadline has
-  passed, after which the receiver discards what it reads.
-- A region that is read into is reused when no array needs it and its read has ended.
-- Registered memory is never unmapped (nixl_agent.py explains why). Spare regions beyond SPARE_BYTES
-  give their pages back, but not their addresses, unless a device pins them."""
+The sender writes the pieces of a pull into a region, a range of host memory that is registered with
+NIXL, and answers with the region's address. The receiver reads the region into a region of its own.
+On CPU, the received arrays are views of the receiver's region. KV on accelerators is copied through
+these regions of host memory. Invariants:
+- The sender writes a region before it answers. The sender reuses the region only after the receiver
+  has read it or abandoned the pull, or after the pull's deadline, when the receiver discards what
+  it reads. Therefore no receiver takes the data of a later pull for its own.
+- The receiver reuses a region when no array uses it and the read into it has ended.
+- Registered memory is never unmapped (nixl_agent.py explains why). If unused regions exceed
+  SPARE_BYTES, their pages are returned to the operating system, but their addresses stay mapped.
+  Regions that a device may have pinned keep their pages."""
 
 import collections
 import logging
@@ -40,8 +42,8 @@ _SMALLEST_BYTES = 1 << 16
 
 
 def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
-    """Returns the NIXL memory of a worker with this `ServiceConfig.kv_channel`, or None if its KV
-    is not read over NIXL. Raises ConfigError if NIXL is configured by name and cannot be used."""
+    """Allocates the NIXL memory of a worker, if `channel` (`ServiceConfig.kv_channel`) uses NIXL,
+    else returns None. Raises ConfigError if NIXL is configured by name and cannot be used."""
     if channel == "nixl":
         return NixlMemory(NixlAgent(host), first=True)
     if channel not in ("auto", "cuda"):
@@ -61,7 +63,8 @@ def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
 
 
 class RegisteredRegion:
-    """`size` bytes at `address`. Other processes read them with `metadata`."""
+    """A range of `size` bytes of host memory at `address`, registered with NIXL. Other processes
+    need `metadata` to read the region."""
 
     __slots__ = ("address", "memory", "metadata", "size")
 
@@ -73,7 +76,8 @@ class RegisteredRegion:
 
 
 class NixlMemory(Backend):
-    """The registered regions of one process, and its agent. Thread-safe.
+    """The host memory of this process that is registered with NIXL, in regions, and the NIXL agent.
+    Thread-safe.
 
     Args:
         agent: NIXL agent of this process.
@@ -104,7 +108,7 @@ class NixlMemory(Backend):
         return NixlInlet(self)
 
     def take(self, size: int) -> RegisteredRegion:
-        """Returns a region of at least `size` bytes, preferably a used one."""
+        """Returns a region of at least `size` bytes. Prefers regions that were used before."""
         size = max(_SMALLEST_BYTES, 1 << (size - 1).bit_length())
         with self._lock:
             self._sweep()
@@ -124,29 +128,29 @@ class NixlMemory(Backend):
         return region
 
     def give_back(self, region: RegisteredRegion) -> None:
-        """Keeps an unused region for its next use."""
+        """Adds a region that is no longer used to the regions for reuse."""
         with self._lock:
             self._give_back(region)
 
     def park(self, region: RegisteredRegion, seconds: float) -> None:
-        """Keeps a region unused for some seconds, because a receiver may still read it."""
+        """Keeps a region from reuse for `seconds`, because a receiver may still read it."""
         end = time.monotonic() + seconds
         self._left.append((region, lambda: time.monotonic() >= end))
 
     def leave(self, region: RegisteredRegion, read: NixlRead) -> None:
-        """Marks a region, which no array needs any more, for reuse after its read has ended. Takes
-        no lock, because finalizers of arrays call it."""
+        """Marks a region for reuse after its read has ended. Called when no array uses the region
+        any more. Takes no lock, because finalizers of arrays call this method."""
         self._left.append((region, read.is_over))
 
     def regions(self) -> tuple[int, int]:
-        """Returns the number of regions, and how many of them are in use."""
+        """Returns the number of regions, and the number of regions in use."""
         with self._lock:
             self._sweep()
             idle = [*self._spare.values(), *self._bare.values()]
             return len(self._all), len(self._all) - sum(map(len, idle))
 
     def close(self) -> None:
-        """Ends all reads. Memory that existing arrays use stays valid."""
+        """Ends all reads. Arrays that were received before stay valid."""
         self.agent.close()
 
     def _sweep(self) -> None:
@@ -169,7 +173,7 @@ class NixlMemory(Backend):
 
 
 class NixlOutlet(Outlet):
-    """Serves registered regions to one receiver process."""
+    """Serves KV pieces to one receiver process in registered memory."""
 
     def __init__(self, memory: NixlMemory) -> None:
         self._memory = memory
@@ -199,7 +203,8 @@ class NixlOutlet(Outlet):
             self._memory.give_back(posted[0])
 
     def given_up(self, pull_id: int) -> None:
-        """Frees the region at once, because the receiver discards data that it still reads."""
+        """Frees the region at once. The receiver may still be reading the region, but discards the
+        data."""
         self.pulled(pull_id)
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
@@ -230,7 +235,7 @@ class NixlInlet(Inlet):
         in_time: Callable[[], bool],
         unused: Callable[[], None],
     ) -> list[LeafInMemory]:
-        """Starts to read the region. `in_time` is called once, when the read has ended."""
+        """Starts to read the sender's region. `in_time` is called once, when the read has ended."""
         lies = memory_of(answer, InRegistered)
         sizes = [int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals]
         if len(sizes) != len(lies.offsets):

@@ -1,5 +1,6 @@
-"""Prepares transfers for all channels: an offer's shards, the check that both sides fit, the plan
-of the pieces, and cutting and encoding them."""
+"""Prepares KV transfers for all channels: checks that the two meshes are compatible, plans the
+pieces, and cuts and packs them. A piece is the part of a block, `granule` KV heads, that one device
+sends to another."""
 
 import collections
 import functools
@@ -23,8 +24,9 @@ NO_CODEC = "none"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OfferedBlock:
-    """One rank's shards of a block on this process's devices, by device id. The other ranks are not
-    kept alive. `number` counts offers in the order in which the mesh computes them."""
+    """One dp rank's shards of an offered block on this process's devices, by device id. Holds no
+    other rank's shards, so that their memory can be freed. `number` is the index of the offer in
+    the order in which the mesh computes offered blocks."""
 
     shards: dict[int, jax.Array]
     shape: tuple[int, ...]
@@ -49,7 +51,7 @@ class OfferedBlock:
 
     @property
     def local_heads(self) -> int:
-        """Heads of one shard."""
+        """Number of KV heads in one shard."""
         return self.sharding.shard_shape(self.shape)[HEAD_DIMENSION]
 
     @property
@@ -58,9 +60,9 @@ class OfferedBlock:
 
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
-    """Raises IncompatiblePeerError, with the property and both values, if an offer does not fit the
-    zeros of a `PullTarget`. The handshake normally refuses such a peer earlier. A process without
-    shards of the rank does not check the dtype."""
+    """Raises IncompatiblePeerError if an offered block does not match the dtype and shape of a
+    `PullTarget`. The error names the property and both values. Normally the handshake has refused
+    such a peer before. The dtype is not checked in a process that holds no shard of the offer."""
     pairs: list[tuple[str, object, object]] = (
         [("dtype", offer.dtype, dtype)] if offer.shards else []
     )
@@ -90,7 +92,8 @@ def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], gran
 
 @functools.partial(jax.jit, static_argnames="parts")
 def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """Cuts a shard into `parts` pieces along its heads, by one program on its own device."""
+    """Cuts a shard into `parts` equal pieces along its heads. Runs as one program on the shard's
+    device."""
     size = shard_1CKTH.shape[HEAD_DIMENSION] // parts
     return tuple(
         jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION)
@@ -105,9 +108,9 @@ def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], in
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """One planned transfer: piece `source_part` of the shard on device `source` is sent to wanted
-    device number `receiver`, as its piece `part`. `first_head` is the global number of its first
-    head."""
+    """One planned copy of a piece. Piece number `source_part` of the shard on device `source`
+    becomes piece number `part` on the receiving device with index `receiver` in the request's list.
+    `first_head` is the global index of the piece's first head."""
 
     source: int
     source_part: int
@@ -117,7 +120,7 @@ class PlannedPiece:
 
 
 def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
-    """Returns the pieces that this process holds and that the request's process wants."""
+    """Returns the pieces that a receiver process requests and that this process holds."""
     turn = request.turn % _replicas(offer.sharding, offer.shape, offer.rank)
     pieces = _plan(
         offer.sharding,
@@ -144,15 +147,17 @@ def plan_ahead(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """Returns the plan that all processes of the sender will make.
+    """Returns the receiver's plan of the pieces, which equals the plan of every sender process.
+    With this plan the receiver can pull before the sender answers.
 
     Args:
-        card: Mesh of the sender.
-        source_rank: dp rank that offers the block.
+        card: Description of the sender's mesh.
+        source_rank: Index of the dp rank that offers the block.
         shape: Shape of the block, [any, C, K, T, H].
-        wanted: Devices of the receiving rank.
-        granule: Heads of a piece.
-        turn: Replica of the sender that begins.
+        wanted: Devices of the receiving dp rank.
+        granule: Number of KV heads in a piece.
+        turn: Index of the sender's preferred replica among equally loaded ones (see
+            `plan_reshard`).
 
     Raises:
         LayoutError: The sender's mesh cannot hold such a block.
@@ -202,8 +207,8 @@ def _planned(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """Plans the pieces. Both sides must make the same plan from different descriptions of the
-    source, so the plan does not depend on the order of the source's devices."""
+    """Plans the pieces. The sender and the receiver describe the source differently but must make
+    the same plan, so the plan does not depend on the order of the source's devices."""
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
@@ -226,13 +231,13 @@ def _planned(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostLeaves:
-    """The leaves of a pull that is read through host memory.
+    """The arrays of a pull in host memory. Equal arrays are stored once.
 
     Attributes:
-        sources: Device arrays that the leaves are read from, perhaps still being computed.
-        cuts: For each distinct array, the index of its source and the slice of heads, or None for
-            all.
-        order: For each leaf of each piece, the index of its array in `cuts`.
+        sources: Device arrays to copy to the host. They may not be computed yet.
+        cuts: For each distinct array, the index of its source in `sources` and the slice of its
+            heads, or None for all heads.
+        order: For each array that the receiver expects, in order, the index of the array in `cuts`.
     """
 
     sources: tuple[jax.Array, ...]
@@ -241,7 +246,7 @@ class HostLeaves:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each distinct array."""
+        """Size of each distinct array in bytes."""
         return [
             self.sources[source].nbytes
             if heads is None
@@ -252,7 +257,8 @@ class HostLeaves:
         ]
 
     def arrays(self) -> list[np.ndarray]:
-        """Returns the leaves as host arrays, on CPU as views. Blocks until they are computed."""
+        """Returns the distinct arrays in host memory. Blocks until the sources are computed. On CPU
+        the arrays are views of the sources."""
         read = [np.asarray(source) for source in self.sources]
         return [
             read[source] if heads is None else read[source][:, :, heads]
@@ -262,7 +268,7 @@ class HostLeaves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestedPieces:
-    """The pieces of an offer that one receiver process wants, and their encoding."""
+    """The pieces of one offer that one receiver process requests, and the codec that packs them."""
 
     offer: OfferedBlock
     pieces: Sequence[PlannedPiece]
@@ -270,9 +276,9 @@ class RequestedPieces:
     codec_name: str
 
     def on_devices(self) -> list[jax.Array]:
-        """Returns the leaves of each piece in order, on the devices that hold them; does not wait
-        for them. A piece that several devices want is made once. A piece that is a whole shard and
-        has no codec is the shard itself."""
+        """Returns the packed arrays of all pieces, in order, on their source devices. Does not wait
+        until they are computed. A piece for several receiving devices is packed once. An unpacked
+        piece that is a whole shard is returned without a copy."""
         offer, granule = self.offer, self.granule
         made: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
         cuts: dict[int, tuple[jax.Array, ...]] = {}
@@ -290,8 +296,9 @@ class RequestedPieces:
         return leaves
 
     def in_host(self) -> HostLeaves:
-        """Returns the leaves for host memory; does not wait for them. Pieces without a codec are
-        views of their shard, so that no program cuts them."""
+        """Returns the description of all pieces for a copy through host memory. Does not wait until
+        the pieces are computed. Unpacked pieces are views of their shard, so that no program needs
+        to cut them."""
         if self.codec_name != NO_CODEC:
             encoded = self.on_devices()
             once = tuple({id(leaf): leaf for leaf in encoded}.values())
@@ -314,8 +321,8 @@ class RequestedPieces:
 
 
 def blank(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """Allocates an array on the one device of its sharding, which is then written without JAX. The
-    allocation may still be in progress at return."""
+    """Allocates an array on the single device of its sharding, for code that writes the array
+    without JAX. The allocation may still be in progress at return."""
     return _blank(aval.shape, aval.dtype, aval.sharding)()
 
 
@@ -327,7 +334,8 @@ def _blank(
 
 
 def warm_blanks(resident: Sequence[jax.Array]) -> None:
-    """Compiles `blank` for pieces that are sharded like these zeros. Blocks."""
+    """Compiles `blank` for pieces with the shape, dtype and sharding of the zeros `resident`.
+    Blocks."""
     for zeros in resident:
         for shard in zeros.addressable_shards:
             place = jax.sharding.SingleDeviceSharding(shard.device)
@@ -338,8 +346,8 @@ def warm_blanks(resident: Sequence[jax.Array]) -> None:
 def encode(
     piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int
 ) -> tuple[jax.Array, ...]:
-    """Returns the leaves of a piece, made by one program on its own device; without a codec the
-    piece itself."""
+    """Packs a piece by the codec, in one program on the piece's device. Returns the packed arrays,
+    or the piece itself without a codec."""
     if codec_name == NO_CODEC:
         return (piece_1CGTH,)
     return _encoder(codec_name)(piece_1CGTH, stamp_array(stamp), np.int32(first_head))
@@ -351,15 +359,15 @@ def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tup
 
 
 def leaves_of(codec_name: str) -> int:
-    """Returns the number of leaves of a piece."""
+    """Returns the number of arrays that a codec packs a piece into; 1 without a codec."""
     return len(
         codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32)))
     )
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the leaves of a piece of this target. Raises IncompatiblePeerError if the target's
-    zeros do not match them."""
+    """Returns the shapes and dtypes of the arrays that a piece of this target is packed into.
+    Raises IncompatiblePeerError if they do not match the target's zeros."""
     _, components, _, tokens, head_size = target.zeros.shape
     leaves = codec(target.codec).leaves(
         jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype)
@@ -375,8 +383,8 @@ def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
-    """Makes the `leaves` of a `PullTarget` with these zeros. Callers keep them for each shape and
-    codec and never donate them."""
+    """Makes the `leaves` of a `PullTarget` from its `zeros`: arrays of zeros for the packed form.
+    Callers keep these arrays for reuse, one set for each shape and codec, and never donate them."""
     if codec_name == NO_CODEC:
         return ()
     ranks, _, heads, _, _ = zeros.shape
@@ -400,8 +408,8 @@ def warm_pieces(
     granule: int,
     codec_name: str,
 ) -> None:
-    """Compiles the cut and the codec for shards [1, *shape] of this process's devices of `mesh`.
-    Blocks."""
+    """Compiles the programs that cut a shard [1, *shape] into pieces and pack the pieces, for this
+    process's devices of `mesh`. Blocks."""
     components, local, tokens, head_size = shape
     if local == granule and codec_name == NO_CODEC:
         return

@@ -1,8 +1,9 @@
-"""A pull as a future to poll: in progress, then ended (arrived, failed, cancelled or late).
+"""A pull as a future to poll. It is first in progress and then ended: arrived, failed, cancelled or
+late.
 
-Independent of the channel. A dispatch thread delivers, cancels or revokes while the completion
-thread polls. Every change is made under the lock, which is never held while blocking. An ended pull
-keeps no array alive."""
+This module must not depend on a channel. A dispatch thread may deliver, cancel or revoke while the
+completion thread polls. Every change is made under the lock, which is never held while blocking. An
+ended pull keeps no array alive."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ Explain = Callable[[str], JdisaggError | None]
 
 
 class PolledPull:
-    """Implements `Pull`: first without arrays, then with arrays in transfer, then ended."""
+    """Implements `Pull`. A pull has no arrays at first, then arrays in transfer, and then it
+    ends."""
 
     def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
         self._offer_id = offer_id
@@ -79,7 +81,7 @@ class PolledPull:
 
     @property
     def deadline(self) -> float:
-        """The deadline on the channel's clock."""
+        """Time of the deadline on the channel's clock."""
         return self._deadline
 
     def deliver(
@@ -89,14 +91,16 @@ class PolledPull:
         assemble: Assemble | None = None,
         explain: Explain = lambda error: None,
     ) -> None:
-        """Sets the arrays, which may still be in transfer. They are dropped if the pull has ended.
-        Only the first call has an effect.
+        """Passes the arrays of the pull, which may still be in transfer. Only the first call has an
+        effect. If the pull has ended, the arrays are dropped.
 
         Args:
             arrays: Arrays to poll.
-            bytes_moved: Bytes that move between devices.
-            assemble: Makes the result of `arrays()` once all have arrived; runs under the lock.
-            explain: Extracts the sender's error from an array's error text, or returns None.
+            bytes_moved: Number of bytes that are transferred between devices.
+            assemble: Converts the arrived arrays to the result of `arrays()`. Runs under the lock,
+                after all arrays have arrived.
+            explain: Converts the error text of a failed array to the sender's error. Returns None
+                if the text is not from the sender.
         """
         with self._lock:
             if self._coming is not None:
@@ -106,7 +110,7 @@ class PolledPull:
                 self._coming, self._assemble, self._explain = arrays, assemble, explain
 
     def fail(self, error: JdisaggError) -> None:
-        """Fails a pull in progress; does not change an ended pull."""
+        """Fails a pull in progress. Has no effect on an ended pull."""
         with self._lock:
             if not self._error and not self._arrived:
                 self._end(error)

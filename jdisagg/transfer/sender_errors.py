@@ -1,5 +1,6 @@
-"""Converts errors of the sender for transport: to the text of an error array on the data plane, or
-by name on the control plane. A failed pull has one of two error types."""
+"""Transfers an error from the sender of KV to the receiver. On the data plane the sender posts an
+error array, whose failure carries the error as text. On the control plane a message carries the
+name and text of the error. The receiver's pull fails with HandoffError or IncompatiblePeerError."""
 
 import re
 
@@ -10,19 +11,20 @@ _PATTERN = re.compile(r"sender error (\w+): (.*)", re.DOTALL)
 
 
 def error_text(error: JdisaggError) -> str:
-    """Returns the text of an error array."""
+    """Returns the text for an error array, which `sender_error` converts back."""
     return f"sender error {type(error).__name__}: {error.message}"
 
 
 def sender_error(text: str) -> JdisaggError | None:
-    """Extracts the sender's error from a failed array's text, or returns None if the transfer
-    engine or an XLA program raised it."""
+    """Converts the text of a failed array to the sender's error. Returns None if the text comes
+    from the transfer engine or an XLA program instead."""
     found = _PATTERN.search(text)
     return named_error(*found.groups()) if found else None
 
 
 def named_error(name: str, message: str) -> JdisaggError:
-    """Returns the error as HandoffError or IncompatiblePeerError."""
+    """Returns the error with this class name, which must be HandoffError or
+    IncompatiblePeerError."""
     named = getattr(errors, name, HandoffError)
     incompatible = isinstance(named, type) and issubclass(
         named, IncompatiblePeerError | errors.ConfigError

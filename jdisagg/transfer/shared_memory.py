@@ -1,18 +1,20 @@
-"""The backend over shared memory: KV between processes of one host without the network stack.
+"""The backend over shared memory: transfers KV between processes of one host without the network
+stack.
 
-The sender writes the pieces of a pull into a `Region`, a memfd, and answers with its descriptor.
-The receiver opens it through `/proc/PID/fd`, maps it read-only and makes arrays of the mapping, on
-CPU without another copy. Invariants:
-- The receiver is answered when its pull is accepted, perhaps before the pieces are computed, and
-  maps the region meanwhile. The region's first byte reports when they are written, and nothing else
-  is read before. After the computation there is one copy and one byte, and no message.
-- A region is written once. It is reused only after its receiver has reported that it no longer uses
-  it; a withdrawn region is closed. So data that was read does not change.
-- Nothing outlives its processes: the kernel frees a memfd with its last holder, also after
-  `kill -9`.
+The sender writes the pieces of a pull into a `Region`, which is a memfd, and answers with the
+region's file descriptor. The receiver opens the region through `/proc/PID/fd`, maps it read-only
+and makes arrays from the mapping, on CPU without another copy. Invariants:
+- The sender may answer before the pieces are computed, so that the receiver can map the region
+  meanwhile. The sender sets the region's first byte when all pieces are written. The receiver reads
+  no other byte before. So no message is needed after the computation.
+- A region is reused only after the receiver has reported that it no longer uses the region. A
+  region whose pull was withdrawn is closed. So received data never changes.
+- No memory outlives the processes: the kernel frees a memfd when the last process that uses it has
+  ended, also after `kill -9`.
 - The kernel lets only the same user in the same PID namespace map a region. `SharedMemory.name`
-  holds a secret that is stored in a probe region: a process that reads it there is on the same
-  host. Another host with equal numbers fails that test and uses another backend."""
+  contains a PID, a descriptor and a secret that is stored in a probe region. A process that can
+  read the secret from the probe region is on the same host. On another host, where the same PID and
+  descriptor may exist, this test fails and another backend is used."""
 
 import contextlib
 import mmap
@@ -39,7 +41,7 @@ _SECRET_BYTES = 16
 
 
 class Region:
-    """`size` bytes of shared memory, mapped for writing. `inode` distinguishes it from a later
+    """A memfd of `size` bytes, mapped for writing. `inode` distinguishes the region from a later
     region with the same descriptor."""
 
     def __init__(self, size: int) -> None:
@@ -54,26 +56,26 @@ class Region:
             raise
 
     def write(self, arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> None:
-        """Copies each array to its offset (in bytes, a multiple of ALIGNMENT)."""
+        """Copies each array to its byte offset, which must be a multiple of ALIGNMENT."""
         for array, offset in zip(arrays, offsets, strict=True):
             place = np.frombuffer(self._map, array.dtype, array.size, offset)
             np.copyto(place.reshape(array.shape), array)
 
     def set_written(self, written: bool) -> None:
-        """Reports to receivers whether the region is written. The interpreter takes locks between
-        the copy and this store, and between a reader's load and its reads, which keeps them in
-        order on every processor."""
+        """Sets the byte that reports to receivers whether the region is written. The byte must
+        become visible after the data. The interpreter takes locks between the copy and this store,
+        and between a reader's load and its reads, which ensures this order on every processor."""
         self._map[0] = _WRITTEN if written else 0
 
     def close(self) -> None:
-        """Releases the region in this process. Other processes that map it keep it."""
+        """Releases the region in this process. Mappings in other processes stay valid."""
         self._map.close()
         os.close(self.descriptor)
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Returns the offsets of arrays of these sizes in a region, and the region's size, in bytes.
-    The arrays follow the byte that reports that they are written."""
+    """Returns the byte offsets of arrays with these sizes in a region, and the total size of the
+    region. The region's first byte is reserved: it reports that the arrays are written."""
     offsets: list[int] = []
     end = ALIGNMENT
     for size in sizes:
@@ -83,7 +85,8 @@ def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 class SharedMemory(Backend):
-    """The regions of one sending process. Only `reaches` and `inlet` are thread-safe."""
+    """The shared memory regions that one process sends from. Only `reaches` and `inlet` are
+    thread-safe."""
 
     kind = KvBackend.SHARED
 
@@ -98,7 +101,8 @@ class SharedMemory(Backend):
 
     @staticmethod
     def of_host() -> "SharedMemory | None":
-        """Returns a new instance, or None if the operating system has no memfd."""
+        """Creates the shared memory of this process. Returns None if the operating system has no
+        memfd."""
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             return None
         return SharedMemory()
@@ -113,8 +117,8 @@ class SharedMemory(Backend):
         return SharedInlet(end.memory)
 
     def take(self, size: int) -> Region:
-        """Returns a region of at least `size` bytes, preferably a used one, whose pages the kernel
-        has allocated already."""
+        """Returns a region of at least `size` bytes. Prefers regions that were used before, because
+        their pages are already allocated."""
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if spare := self._spare.get(size):
             self._spare_bytes -= size
@@ -128,7 +132,7 @@ class SharedMemory(Backend):
             ) from error
 
     def give_back(self, region: Region) -> None:
-        """Keeps a region that no receiver maps for its next use."""
+        """Keeps a region for reuse. No receiver may still map the region."""
         if self._spare_bytes + region.size > SPARE_BYTES:
             return region.close()
         self._spare.setdefault(region.size, []).append(region)
@@ -149,7 +153,7 @@ class SharedMemory(Backend):
 
 
 class SharedOutlet(Outlet):
-    """Serves regions to one receiver process."""
+    """Serves KV pieces to one receiver process in shared memory."""
 
     answers_early = True  # a region's first byte reports that it is written
 
@@ -201,18 +205,18 @@ def reachable(name: str) -> bool:
 
 
 class LeafArrival(Protocol):
-    """A read that fills a region, to be polled."""
+    """A read into a region that is in progress. To be polled."""
 
     error: str | None
 
     def is_over(self) -> bool:
-        """Returns whether the read has ended or failed. Never blocks."""
+        """Returns whether the read has completed or failed. Never blocks."""
         ...
 
 
 class LeafInMemory(Leaf):
-    """An array in a region of memory. `arrival` is the read that fills the region; None if the
-    region's first byte reports that it is written."""
+    """A received array in a region of host memory. `arrival` is the read that fills the region.
+    With None, the sender writes the region and sets its first byte afterwards."""
 
     __slots__ = ("_arrival", "_aval", "_bytes", "_region")
 
@@ -248,10 +252,10 @@ class LeafInMemory(Leaf):
 
 
 class SharedInlet(Inlet):
-    """The shared memory of one sender process, by its name.
+    """Pulls KV pieces from the shared memory of one sender process.
 
-    Mappings are kept (SPARE_BYTES in all), since a sender reuses its regions and the kernel takes
-    longer to map a region than to copy it."""
+    Mappings are cached, up to SPARE_BYTES in total. A sender reuses its regions, and mapping a
+    region takes longer than copying it."""
 
     backend = KvBackend.SHARED
     borrows = True
@@ -268,7 +272,8 @@ class SharedInlet(Inlet):
         in_time: Callable[[], bool],
         unused: Callable[[], None],
     ) -> list[LeafInMemory]:
-        """Maps the region, which may not be written yet, and returns its arrays to poll."""
+        """Maps the sender's region, which may not be written yet. Returns the arrays in the region,
+        to be polled."""
         lies = memory_of(answer, InMemory)
         if len(avals) != len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
@@ -312,7 +317,8 @@ class SharedInlet(Inlet):
 
 
 def _parts(name: str) -> tuple[int, int, bytes]:
-    """Returns PID, descriptor and secret; for an invalid name, numbers that no process has."""
+    """Splits the name of a process's shared memory into PID, descriptor and secret. For an invalid
+    name, returns numbers that match no process."""
     with contextlib.suppress(ValueError):
         pid, descriptor, secret = name.split(":")
         return int(pid), int(descriptor), bytes.fromhex(secret)

@@ -1,27 +1,31 @@
-"""The backend over `jax.experimental.transfer`, used only in ways that were measured to be safe. No
-other module of jdisagg calls the engine.
+"""The backend over `jax.experimental.transfer`, the JAX transfer engine, used only in ways that
+tests showed to be safe. No other module of jdisagg calls the engine. The sender posts arrays on a
+server under an id, and the receiver pulls them by this id.
 
 Failure modes of the engine and the countermeasures (see test_engine_dangers.py):
-- One stalled puller stalls a whole server: an `EngineOutlet` (server) serves one receiver process,
-  an `EngineInlet` connects to one sender process.
-- No transport addresses, or fewer than the other side: hang or abort. Both sides use `transports`
-  addresses; compare before pulling.
-- Garbage on a port can abort the process: servers bind one named interface, never all.
-- Time-outs have no timer: `EngineOutlet.tick` enforces them and must be called a few times a
+- One stalled receiver stalls a whole server. Therefore each `EngineOutlet` (server) serves only one
+  receiver process.
+- A server without transport addresses, or with fewer than the other side, hangs or aborts. Both
+  sides use `transports` addresses, and the numbers are compared before a pull.
+- Invalid data sent to a port can abort the process. Servers therefore bind one named interface,
+  never all.
+- The engine has no time-outs. `EngineOutlet.tick` enforces them and must be called a few times a
   second.
-- An unpulled posting holds its arrays for ever: postings have a time-out, and `withdraw` replaces
-  them by error arrays.
-- Zero-size leaves never arrive and deleted arrays crash: neither is posted.
-- A reused id may match the dead request of its first use: ids are random and used once, except for
-  error arrays, which end such requests.
-- A broken connection never recovers, and a poisoned one blocks its server until the object is
-  deleted: `EngineInlet.close` poisons and then deletes it.
-- Deleting a server during a transfer may stop the whole process: such servers are kept, with their
-  few threads.
-- The default chunks take gigabytes and are slower: `transfer_size` is small.
-- A server lives, with all that is posted, while a connection to it is open: `EngineOutlet.close`
-  empties it first.
-- Bytes of another shape or dtype are reinterpreted silently: callers compare the geometry first."""
+- Posted arrays that are not pulled are never freed. After a time-out, or by `withdraw`, posted
+  arrays are replaced by error arrays.
+- Arrays of size zero never arrive, and deleted arrays crash the process. Neither is posted.
+- A reused id may match an abandoned request with the same id. Ids are random and used once, except
+  for error arrays, which end such requests.
+- A broken connection never recovers, and blocks its server until the connection object is deleted.
+  `EngineInlet.close` fails all its pulls and then deletes the object.
+- Deleting a server during a transfer may stop the whole process. Such servers are never deleted,
+  and their few threads remain.
+- With the default chunk size the engine uses gigabytes of memory and is slower. `transfer_size`
+  sets smaller chunks.
+- A server and its posted arrays exist as long as a connection to the server is open.
+  `EngineOutlet.close` therefore removes the posted arrays first.
+- Data of another shape or dtype is reinterpreted without an error. Callers compare shapes and
+  dtypes first."""
 
 import ctypes
 import datetime
@@ -47,12 +51,13 @@ _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of all servers of a process.
+    """Options of all transfer servers of a process.
 
     Attributes:
-        host: The one interface that servers bind.
-        transports: Parallel connections, equal on both sides.
-        transfer_size: Bytes of a chunk.
+        host: Address of the only interface that servers bind.
+        transports: Number of parallel data connections. Both sides must be configured with the same
+            number.
+        transfer_size: Size of a transferred chunk in bytes.
         timeouts: Time-outs of the channel.
     """
 
@@ -84,7 +89,7 @@ class EngineOptions:
 
 
 class EngineBackend(Backend):
-    """The transfer engine as a backend, which reaches every process."""
+    """The JAX transfer engine as a backend. It reaches every process."""
 
     kind = KvBackend.ENGINE
 
@@ -114,14 +119,14 @@ class EngineOutlet(Outlet):
         self.address = self._server.address()
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
-        """Posts the pieces; the engine itself waits until they are computed."""
+        """Posts the arrays of the pieces. The engine itself waits until they are computed."""
         arrays = pieces.on_devices()
         self.post(pull_id, arrays, seconds)
         return Reserved(len(arrays))
 
     def post(self, pull_id: int, arrays: Sequence[jax.Array], seconds: float) -> None:
-        """Posts single-device arrays in the order in which they are pulled. They are kept until
-        they are pulled or withdrawn, or until `seconds` have passed."""
+        """Posts single-device arrays under the id, in the order in which the receiver pulls them.
+        The arrays are held until they are pulled or withdrawn, or until `seconds` have passed."""
         for array in arrays:
             assert array.size and len(array.devices()) == 1, (
                 "a posted array must be non-empty and lie on one device"
@@ -131,17 +136,18 @@ class EngineOutlet(Outlet):
         self._server.await_pull(pull_id, list(arrays), timeout=_in(seconds))
 
     def write(self, pull_id: int) -> None:
-        """Does nothing: the leaves were posted."""
+        """Does nothing, because `reserve` has posted the arrays."""
 
     def pulled(self, pull_id: int) -> None:
-        """Does nothing: the engine has freed the leaves."""
+        """Does nothing, because the engine frees arrays that were pulled."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
         self._withdrew = True
         self.refuse(pull_id, leaves, reason)
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Posts error arrays under the id. A request for more arrays fails with another text."""
+        """Posts `leaves` error arrays under the id. If the receiver expects more arrays, its pull
+        fails with the engine's own error text."""
         error = transfer.make_error_array(
             jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason
         )
@@ -151,8 +157,8 @@ class EngineOutlet(Outlet):
         self._server.await_pull(TICK_ID, [self._tick])
 
     def close(self, in_flight: bool) -> None:
-        """Frees all postings, and fails waiting requests. The object cannot be used afterwards. The
-        engine's threads end when the receiver has dropped its connection, too."""
+        """Frees all posted arrays and fails waiting pulls. The object cannot be used afterwards.
+        The engine's threads end when the receiver has closed its connection, too."""
         # There is no public way, and an open connection would keep the postings alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
         if in_flight or self._withdrew:
@@ -173,8 +179,8 @@ class EngineInlet(Inlet):
         self.address = ""
 
     def open(self, address: str) -> None:
-        """Connects to the sender's server. If its address changed, the old connection is dropped,
-        and its running pulls fail."""
+        """Connects to the sender's server. If the server's address has changed, the old connection
+        is closed and its running pulls fail."""
         if address != self.address:
             self._drop()
             if self._server is None:
@@ -188,13 +194,13 @@ class EngineInlet(Inlet):
         in_time: Callable[[], bool],
         unused: Callable[[], None],
     ) -> list[jax.Array]:
-        """Pulls arrays that may be posted later."""
+        """Starts to pull arrays. The sender may post them later than this call."""
         self.open(answer.address)
         assert self._connection is not None
         return self._connection.pull(answer.pull_id, list(avals))
 
     def close(self, in_flight: bool) -> None:
-        """Fails all running pulls. The object can be opened again."""
+        """Fails all running pulls. `open` may be called again afterwards."""
         self._drop()
         if in_flight and self._server is not None:
             _keep_for_ever(self._server)
@@ -209,8 +215,8 @@ class EngineInlet(Inlet):
 
 
 def is_dead_connection(error: str) -> bool:
-    """Returns whether an array's error means that its connection is gone, rather than that the
-    sender posted an error."""
+    """Returns whether a failed array's error was caused by a lost connection, rather than by an
+    error array that the sender posted."""
     return "Connection closed" in error or "SocketServer" in error
 
 
@@ -219,6 +225,7 @@ def _in(seconds: float) -> datetime.datetime:
 
 
 def _keep_for_ever(server: transfer.TransferServer) -> None:
-    """Leaks a server that may have bytes in transfer. Deleting it can block for ever with the
-    interpreter's lock held. A module-level list would delete it at exit."""
+    """Keeps a server alive until the process exits. Used for servers with data in transfer: to
+    delete such a server can block for ever while holding the interpreter's lock. The server is
+    leaked on purpose, because a module-level list would delete it at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
