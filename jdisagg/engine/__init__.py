@@ -1,2 +1,2 @@
-"""Assembles an embedded cluster in one process, and contains the research API. May import every
-package of jdisagg except `jdisagg.service`."""
+"""Contains the embedded cluster, which serves requests within one process, and the research API.
+May import every package of jdisagg except `jdisagg.service`."""

@@ -1,6 +1,6 @@
-"""JAX's persistent compilation cache, made safe for concurrent processes. By default it lies in the
-user's cache folder. Entries are written atomically. If several processes need the same program at
-the same time, one compiles while the others wait for the entry."""
+"""JAX's persistent compilation cache, made safe for concurrent processes. By default the cache is
+in the user's cache folder. Entries are written atomically. If several processes need the same
+program at the same time, one compiles while the others wait for the entry."""
 
 import fcntl
 import os
@@ -49,10 +49,11 @@ def _program_cache(path: str) -> tuple[CacheInterface, str]:
 
 
 class ProgramCache(CacheInterface):
-    """Cache with one file per program. JAX reads an entry and, if there is none, compiles and
-    writes the program, all in one thread. Meanwhile the thread holds a lock on the key, and others
-    that need the entry wait. The kernel releases a process's locks when the process ends. A thread
-    holds at most one lock, and none while it waits, so that there is no deadlock."""
+    """A compilation cache with one file per program, which several processes may share. JAX first
+    reads an entry. If there is none, JAX compiles the program and writes the entry in the same
+    thread. Until then, this thread holds a file lock on the entry, and other threads and processes
+    that need the entry wait. The kernel releases the lock when a process ends. A thread holds at
+    most one lock, and none while it waits, so that there is no deadlock."""
 
     def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
         self._path = path
@@ -72,8 +73,8 @@ class ProgramCache(CacheInterface):
         return entry
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes an entry. An existing one is replaced, because JAX compiles only if it could not
-        be read."""
+        """Writes an entry. Replaces an existing file, because JAX compiles only if the file could
+        not be read."""
         new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
         try:
             new.write_bytes(value)
@@ -84,8 +85,8 @@ class ProgramCache(CacheInterface):
             self._lock_file(key).unlink(missing_ok=True)
 
     def on_event(self, event: str, duration_secs: float, **_: object) -> None:
-        """Called by JAX in the thread that has compiled, even if no entry was written; releases the
-        lock."""
+        """Releases the lock on an entry. JAX calls this in the thread that has compiled a program,
+        even if no entry was written."""
         if event == _COMPILED:
             self._unlock()
 
@@ -102,7 +103,7 @@ class ProgramCache(CacheInterface):
             return None
 
     def _lock(self, key: str) -> None:
-        """Waits for the lock on the key. If locking fails, the program is compiled without a
+        """Waits for the lock on an entry. If locking fails, the program is compiled without a
         lock."""
         with suppress(OSError):
             lock = os.open(self._lock_file(key), os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,9 +1,9 @@
 """An embedded cluster: prefill and decode meshes on this process's devices, behind one request
 path.
 
-It builds executors on meshes, adds their workers to a `LocalCluster` (`jdisagg/assembly.py`) and
-builds the request path. The caller's `LoadModel` loads weights onto a mesh, so that this package
-imports no model family."""
+`EmbeddedCluster` builds an executor for each mesh, adds workers for the executors to a
+`LocalCluster` (`jdisagg/assembly.py`), and builds the request path. The caller passes a function
+(`LoadModel`) that loads weights onto a mesh, so that this package imports no model family."""
 
 import asyncio
 import secrets
@@ -58,7 +58,7 @@ Record = Callable[[str, Replica], Executor]
 
 
 def devices_of(config: EngineConfig) -> int:
-    """Returns the number of devices that the layouts need."""
+    """Returns the number of devices that the configured layouts need."""
     two = config.mode is Mode.DISAGGREGATED
     return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
 
@@ -66,8 +66,9 @@ def devices_of(config: EngineConfig) -> int:
 def carve_devices(
     config: EngineConfig, devices: Sequence[Device]
 ) -> tuple[Sequence[Device], Sequence[Device]]:
-    """Returns the devices of the prefill and of the decode mesh, disjoint and in order. The
-    one-mesh modes have no prefill devices. Raises LayoutError if there are too few devices."""
+    """Returns the devices of the prefill mesh and of the decode mesh. The two are disjoint and
+    follow the order of `devices`. Modes with a single mesh have no prefill devices. Raises
+    LayoutError if there are too few devices."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
     wanted = devices_of(config)
     if wanted > len(devices):
@@ -85,17 +86,17 @@ def carve_devices(
 
 
 class EmbeddedCluster:
-    """Prefill and decode meshes of this process behind one request path. Call `start`, then stream,
-    then `stop`. The constructor blocks while weights are loaded. Streams must run on the event loop
-    that called `start`.
+    """Serves requests on prefill and decode meshes of this process. Call `start` first, then stream
+    requests, then call `stop`. The constructor blocks while weights are loaded. Requests must be
+    streamed on the event loop that called `start`.
 
     Args:
-        load: Loads the model onto the devices of a layout.
-        detokenizer: Converts the model's tokens to text.
-        devices: Devices for the meshes, in order.
+        load: Function that loads the model onto the devices of a layout.
+        detokenizer: Converter of the model's tokens to text.
+        devices: Devices for the meshes. The prefill mesh gets the first ones.
         observer: Observer of workers, meshes and `observed_path`, or None.
-        record: Wraps each mesh's executor, for recordings.
-        events: Listener of the router's decisions.
+        record: Function that wraps each mesh's executor to record its commands, or None.
+        events: Listener that receives the router's decisions, or None.
     """
 
     def __init__(
@@ -144,17 +145,18 @@ class EmbeddedCluster:
             self._watch(observer)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Returns middleware to wrap the ports of `worker`."""
+        """Returns the observation middleware for the ports by which `caller` calls `worker`."""
         return wrap.calls(worker, caller, self._observer)
 
     def _affinity(self) -> LocalAffinity:
-        """Returns the cache index for placement, which is needed only if some requests can skip a
-        mesh."""
+        """Returns the index of cached prefixes, by which requests are placed. The index is needed
+        only if a cache hit can make a request skip the prefill mesh."""
         assert self._names is not None
         return LocalAffinity(list(self.local.workers.values()), self._names.secret)
 
     def _make_ports(self) -> ClusterPorts:
-        """Adds the workers and returns the ports through which the request path calls them."""
+        """Adds the workers of the meshes. Returns the ports by which the request path calls the
+        workers."""
         config = self.config
         if self.prefill:
             self.add(PREFILL, WorkerRole.PREFILL, self.prefill)
@@ -172,12 +174,12 @@ class EmbeddedCluster:
         tiers: TierRoom | None = None,
         fetches: bool = False,
     ) -> Worker:
-        """Adds a worker; call before `start`.
+        """Adds a worker. Must be called before `start`.
 
         Args:
-            tiers: Sizes of the prefix cache tiers in host memory and on disk; by default the
-                configuration's.
-            fetches: Whether a prefill worker may fetch cached KV from peers.
+            tiers: Sizes of the worker's prefix cache in host memory and on disk. By default those
+                of the configuration.
+            fetches: Whether a prefill worker may fetch cached KV from other workers.
         """
         executor = self._record(name, replica) if self._record else replica.executor
         self._meshes.append(wrap.mesh(name, executor, self._observer))
@@ -193,9 +195,9 @@ class EmbeddedCluster:
         )
 
     def _block_names(self) -> BlockNames | None:
-        """Returns the namer of prompt blocks, keyed by a secret of this process. If blocks are
-        cached on disk, the secret is stored beside them and names include the model's
-        fingerprint."""
+        """Returns the function that names prompt blocks for the prefix cache. Names are keyed by a
+        secret of this process. If blocks are cached on disk, the secret is stored in the cache
+        directory instead, and names include the model's fingerprint."""
         config = self.config
         if not config.prefix.disk_dir:
             return BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
@@ -221,7 +223,7 @@ class EmbeddedCluster:
             )
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Sets the compiler of requests' grammars; call before `start`. Without a compiler,
+        """Sets the compiler of requests' grammars. Must be called before `start`. With None,
         requests with a grammar are refused."""
         for replica in self.replicas:
             replica.executor.constrain(grammars)
@@ -229,7 +231,8 @@ class EmbeddedCluster:
             worker.constrain(grammars)
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
-        """Sets workers' descriptions, by which the router predicts seconds; call before `start`."""
+        """Sets the descriptions of workers by which the router predicts the seconds of a request.
+        Must be called before `start`."""
         for name, description in descriptions.items():
             self.path.placer.accounts.state.describe(name, description)
 
@@ -247,7 +250,7 @@ class EmbeddedCluster:
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled so far; constant in steady state."""
+        """Number of programs compiled so far. It stays constant after warm-up."""
         return sum(replica.executor.programs.compilations for replica in self.replicas)
 
     async def start(self, progress: Progress | None = None) -> None:
@@ -257,11 +260,12 @@ class EmbeddedCluster:
         await self.start_workers()
 
     async def warm_up(self, progress: Progress | None = None, *, beside: bool = False) -> None:
-        """Compiles every program, or loads it from the compilation cache, one after the other.
+        """Prepares every program, one after the other. Each program is compiled, or loaded from the
+        compilation cache.
 
         Args:
-            beside: Whether the workers serve already. Each program then waits until the meshes are
-                idle; a request that needs a program earlier loads it.
+            beside: Whether the workers serve requests during warm-up. Each program is then prepared
+                when the meshes are idle, or earlier if a request needs it.
         """
         steps = [
             (replica.executor, step)
@@ -279,7 +283,8 @@ class EmbeddedCluster:
         await self.local.start()
 
     def _channel_steps(self) -> list[Callable[[], None]]:
-        """Returns the warm-up steps of the channel's programs, one for each shape of block."""
+        """Returns the warm-up steps that compile the KV channel's programs. There is one step for
+        each block shape."""
         if not self.prefill:
             return []
         source, executor, codec = (
@@ -314,13 +319,13 @@ class EmbeddedCluster:
 
         Args:
             request_id: ID of the request.
-            keep_seconds: Seconds for which the request's KV stays in host memory, if
-                `prefix.host_gib` has room; otherwise KV is recomputed on resume. None resumes the
-                request.
+            keep_seconds: Seconds for which the request's KV is kept in host memory, if
+                `prefix.host_gib` has room for it. Otherwise the KV is recomputed when the request
+                resumes. None resumes the request.
             tenant: Tenant of the request.
 
         Raises:
-            InvalidRequestError: No such request is being streamed.
+            InvalidRequestError: The tenant has no request with this ID in progress.
         """
         await self.path.suspend(tenant, request_id, keep_seconds)
 
@@ -328,16 +333,18 @@ class EmbeddedCluster:
         return await self.path.status()
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
-        """Lists the prefix cache without changing it. Call on the cluster's event loop.
+        """Lists the contents of the prefix cache without changing it. Must be called on the
+        cluster's event loop.
 
         Returns:
-          One entry for each cached copy of a block, ordered by worker, by tier (device pages, host
-          memory, disk), and by eviction (least recently used first). Empty without `prefix.reuse`.
+            One entry for each cached copy of a block. Sorted by worker, then by tier (device pages,
+                host memory, disk), then by last use (least recently used first). Empty if
+                `prefix.reuse` is off.
         """
         return tuple(block for worker in self._workers for block in worker.kept_blocks())
 
     async def broken(self) -> UnavailableError:
-        """Waits until a mesh has broken and its requests have been ended; returns the reason."""
+        """Waits until a mesh has failed and its requests have ended. Returns the reason."""
         while True:
             for worker in self._workers:
                 try:
@@ -347,7 +354,7 @@ class EmbeddedCluster:
             await self.clock.sleep(LOOK_SECONDS)
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when running requests have ended."""
+        """Refuses new requests and waits until all running requests have ended."""
         await self.path.drain()
         await self.local.drain()
 
@@ -365,7 +372,7 @@ class EmbeddedCluster:
         loaded: Loaded,
         peer_tokens: int = 0,
     ) -> Replica:
-        """Builds the replica of one mesh on this cluster's channel."""
+        """Builds the replica for one mesh, which transfers KV over this cluster's channel."""
         groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
         return build_replica(
             name,

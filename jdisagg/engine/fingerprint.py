@@ -1,10 +1,11 @@
-"""Computes a model directory's fingerprint, which is equal if the same files are served in the same
-dtypes, without reading terabytes.
+"""Computes the fingerprint of a model directory. Two fingerprints are equal if the same files are
+served in the same dtypes. Large files are not read completely.
 
-It covers each file's path, size and content. Files above 64 MiB are sampled: their first bytes (the
-header of a safetensors file) and evenly spaced pieces. Copies on two hosts have equal fingerprints;
-fine-tunes of one model differ. KV scales are covered only if the KV dtype uses them. The Hugging
-Face and the Orbax form of one model differ, so a cluster must serve one form."""
+The fingerprint covers each file's path, size and content. Files above 64 MiB are sampled: their
+first bytes (the header of a safetensors file) and evenly spaced pieces. Copies on two hosts have
+equal fingerprints; fine-tunes of one model differ. KV scales are covered only if the KV dtype uses
+them. The Hugging Face and the Orbax form of one model have different fingerprints, so all workers
+of a cluster must load the same form."""
 
 import hashlib
 from pathlib import Path
@@ -24,7 +25,7 @@ def model_fingerprint(
     """Returns the fingerprint as 32 hexadecimal digits.
 
     Args:
-        weights: Quantization of the matrices, or "" for none.
+        weights: Quantization of the weight matrices, or "" for none.
         kv_dtype: Dtype of the KV cache, or "" for `dtype`.
     """
     root = Path(directory)
@@ -51,5 +52,6 @@ def model_fingerprint(
 
 
 def _ignored(path: Path) -> bool:
-    """Returns whether a file is not part of the model: notes, hidden paths, Python caches."""
+    """Returns whether a file is not part of the model: documentation, hidden files, or Python
+    caches."""
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)

@@ -1,14 +1,14 @@
-"""Process-wide settings for speed, each called once at the start.
+"""Process-wide settings that improve speed. Each function is called once, when the process starts.
 
 `keep_freed_memory`: XLA on CPU allocates its temporaries anew in each step. With glibc's defaults
 large ones are mapped and unmapped every time, and the page faults cost 10-20 % of a long bfloat16
-prefill. The function sets what the variables MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and
-MALLOC_TOP_PAD_ set, without a restart.
+prefill. The function has the effect of the environment variables MALLOC_MMAP_THRESHOLD_,
+MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_, without a restart of the process.
 
 `hand_over_quickly`: a worker's event loop and the threads of its mesh and channel exchange small
-jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms, in which 16 MB of KV
-could be sent. With half a millisecond a hand-off between processes is faster, and no benchmark is
-slower (benchmarks/LOG.md)."""
+jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms. In this time 16 MB
+of KV could be sent. The function reduces the limit to 0.5 ms. KV hand-offs between processes become
+faster, and no benchmark becomes slower (benchmarks/LOG.md)."""
 
 import ctypes
 import sys
@@ -20,7 +20,8 @@ SWITCH_SECONDS = 5e-4
 
 
 def keep_freed_memory() -> bool:
-    """Makes the allocator keep freed memory. Returns whether that succeeded (glibc only)."""
+    """Makes glibc's allocator keep freed memory for reuse. Returns whether that succeeded, which is
+    False with other C libraries."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -32,5 +33,6 @@ def keep_freed_memory() -> bool:
 
 
 def hand_over_quickly() -> None:
-    """Shortens the interval after which Python makes a thread release the interpreter's lock."""
+    """Shortens Python's switch interval, after which a running thread must release the
+    interpreter's lock."""
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -1,5 +1,5 @@
-"""Derives the limits that a scheduler and its executor share from an instance's configuration and a
-model's KV spec. Pure."""
+"""Computes the limits that a scheduler and its executor share (`MeshLimits`), from an instance's
+configuration and a model's KV spec. All functions are pure."""
 
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
@@ -34,17 +34,20 @@ def mesh_limits(
 ) -> MeshLimits:
     """Computes the limits of one mesh.
 
-    GPU batches have at least 8 rows, because another kernel, with other rounding, would multiply a
-    single row. GPUs have four chunk lengths per doubling, which reduces mean padding from 25 % to 8
-    %; on a CPU compiling them would take four times as long. Unified mode prefills each prompt
-    whole but packs short ones only up to `chunk_tokens`, because on a CPU longer chunks exceed the
-    caches and are slower per token.
+    On GPUs a batch has at least 8 rows, because for a single row the GPU uses another kernel with
+    other rounding. GPUs have four chunk lengths per doubling, which reduces mean padding from 25 %
+    to 8 %. CPUs have one, because compilation of four would take four times as long. Unified mode
+    prefills each prompt in one chunk. Short prompts share a chunk of at most `chunk_tokens`,
+    because on a CPU longer chunks exceed the processor's caches and are slower per token.
 
     Args:
-        layer_groups: Number of layer groups of the prefill side, which both sides of a hand-off
-            must use; None derives it from the KV size.
-        windows_apart, rings: Fields of `MeshLimits`; see `hands_windows_apart`.
-        append_tokens: Longest chunk that a decode mesh prefills itself; 0 for none.
+        layer_groups: Number of layer groups. Both sides of a hand-off must use the number of the
+            prefill side. None derives the number from the KV size.
+        windows_apart: Whether the KV of sliding-window layers is transferred separately (see
+            `hands_windows_apart`).
+        rings: Whether this mesh holds the KV of sliding-window layers in ring buffers.
+        append_tokens: Number of tokens in the longest prompt chunk that a decode mesh prefills
+            itself; 0 for none.
     """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
@@ -99,27 +102,29 @@ def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...
 
 
 def state_slots(instance: InstanceConfig) -> int:
-    """Returns how many recurrent states a dp rank holds: of sequences in slots and queued."""
+    """Returns the number of recurrent states that each dp rank can hold. This includes the
+    sequences in decode slots and the sequences that are queued for a slot."""
     slots = instance.slots_per_rank
     return slots + sequences_ahead(slots, instance.ahead_sequences)
 
 
 def hands_windows_apart(can_part: bool, mode: Mode, prefix: PrefixConfig) -> bool:
-    """Returns whether the KV of layers with a sliding window is transferred separately, only for
-    positions inside the window, and held in ring buffers on decode meshes.
+    """Returns whether the KV of sliding-window layers is transferred separately. If so, only
+    positions inside the window are transferred, and decode meshes hold them in ring buffers.
 
-    False with a prefix cache, because a shared prefix needs KV outside the window. False on a mesh
-    that prefills and decodes, because a chunk is longer than a ring buffer.
+    False with a prefix cache, because a cached prefix needs KV outside the window. False on a mesh
+    that prefills and decodes, because a prefill chunk is longer than a ring buffer.
 
     Args:
-        can_part: Whether the model's `KVSpec` allows it.
+        can_part: Whether the model's `KVSpec` allows a separate transfer.
     """
     return can_part and mode is Mode.DISAGGREGATED and not prefix.reuse
 
 
 def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
-    """Raises ConfigError for a prefix cache of a model with recurrent state, because only the
-    newest state is held and a shared prefix would need an earlier one."""
+    """Raises ConfigError if a prefix cache is configured for a model with recurrent state. Only
+    the newest state of a sequence is stored, but reuse of a prefix needs the state at the
+    prefix's end."""
     if prefix.reuse and spec.has_state:
         raise ConfigError(
             "prefix_cache is not for a model that keeps state beside KV (a recurrent one): a later"
@@ -129,24 +134,25 @@ def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
-    """Returns the tokens of the longest chunk of one dp rank."""
+    """Returns the number of tokens in the longest prefill chunk of one dp rank."""
     if mode is not Mode.UNIFIED:
         return instance.chunk_tokens
     return max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
 
 
 def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
-    """Returns the number of layer groups, each a program, in which a chunk is computed. With n
-    groups the last one, 1/n of the transfer, cannot overlap with computation, but each block also
-    costs host work. Without `asked` the result is the largest number that leaves a typical prompt's
-    blocks large enough. It must be equal on both sides of a hand-off."""
+    """Returns the number of layer groups. Each group is one program of a prefill chunk, and a
+    group's KV is transferred while the next group computes. With n groups the transfer of the last
+    one, 1/n of the KV, cannot overlap with computation. On the other hand, each block costs host
+    work. Without `asked`, the result is the largest number for which the blocks of a typical prompt
+    are large enough. Both sides of a hand-off must use the same number."""
     by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
     return min(asked or by_bytes, len(spec.positioned))
 
 
 def finer(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns `sizes` with three more sizes evenly spaced between adjacent ones, all rounded up to
-    the block granularity."""
+    """Returns `sizes` with three additional, evenly spaced sizes between neighbours. All sizes are
+    rounded up to multiples of the block granularity."""
     between = {
         -(-(low * (4 - part) + high * part) // (4 * GRANULE_TOKENS)) * GRANULE_TOKENS
         for low, high in zip(sizes[:-1], sizes[1:], strict=True)

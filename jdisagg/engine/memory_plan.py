@@ -1,10 +1,11 @@
-"""Plans an instance's memory on each device before allocation: weights, activations, staged KV,
-recurrent states, ring buffers of layers with a window, and the pages that fit beside these.
+"""Plans an instance's memory on each device before allocation. The plan covers weights,
+activations, KV in transfer, recurrent states, and ring buffers of sliding-window layers. KV pages
+use the rest.
 
-`fit_instance` completes a configuration with pages for `slots_per_rank` sequences of full context,
-or as many as fit. If the context is not configured, it is reduced to the tokens that fit one
-sequence. If the rest does not fit, an error states the sum. Pure, except `device_memory` and
-`check_host_cache`."""
+`fit_instance` sets the number of KV pages: enough for `slots_per_rank` sequences of full context,
+or as many as fit. If the context length is not configured, it is reduced until the pages of one
+sequence fit. If even this is impossible, an error lists all parts of the plan. All functions are
+pure, except `device_memory` and `check_host_cache`."""
 
 import os
 from collections.abc import Sequence
@@ -47,8 +48,8 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device. `bytes`: bytes that an instance may use. `what`: description of the
-    memory, for errors."""
+    """Memory of one device. `bytes` is the number of bytes that an instance may use. `what`
+    describes the memory in error messages."""
 
     bytes: int
     what: str
@@ -56,7 +57,8 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device of an instance by purpose, and the tokens that its pages hold."""
+    """Memory on one device of an instance: bytes for each purpose, and the number of tokens for
+    which there are KV pages."""
 
     instance: str
     weights: int
@@ -76,7 +78,8 @@ class MemoryPlan:
 
     @property
     def summary(self) -> str:
-        """The total and the context; the parts are in `str`, which `check_config` prints."""
+        """Returns the total and the context length in one line. `str` also lists the parts, which
+        `check_config` prints."""
         return (
             f"{self.instance}, each device: {_gigabytes(self.total)} of"
             f" {_gigabytes(self.memory.bytes)}; context {self.context_tokens:,} tokens"
@@ -98,8 +101,9 @@ class MemoryPlan:
 def fit_engine(
     config: EngineConfig, geometry: CostGeometry, memory: DeviceMemory
 ) -> tuple[EngineConfig, tuple[MemoryPlan, ...]]:
-    """Returns the configuration of an embedded cluster, fitted to devices with `memory` each, and a
-    plan for each mesh. Raises ConfigError if the cluster does not fit."""
+    """Completes the configuration of an embedded cluster for devices with `memory` each. Returns
+    the configuration and one plan for each mesh. Raises ConfigError if the cluster does not fit
+    into memory."""
     two = config.mode is Mode.DISAGGREGATED
     roles = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE}
     if not two:
@@ -122,8 +126,8 @@ def fit_engine(
 def fit_worker(
     config: WorkerConfig, role: WorkerRole, geometry: CostGeometry, memory: DeviceMemory
 ) -> tuple[WorkerConfig, MemoryPlan]:
-    """Returns the configuration of a worker of one role, fitted to `memory`, and its plan. Raises
-    ConfigError if the worker does not fit."""
+    """Completes the configuration of a worker in one role for devices with `memory` each. Returns
+    the configuration and the plan. Raises ConfigError if the worker does not fit into memory."""
     mode = config.mode if role is WorkerRole.MIXED else Mode.DISAGGREGATED
     instance, plan = fit_instance(
         config.instance, role, mode, config.model, geometry, memory, config.prefix
@@ -144,8 +148,8 @@ def fit_instance(
     """Returns the instance with `pages_per_rank` set, and the memory plan.
 
     Raises:
-        ConfigError: Weights, activations, staging and the configured pages (or those of one
-            sequence) exceed the memory; the message has the sum.
+        ConfigError: The device memory is too small for the weights, activations, KV in transfer,
+            and the configured pages (or the pages of one sequence). The message lists these parts.
     """
     context = model.context_tokens or geometry.context_tokens
     weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
@@ -205,8 +209,9 @@ def fit_instance(
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes on one device: weights, KV of a token, recurrent state of a sequence, and KV of a token
-    in layers with a window (0 if no layer or every layer has one)."""
+    """Number of bytes on one device for the weights, for the KV of one token, for the recurrent
+    state of one sequence, and for the KV of one token in sliding-window layers. The last is 0 if
+    either no layer or every layer has a window."""
 
     weights: int
     token: int
@@ -228,9 +233,10 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
 def device_memory(
     devices: Sequence[Device], fraction: float | None, sharers: int = 1
 ) -> DeviceMemory:
-    """Returns the memory of each of `devices` that an instance may use. For accelerators this is
-    XLA's limit, which `prepare_runtime` sets from `fraction`. For virtual CPU devices it is an
-    equal part of `fraction` of the host's memory, over the devices of all `sharers` processes."""
+    """Returns the memory of each of `devices` that an instance may use. For accelerators, the
+    result is XLA's limit, which `prepare_runtime` sets from `fraction`. For virtual CPU devices,
+    `fraction` of the host's memory is divided equally among the devices of all `sharers`
+    processes."""
     stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if stats:
         least = min(int(found.get("bytes_limit", 0)) for found in stats)
@@ -245,11 +251,11 @@ def device_memory(
 def check_host_cache(
     prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1
 ) -> None:
-    """Checks that host memory fits `prefix.host_gib` of KV for each of `sharers` workers, beside
-    the `fraction` for virtual devices.
+    """Checks that host memory has room for `prefix.host_gib` of KV for each of `sharers` workers,
+    in addition to the `fraction` that virtual devices use.
 
     Raises:
-        ConfigError: There is too little memory; the message has the sum.
+        ConfigError: There is too little memory. The message lists the parts.
     """
     on_cpu = device.platform == "cpu"
     part = (HOST_FRACTION if fraction is None else fraction) if on_cpu else 0.0
@@ -265,12 +271,12 @@ def check_host_cache(
 
 
 def host_sharers(config: EngineConfig) -> int:
-    """Returns how many workers of an embedded cluster hold KV in host memory."""
+    """Returns the number of workers in an embedded cluster that hold KV in host memory."""
     return 1 + (config.mode is Mode.DISAGGREGATED and config.prefix.reuse)
 
 
 def describe_tiers(prefix: PrefixConfig, role: WorkerRole) -> str:
-    """Describes a worker's tiers in host memory and on disk in one line."""
+    """Returns a line that describes a worker's prefix cache in host memory and on disk."""
     if role is not WorkerRole.PREFILL:
         return f"up to {prefix.host_gib:g} GiB of host memory for sequences that are set aside"
     disk = (
@@ -291,7 +297,8 @@ def tier_room(prefix: PrefixConfig) -> TierRoom:
 
 
 def host_memory() -> int:
-    """Returns the bytes of this machine's memory, or of its container's if less."""
+    """Returns the number of bytes of this machine's memory, or of the container's limit if that is
+    smaller."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(_CGROUP.read_text()))
@@ -302,11 +309,13 @@ def host_memory() -> int:
 def _activations(
     geometry: CostGeometry, instance: InstanceConfig, role: WorkerRole, chunk: int, dtype: str
 ) -> int:
-    """Returns an upper estimate of the bytes that the largest program needs beside its arguments:
-    the residual stream, one layer's inner activations, and three copies of float32 logits.
+    """Returns an upper estimate of the bytes that the largest program needs in addition to its
+    arguments: the residual stream, one layer's inner activations, and three copies of float32
+    logits.
 
     Args:
-        chunk: Longest chunk that the instance computes, or 0.
+        chunk: Number of tokens in the longest prefill chunk of the instance, or 0 if it does not
+            prefill.
     """
     tp, attention, experts = instance.layout.tp, geometry.attention, geometry.experts
     ffn = max(geometry.ffn, experts.active * experts.ffn + experts.shared_ffn if experts else 0)

@@ -1,7 +1,8 @@
-"""Builds and warms up one model replica of this process: a model on a mesh and its executor.
+"""Builds and warms up a replica: a model on one mesh of this process, with the mesh's executor.
 
-Used by worker processes and embedded clusters. The caller passes the loader of weights
-(`LoadModel`) and the channel for KV (`Channel`). Imports neither gRPC nor a model family."""
+Worker processes and embedded clusters use this module. The caller passes the function that loads
+weights (`LoadModel`) and the channel that transfers KV (`Channel`). This module must import neither
+gRPC nor a model family."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from jdisagg.transfer.channel import Channel
 
 
 class Loaded(Protocol):
-    """A model whose arrays are on `mesh`, with axes ("dp", "kv", "rep")."""
+    """A loaded model. The model's arrays are on `mesh`, which has axes ("dp", "kv", "rep")."""
 
     @property
     def model(self) -> Model: ...
@@ -37,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Replica:
-    """One model replica on one mesh."""
+    """A model on one mesh, with its configuration and executor."""
 
     config: InstanceConfig
     executor: MeshExecutor
@@ -46,8 +47,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """Addresses for KV transfers from a replica: `ends` of the mesh's processes by index, and
-    `transports`, the connections per transfer."""
+    """How other meshes reach a replica for KV transfers. `ends` are the endpoints of the mesh's
+    processes, in the order of process indices. `transports` is the number of data connections per
+    transfer."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -68,10 +70,12 @@ def build_replica(
     """Builds the executor of a loaded model.
 
     Args:
-        context_tokens: Longest sequence.
-        layer_groups: Number of layer groups, equal on both sides of a hand-off.
-        windows_apart: Field of `MeshLimits`.
-        append_tokens: Configured longest prompt, in tokens, that a decode mesh prefills itself.
+        context_tokens: Number of tokens in the longest sequence.
+        layer_groups: Number of layer groups. Both sides of a hand-off must use the same number.
+        windows_apart: Whether the KV of sliding-window layers is transferred separately
+            (`MeshLimits`).
+        append_tokens: Configured number of tokens in the longest prompt that a decode mesh prefills
+            itself.
     """
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
@@ -100,8 +104,9 @@ def build_worker_replica(
     channel: Channel,
     plane: KvPlane,
 ) -> Replica:
-    """Builds the replica of one worker on the first of `devices`; `plane` becomes part of the
-    executor's card. Blocks while weights are loaded. Raises LayoutError if devices are too few."""
+    """Builds the replica of one worker on the first of `devices`. `plane` is published in the card
+    that describes the mesh to peers. Blocks while weights are loaded. Raises LayoutError if there
+    are too few devices."""
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(
@@ -139,7 +144,7 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) -> MeshRole:
-    """Returns the capabilities that the executor of a worker of this role needs."""
+    """Returns the capabilities that the executor of a worker in this role needs."""
     if role is WorkerRole.PREFILL:
         return MeshRole(
             prefill=True,
@@ -171,7 +176,8 @@ async def warm_up(
     """Compiles and runs every program of the replica.
 
     Args:
-        turn: Awaited before each program, to wait for an idle mesh if the worker serves meanwhile.
+        turn: Function that is awaited before each program, or None. It waits until the mesh is
+            idle, if the worker serves requests during warm-up.
     """
     executor = instance.executor
     await run_steps([(executor, step) for step in warm_up_steps(executor)], progress, turn)
@@ -182,7 +188,8 @@ async def run_steps(
     progress: Progress | None,
     turn: Callable[[], Awaitable[None]] | None,
 ) -> None:
-    """Runs each step, after awaiting `turn`, on its executor's dispatch thread between commands."""
+    """Runs the warm-up steps one after the other. Each step runs on its executor's dispatch thread
+    between commands, after `turn` was awaited."""
     for done, (executor, step) in enumerate(steps):
         if turn:
             await turn()

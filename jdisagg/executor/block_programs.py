@@ -1,11 +1,12 @@
 """Reads and writes blocks of KV in a mesh's pages, and pulls blocks from other meshes.
 
-`BlockPrograms` extracts, inserts and copies blocks of one pool. Each operation is one program for
-the whole mesh (`shard_map`, equal explicit shardings, pages donated), so that no per-device
-executable is built and no shard is donated on its own. Token ranges are cut to power-of-two
-lengths, so that shapes and programs are few. Ranks that take no part get an out-of-range page
-number and write nothing. `PullTargets` makes the destinations of pulls. `MeshBlocks` holds both for
-each `KvKind` and runs the step commands for blocks. Only the dispatch thread uses this module."""
+`BlockPrograms` extracts, inserts and copies blocks of one page pool. Each operation is one program
+for the whole mesh (`shard_map`, explicit shardings, pages donated), so that no per-device
+executable is built and no shard is donated alone. Token ranges are split into power-of-two lengths,
+so that few shapes and programs are needed. dp ranks that a block does not concern get an
+out-of-range page number and write nothing. `PullTargets` makes the destinations of pulls.
+`MeshBlocks` holds both for each kind of KV (`KvKind`) and runs the step commands for blocks. Only
+the dispatch thread uses this module."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +45,8 @@ COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """The programs of one pool: of pages, of recurrent states, or of the pages of windowed
-    layers."""
+    """The compiled programs that extract, insert and copy blocks of one page pool. The pool holds
+    KV pages, recurrent states, or the ring-buffer pages of sliding-window layers."""
 
     def __init__(
         self,
@@ -59,8 +60,9 @@ class BlockPrograms:
         self._ranks = programs.mesh.shape["dp"]
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """Writes a pulled block (`arrays` of `Pull.arrays()`) into its pages and reads it back.
-        Returns the checksum of the pages' contents for `block_sums.Found`."""
+        """Writes a pulled block (`arrays`, the result of `Pull.arrays()`) into its pages and reads
+        the pages back. Returns the checksum of the values read, in the form of
+        `block_sums.found_in`."""
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
         kinds = self._kinds(layers)
         held = self._pool.layers[layers.start : layers.stop]
@@ -83,7 +85,7 @@ class BlockPrograms:
         return found
 
     def layers(self, group: int, groups: int) -> range:
-        """Returns the layers of the layer groups [group, group + groups)."""
+        """Returns the layers of the layer groups with indices in [group, group + groups)."""
         return range(self._groups[group].start, self._groups[group + groups - 1].stop)
 
     def _kinds(self, layers: range) -> tuple[KVLayer, ...]:
@@ -110,8 +112,8 @@ class BlockPrograms:
         )
 
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
-        """Reads a block [ranks, C, K, T, H] out of pages. Tokens that are not valid are zero, so
-        that no other sequence's KV leaves the mesh. Returns the block, its checksum (see `insert`),
+        """Reads a block [ranks, C, K, T, H] from pages. Sets tokens that are not valid to zero, so
+        that no other sequence's KV leaves the mesh. Returns the block, its checksum (see `insert`)
         and its stamp."""
         layers = self.layers(command.group, command.groups)
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
@@ -154,8 +156,8 @@ class BlockPrograms:
     def _place(
         self, command: InsertBlock | ExtractBlock, stamp: BlockStamp
     ) -> jax.Array | np.ndarray:
-        """Encodes where a block's tokens lie as uint32 [ranks, words], which `_places` decodes. No
-        token is valid on the ranks that take no part."""
+        """Encodes the page positions of a block's tokens as uint32 [ranks, words], which `_places`
+        decodes. dp ranks that the block does not concern get no valid token."""
         first, last = (
             at // self._pool.page_size
             for at in (command.start, command.start + command.valid_tokens - 1)
@@ -179,11 +181,12 @@ class BlockPrograms:
         return self._programs.put(words) if self._programs.spans_processes else words
 
     def _places(self, words: jax.Array) -> Places:
-        """Decodes `_place` inside a program."""
+        """Decodes the result of `_place` inside a program."""
         return Places.of(words[0], self._pool.page_size, self._pool.rank_rows)
 
     def copy(self, copies: tuple[tuple[int, int, int], ...]) -> None:
-        """Copies pages (rank, source, destination) in all layers, COPIES_PER_CALL at a time."""
+        """Copies pages in all layers. Each copy is (rank, source page, destination page). One
+        program call copies up to COPIES_PER_CALL pages."""
         for first in range(0, len(copies), COPIES_PER_CALL):
             pairs = np.full((self._ranks, 2, COPIES_PER_CALL), self._pool.rank_rows, np.int32)
             pairs[:, 0] = 0
@@ -211,8 +214,9 @@ class BlockPrograms:
 
 
 class PullTargets:
-    """Makes the destinations of pulls into one mesh. Stores how many heads each peer sends in a
-    piece, and the zeros for ranks that receive nothing (made once for each shape)."""
+    """Makes the destinations (`PullTarget`) of pulls into one mesh. Stores the number of KV heads
+    per transferred piece for each sending mesh. Caches the zeros for dp ranks that receive no data,
+    one array for each shape."""
 
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self._mesh = programs, programs.mesh
@@ -223,12 +227,12 @@ class PullTargets:
 
     @property
     def local_heads(self) -> int:
-        """Heads of one shard."""
+        """Number of KV heads in one shard."""
         return self.spec.row_heads // self._mesh.shape["kv"]
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a sending mesh. Warm-up prepares for the mesh registered as "", from which
-        pulls without a peer come."""
+        """Registers a mesh to pull from. A pull that names no mesh uses the mesh registered as "",
+        for which warm-up also compiles."""
         self._granules[peer] = head_granule(
             self.spec.row_heads, card.head_shards, self._mesh.shape["kv"]
         )
@@ -237,8 +241,8 @@ class PullTargets:
         self._granules.pop(peer, None)
 
     def granules(self) -> set[int]:
-        """Returns the heads of a piece for all connected peers, or for all possible peers if none
-        is connected."""
+        """Returns the numbers of KV heads per transferred piece that connected meshes use. If no
+        mesh is connected, returns all possible numbers."""
         heads = self.spec.row_heads
         shards = (count for count in range(1, heads + 1) if heads % count == 0)
         return set(self._granules.values()) or {
@@ -249,12 +253,13 @@ class PullTargets:
         """Returns the destination of a pull.
 
         Args:
-            block: The pull.
+            block: The command to pull.
             layers: Layers of the block.
-            granule: Heads of a piece; 0 selects the number for the block's peer.
+            granule: Number of KV heads in a transferred piece. 0 selects the number for the sending
+                mesh.
 
         Raises:
-            HandoffError: The peer is not connected.
+            HandoffError: The sending mesh is not connected.
         """
         spec, how = self.spec, codec(block.codec)
         granule = granule or self._granule(block.peer)
@@ -287,7 +292,7 @@ class PullTargets:
     def _resident(
         self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
     ) -> jax.Array:
-        """Makes the zeros of `transfer.channel.resident_zeros` by a cached program."""
+        """Makes the same array as `transfer.channel.resident_zeros`, by a cached program."""
         ranks, shards = self._mesh.shape["dp"], self._mesh.shape["kv"]
         shape = ranks, components, granule * shards, tokens, width
         return self._programs.zeros(shape, dtype, BLOCK_SPEC)
@@ -305,7 +310,8 @@ class PullTargets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Programs and destinations for one `KvKind`; `sent` if other meshes receive such blocks."""
+    """Programs and pull destinations for one kind of KV (`KvKind`). `sent` is True if other meshes
+    receive blocks of this kind."""
 
     programs: BlockPrograms
     targets: PullTargets
@@ -355,7 +361,7 @@ class MeshBlocks:
         }
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a mesh that blocks will come from (`PullTargets.connect`)."""
+        """Registers a mesh to pull from (`PullTargets.connect`)."""
         for kind in self._kinds.values():
             if kind.sent:
                 kind.targets.connect(peer, card)
@@ -365,8 +371,8 @@ class MeshBlocks:
             kind.targets.disconnect(peer)
 
     def target(self, command: PullBlock) -> PullTarget:
-        """Returns the destination of a pull from another mesh or from this mesh's host memory,
-        which holds a block as one piece per device."""
+        """Returns the destination of a pull. The source is another mesh, or this mesh's host
+        memory, which stores each device's part of a block as one piece."""
         kind = self._kinds[command.kind]
         layers = kind.programs.layers(command.group, command.groups)
         granule = kind.targets.local_heads if command.peer == HOST else self.granule
@@ -387,7 +393,7 @@ class MeshBlocks:
         return BlockReading(command.step, command.offer_id, found)
 
     def drop(self, command: DropBlocks) -> None:
-        """Cancels pulls whose blocks will not be inserted."""
+        """Cancels pulls of blocks that are no longer needed."""
         for offer_id in command.offer_ids:
             if pull := self._pulls.pop(offer_id, None):
                 pull.cancel()
@@ -437,14 +443,16 @@ class MeshBlocks:
         codec: str = NO_CODEC,
         blanks: bool = False,
     ) -> None:
-        """Runs the programs that insert a block in pieces of each size that peers may send.
+        """Compiles the programs that insert a block, by running them for each piece size that peers
+        may send.
 
         Args:
             groups: Layer groups of the block.
-            tokens: Tokens of the block.
+            tokens: Number of tokens in the block.
             kind: Kind of the block's contents.
-            codec: Encoding of its pieces.
-            blanks: Whether pieces arrive in arrays that are allocated first (`warm_blanks`).
+            codec: Name of the codec that packs the pieces.
+            blanks: Whether the channel writes received pieces into arrays that JAX has allocated
+                before (`transfer.pieces.blank`).
         """
         programs, targets = self._kinds[kind].programs, self._kinds[kind].targets
         pull, insert = _empty(groups, tokens, kind, codec)
@@ -457,14 +465,15 @@ class MeshBlocks:
             programs.insert(insert, parts).block_until_ready()
 
     def warm_restore(self, groups: range, tokens: int) -> None:
-        """Runs the programs that insert a block from host memory."""
+        """Compiles the programs that insert a block from host memory, by running them."""
         pull, insert = _empty(groups, tokens, KvKind.POSITIONS, NO_CODEC, HOST)
         programs = self._kinds[KvKind.POSITIONS].programs
         programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
 
     def warm_pieces(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Cuts a block into pieces of each size that peers in other processes may want. (A codec's
-        programs are compiled when a receiver first wants it.)"""
+        """Compiles the programs that cut a block into pieces, by running them for each piece size
+        that peers may request. Programs of a codec are compiled later, at the first request that
+        uses the codec."""
         targets = self._kinds[kind].targets
         spec = targets.spec
         rows = spec.rows(self._kinds[kind].programs.layers(groups.start, len(groups)))
@@ -473,7 +482,7 @@ class MeshBlocks:
             warm_pieces(self._programs.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
     def warm_extract(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Runs the program that extracts a block of this shape."""
+        """Compiles the program that extracts a block of this shape, by running it."""
         command = ExtractBlock(
             -1, 0, 0, groups.start, 0, 0, tokens, (), groups=len(groups), kind=kind
         )
@@ -483,7 +492,7 @@ class MeshBlocks:
 def _empty(
     groups: range, tokens: int, kind: KvKind, codec: str, peer: str = ""
 ) -> tuple[PullBlock, InsertBlock]:
-    """Returns the commands to pull and insert a block without a valid token."""
+    """Returns commands to pull and to insert a block without a valid token, for warm-up."""
     first, count = groups.start, len(groups)
     pull = PullBlock(-1, 0, 0, first, tokens, 0.0, peer, codec, groups=count, kind=kind)
     insert = InsertBlock(-1, 0, 0, first, tokens, 0, 0, (), codec=codec, groups=count, kind=kind)

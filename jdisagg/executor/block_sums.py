@@ -1,14 +1,15 @@
-"""Computes keyed checksums of blocks on a mesh (ops/checksum.py). They are sums over kv shards that
-the host reads.
+"""Computes keyed checksums of KV blocks on a mesh (ops/checksum.py). Each device computes its share
+of a checksum, and the checksum is the sum of the shares.
 
-A separate program sums a prefilled block after it is computed. Inside the program that computes the
-block, XLA may compute a value twice, for the block and for its sum, with different rounding. (The
-cost is one more read of the block; benchmarks/LOG.md.) The same code computes the checksums of
-inserts and extracts.
+A separate program computes the checksum of a prefilled block. If the prefill program computed it,
+XLA might compute a value twice with different rounding, once for the block and once for the
+checksum. The separate program costs one more read of the block (benchmarks/LOG.md). Inserts and
+extracts use the same code.
 
-A stamp is uint32 [5] for each rank, made by `transfer.codec.stamp_array`. Replicas ("rep") hold
-equal values and are counted once. If one process holds the mesh, each device's share is read by the
-host directly, because adding the shares on the devices would synchronise all devices."""
+A stamp identifies a block's tokens and layers. It is uint32 [5] for each dp rank, made by
+`transfer.codec.stamp_array`. Replicas (mesh axis "rep") hold equal values and are counted once. If
+one process holds the mesh, each device's share is read by the host directly, because adding the
+shares on the devices would synchronise all devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ def first_head(local_heads: int) -> jax.Array:
 def local_sum(
     block_CKTH: jax.Array, stamp_5: jax.Array, token_T: jax.Array, counts_T: jax.Array
 ) -> jax.Array:
-    """Returns this device's share of a block's checksum over the tokens with numbers `token_T`,
-    uint32 [2], inside a program."""
+    """Returns this device's share of a block's checksum as uint32 [2]. `token_T` has the index of
+    each token, `counts_T` whether the token is included. Called inside a program."""
     positions_T = stamp_5[3] + token_T.astype(jnp.uint32)
     rows_KT2 = row_sums(
         (block_CKTH,),
@@ -53,9 +54,9 @@ def local_sum(
 
 
 def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Array:
-    """Returns this device's findings in a block for `Found`, uint32 [1, 1, 1, 3], inside a program:
-    its share of the sum and whether something is broken. If the mesh spans processes they are added
-    over all devices, because each process must read the total."""
+    """Returns this device's result for `Found` as uint32 [1, 1, 1, 3]: its share of the checksum,
+    and 1 if the block is damaged. If the mesh spans processes, the result is summed over all
+    devices, so that each process can read the total. Called inside a program."""
     broken = (~intact).astype(jnp.uint32)[None]
     if not programs.spans_processes:
         return jnp.concatenate([sum_2, broken])[None, None, None]
@@ -68,22 +69,22 @@ def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Arr
 
 
 def found_spec(programs: Programs) -> PartitionSpec:
-    """Returns the partitioning of `found_in`'s result: uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] on
-    each device if the mesh spans processes."""
+    """Returns the PartitionSpec of the result of `found_in`. The global shape is uint32 [dp, kv,
+    rep, 3], or [1, 1, 1, 3] if the mesh spans processes."""
     return PartitionSpec() if programs.spans_processes else PartitionSpec(*MESH_AXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The checksum of a block on the whole mesh, and whether the block is intact. Only one replica
-    is summed, so a block whose replicas differ is not intact."""
+    """The checksum of a block on the whole mesh, and whether the block is intact. The checksum
+    covers one replica. A block is not intact if its replicas differ."""
 
     checksum: int
     intact: bool
 
     @staticmethod
     def read(found: jax.Array) -> "Found":
-        """Returns the result of `found_in`. Blocks until it is computed."""
+        """Converts the result of `found_in` to a `Found`. Blocks until it is computed."""
         found_DKR3 = jax.device_get(found)
         sums = found_DKR3[..., :2]
         return Found(
@@ -93,13 +94,14 @@ class Found:
 
 
 def _over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sums `value` over those of the axes that have several devices."""
+    """Sums `value` over the given mesh axes. Skips axes of one device."""
     real = tuple(axis for axis in axes if programs.mesh.shape[axis] > 1)
     return lax.psum(value, real) if real else value
 
 
 def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
-    """Returns the stamps of all ranks, with no valid token on ranks other than `rank`."""
+    """Returns one stamp for each dp rank: `stamp` for `rank`, and for the others a stamp without
+    valid tokens."""
     stamps = np.zeros((ranks, STAMP_WORDS), np.uint32)
     stamps[:, :3] = stamp_array(stamp)[:3]
     stamps[rank] = stamp_array(stamp)
@@ -107,8 +109,8 @@ def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
 
 
 class PrefillSums:
-    """Sums a chunk's blocks separately for every `granule_tokens` tokens, so that any cut of the
-    chunk has a checksum. Used on the dispatch thread."""
+    """Computes the checksums of a prefill chunk's blocks, separately for every `granule_tokens`
+    tokens. The checksum of any part of the chunk is a sum of these. Used on the dispatch thread."""
 
     def __init__(
         self, programs: Programs, spec: KVSpec, groups: tuple[range, ...], granule_tokens: int
@@ -123,14 +125,16 @@ class PrefillSums:
         ]
 
     def key(self, key: int) -> np.ndarray:
-        """Returns the key for `run` as uint32 [ranks, 2], to be put on the mesh."""
+        """Returns the checksum key as uint32 [ranks, 2], for `run`. The caller puts the array on
+        the mesh."""
         return np.tile(key_words(key), (self._programs.mesh.shape["dp"], 1))
 
     def run(
         self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array
     ) -> jax.Array:
-        """Returns the shares uint32 [ranks, shares, T / granule, 2] of the sums of a block [ranks,
-        C, K, T, H]. Tokens of segment -1 do not count."""
+        """Issues the checksum program for a block [ranks, C, K, T, H]. Returns the shares of all
+        devices as uint32 [ranks, shares, T / granule, 2]. Tokens with segment -1 are padding and
+        are not counted."""
         programs, granule = self._programs, self._granule
 
         def body(
@@ -161,14 +165,15 @@ class PrefillSums:
 
 @dataclass(frozen=True)
 class ChunkSums:
-    """The sums of one chunk, being copied to the host, one array for each layer group."""
+    """The checksums of one prefill chunk, one array for each layer group. The arrays are being
+    copied to the host."""
 
     command: PrefillChunk
     granule_tokens: int
     groups: Sequence[jax.Array]
 
     def read(self) -> tuple[BlockChecksum, ...]:
-        """Returns one checksum for each offer. Blocks until all are computed."""
+        """Returns one checksum for each offered block. Blocks until all are computed."""
         offers = [(row.rank, offer) for row in self.command.rows for offer in row.offers]
         if not offers:
             return ()

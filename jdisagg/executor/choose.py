@@ -1,8 +1,8 @@
 """Chooses tokens from hidden states at the end of the prefill and decode programs: logits, shaping,
 sampling, log-probabilities.
 
-Each variant is a program of its own, so that a batch does not pay for features that it does not
-use: GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (also penalties, bias, minimum
+Each variant is a separate program, so that a batch does not pay the cost of features that it does
+not use: GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (also penalties, bias, minimum
 length, log-probabilities), and MASKED variants of the last two for batches in which some row has a
 grammar. A row's token does not depend on the variant."""
 
@@ -46,14 +46,15 @@ class Variant(enum.Enum):
 
 
 class Chosen(NamedTuple):
-    """The choice for each row; only shaped variants fill more than `token`.
+    """The tokens chosen for the B rows of a batch. Only shaped variants fill fields other than
+    `token`.
 
     Attributes:
-        token: int32 [B]; NO_TOKEN if the row is not active, BROKEN_TOKEN if its logits are not
-            finite, STUCK_TOKEN if its mask allows no token.
+        token: int32 [B]. NO_TOKEN if the row is not active, BROKEN_TOKEN if its logits are not
+            finite, STUCK_TOKEN if its grammar mask allows no token.
         logprob: Log-probability of the token, [B].
-        top_ids, top_logprobs: The most likely tokens, [B, 20].
-        counts: New token counts of the rows, [B, V].
+        top_ids, top_logprobs: Ids and log-probabilities of the 20 most likely tokens, [B, 20].
+        counts: Updated counts of the tokens in each row's sequence, [B, V].
     """
 
     token: jax.Array
@@ -63,8 +64,8 @@ class Chosen(NamedTuple):
     counts: jax.Array | None = None
 
     def on_rank(self, programs: Programs) -> "Chosen":
-        """Returns one dp rank's part as the result of a program, which the host can read. Leaves
-        out the counts, which are slot state."""
+        """Returns one dp rank's arrays as a result of a program, in a form that the host can read.
+        Omits `counts`, which stay in the slot state."""
         extra = (
             None if part is None else part[None]
             for part in (self.logprob, self.top_ids, self.top_logprobs)
@@ -73,7 +74,7 @@ class Chosen(NamedTuple):
 
     @staticmethod
     def specs(variant: Variant, programs: Programs) -> "Chosen":
-        """Returns the partitioning of `on_rank`'s arrays."""
+        """Returns the PartitionSpecs of the arrays that `on_rank` returns."""
         arrays = 4 if variant.shaped else 1
         return Chosen(*(programs.readable_spec for _ in range(arrays)))  # type: ignore[arg-type]
 
@@ -81,9 +82,9 @@ class Chosen(NamedTuple):
 def logits(
     variant: Variant, stem: Stem, x_BD: jax.Array, shards: Shards, vocabulary: int
 ) -> tuple[jax.Array, VocabularyShard]:
-    """Returns the logits for `choose` and the part of the vocabulary that they cover. On a GPU each
-    device keeps its own part, because gathering them would be the largest message of a step.
-    Shaped and masked variants need all of them."""
+    """Returns the logits for `choose`, and the part of the vocabulary that they cover. On a GPU
+    each device keeps the logits of its own vocabulary part, because gathering all would be the
+    largest message of a step. Shaped and masked variants gather all logits."""
     if shards.platform != "gpu" or not shards.tp or variant.shaped or variant.masked:
         return stem.logits(x_BD, shards)[:, :vocabulary], WHOLE
     local_BV = stem.logits(x_BD, replace(shards, tp=()))
@@ -109,15 +110,16 @@ def choose(
 
     Args:
         variant: Features that the rows need.
-        rows: Format of `ints_BI` and `floats_BF`.
+        rows: Column layout of `ints_BI` and `floats_BF`.
         logits_BV: Logits returned by `logits`.
-        ints_BI, floats_BF: Packed parameters of the rows.
-        position_B: Position that the token will have.
-        active_B: Rows that choose a token.
-        counts_BV: Token counts, for shaped variants.
-        shard: Part of the vocabulary returned by `logits`.
-        platform: Platform of the mesh.
-        mask_BW: Allowed tokens as bits, for masked variants (`mask_logits`).
+        ints_BI, floats_BF: Packed sampling parameters of each row.
+        position_B: Position of the token to choose, for each row.
+        active_B: Whether the row chooses a token.
+        counts_BV: Counts of the tokens in each row's sequence. Only for shaped variants.
+        shard: Part of the vocabulary that `logits_BV` covers, as returned by `logits`.
+        platform: JAX platform of the mesh, such as "cpu".
+        mask_BW: Bit mask of the tokens that each row's grammar allows (see `mask_logits`). Only for
+            masked variants.
     """
     if variant is Variant.GREEDY:
         return Chosen(_mark(greedy(logits_BV, shard), active_B))

@@ -1,9 +1,9 @@
-"""Attention of the layers of a prefill chunk on one dp rank: each layer's keys and values are first
-written to its pages. Then its queries attend to the chunk and, for rows that continue, to their
-pages.
+"""Computes the attention of a prefill chunk's layers on one dp rank. Each layer first writes the
+chunk's keys and values to the layer's pages. Then the layer's queries attend to the chunk. Rows
+that continue an earlier chunk also attend to their pages.
 
-Traced inside a layer group's program (`prefill_program.py`). Collects the updated pages of each
-layer and the rows that a hand-off sends."""
+Traced inside the program of a layer group (`prefill_program.py`). Collects the updated pages of
+each layer, and the KV that a hand-off sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +21,18 @@ from jdisagg.ops.quarantine import seal
 
 @dataclass(frozen=True)
 class RankChunk:
-    """A rank's part of a chunk: T tokens of up to R rows with N pages each.
+    """One dp rank's part of a prefill chunk: T tokens of up to R rows (sequences) with N pages
+    each.
 
     Attributes:
         positions_T: Position of each token in its sequence.
-        segment_T: Row of each token; -1 for padding.
-        table_RN: Page table.
-        past_R: Number of tokens (past) that each row has in pages already.
-        continuing: Number of rows with a past, which come first.
+        segment_T: Index of each token's row; -1 for padding.
+        table_RN: Page numbers of each row.
+        past_R: Number of tokens (past) that are in each row's pages before this chunk.
+        continuing: Number of rows that have a past. These rows come first.
         sampling_R: Index of the last token of each row that samples.
-        columns: Number of table columns that earlier positions may use; 0 is all of them, None
-            means that every row is new.
+        columns: Number of columns of `table_RN` that rows' pasts may use. 0 means all columns, None
+            means that no row has a past.
         packed: Whether the chunk may have several rows.
     """
 
@@ -46,7 +47,7 @@ class RankChunk:
 
 
 class ChunkAttention:
-    """Attention of the layers of one group, called in their order."""
+    """Builds the attention functions of one layer group. Called once for each layer, in order."""
 
     def __init__(self, chunk: RankChunk, rank_rows: int, page_size: int, shards: Shards) -> None:
         self.pages: list[LayerPages] = []
@@ -57,16 +58,16 @@ class ChunkAttention:
         )
 
     def without_kv(self) -> None:
-        """Records a layer without KV."""
+        """Records that the next layer has no KV."""
         self.pages.append(())
         self.sent.append(())
 
     def over(self, layer_pages: LayerPages, rows_alone: bool, sends: bool) -> Attend:
-        """Returns the attention of the next layer.
+        """Returns the attention function of the next layer.
 
         Args:
-            layer_pages: The layer's pages.
-            rows_alone: Whether queries come only from the tokens that sample.
+            layer_pages: Page arrays of the layer.
+            rows_alone: Whether only the last token of each sampling row has a query.
             sends: Whether the layer's KV is handed off with the chunk.
         """
 
@@ -116,8 +117,8 @@ class ChunkAttention:
         return attend
 
     def _write(self, layer_pages: LayerPages, kept: Sequence[jax.Array]) -> LayerPages:
-        """Writes a layer's KV to its pages. It is written before any read, so that XLA runs the
-        scatter before the loop over pages and copies nothing."""
+        """Writes a layer's KV to its pages. Writing before any read makes XLA run the scatter
+        before the loop over pages, so that XLA copies no pages."""
         return tuple(
             write_tokens(pages, part, self._page_T, self._slot_T, unique=False)
             for pages, part in zip(layer_pages, kept, strict=True)

@@ -1,23 +1,25 @@
-"""Runs decode steps, each for the batches of all dp ranks, and owns the slot state.
+"""Runs decode steps and owns the state of the decode slots. One step serves the batches of all dp
+ranks.
 
-State stays on the device between steps, and each step advances its slots' tokens and positions. The
-host can therefore issue the next step before it has read the last step's tokens. A batch is any
-subset of slots, padded to a bucket. Padding rows write to dummy pages of their own and yield no
-token. A slot at its limit does not advance. Pages, hot state and counts are donated and updated in
-place.
+The slot state stays on the device between steps. Each step updates the token and position of its
+slots. The host can therefore issue the next step before it has read the last step's tokens. A batch
+is any subset of the slots, padded to a compiled batch size (bucket). Padding rows write to dummy
+pages and yield no token. A slot at its limit does not advance. Pages, hot state and counts are
+donated and updated in place.
 
-One step is one program over the whole mesh (`shard_map`): each dp rank has its own slots, page
-table and trip counts; experts are reached by the model's collectives. Layers are unrolled, because
-a scan would copy each layer's weights. The page table of a layer with a ring buffer is computed
-from the slot. The buffer's pages repeat, so a new position overwrites one that is outside every
-window.
+One step is one program over the whole mesh (`shard_map`). Each dp rank has its own slots, page
+table and loop counts. The model's collectives exchange data between experts. Layers are unrolled,
+because a scan would copy each layer's weights. The page table of a layer with a ring buffer is
+computed from the slot. The buffer's pages repeat, so a new position overwrites one that is outside
+every window.
 
-If a row has a grammar, a step is two programs: the forward pass, which returns logits, and the
-choice, which is issued when the masks are known, while the forward pass runs. Such a pass may
-compute a run of forced tokens, several positions of a slot at once. All rows write their KV before
-any row attends, and each attends up to its own position, so that the rows of a run equal successive
-steps. A slot's own row is the last of its run. The own rows come first, and only they have logits
-and choose a token."""
+If a row has a grammar, a step is two programs. The first is the forward pass, which returns
+logits. The second chooses the tokens. It is issued while the forward pass runs, when the grammar
+masks are available. The forward pass may compute several positions of one slot at once, if the
+grammar forces these tokens (a run). All rows write their KV before any row attends, and each row
+attends up to its own position. So a run gives the same result as successive steps. The last row
+of each run is the slot's own row. Own rows come first in the batch, and only own rows have
+logits and choose a token."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,7 +48,7 @@ ROWS_PER_UPDATE = 8
 
 
 class _Places(NamedTuple):
-    """Page table and write positions of a step's rows in one pool."""
+    """Page table, and the page and offset that each row writes, in one page pool."""
 
     table_BN: jax.Array
     page_B: jax.Array
@@ -54,7 +56,7 @@ class _Places(NamedTuple):
 
 
 def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
-    """Returns the rows' places; inactive rows write to the pool's dummy pages."""
+    """Returns where each row writes its KV. Inactive rows write to the pool's dummy pages."""
     size, row_B = pool.page_size, jnp.arange(row.slot.shape[0], dtype=jnp.int32)
     page_B, slot_B = decode_coordinates(table_BN, row.at, slots=size)
     return _Places(
@@ -65,13 +67,13 @@ def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
 
 
 def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
-    """Returns a page table that repeats the pages of each row's ring (`MeshLimits.ring`)."""
+    """Returns a page table in which the ring-buffer pages of each row's slot repeat."""
     turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
     return slot_B[:, None] * ring_pages + turn_N[None, :]
 
 
 class SlotState(NamedTuple):
-    """The state of all slots: device arrays by dp rank, with the columns of `slot_state`."""
+    """The state of all decode slots as device arrays, with the columns of `slot_state`."""
 
     hot: jax.Array  # int32 [ranks, slots, 2]
     ints: jax.Array  # int32 [ranks, slots, I]
@@ -80,7 +82,8 @@ class SlotState(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """The result of a step: the chosen tokens, and by (rank, row) the forced tokens before them."""
+    """The result of a step: the chosen tokens, and the forced tokens before each of them by (rank,
+    row)."""
 
     chosen: Chosen
     forced: dict[tuple[int, int], list[int]]
@@ -114,7 +117,7 @@ class DecodePrograms:
         self._batch: tuple[Slots, jax.Array] | None = None
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Puts sequences into slots and extends the page tables of running ones."""
+        """Admits sequences to slots and extends the page tables of running sequences."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
             self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit, admit.state)
@@ -127,8 +130,8 @@ class DecodePrograms:
             self._write_counts(changed)
 
     def step(self, slots: Slots, variant: Variant) -> Stepped:
-        """Issues one step. Returns chosen tokens [ranks, b] and log-probabilities, rows in the
-        order of `slots[rank]`."""
+        """Issues one decode step. Returns the chosen tokens [ranks, b] and log-probabilities, with
+        rows in the order of `slots[rank]`."""
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         batch = self._batch_array(slots, bucket)
@@ -157,7 +160,8 @@ class DecodePrograms:
         return Stepped(chosen, {row: run[1:] for row, run in runs.items()})
 
     def _forward(self, batch: jax.Array) -> jax.Array:
-        """Issues the first program of a step in two programs. Returns logits [ranks, b, V]."""
+        """Issues the forward pass of a step that runs as two programs. Returns logits [ranks, b,
+        V]."""
         hot, ints, floats, _ = self._state
         program = self._program(batch.shape[1], None)
         kept, logits_BV = program(*self._model(), hot, (), ints, floats, batch)
@@ -165,8 +169,9 @@ class DecodePrograms:
         return logits_BV
 
     def _forward_runs(self, slots: Slots, bucket: int, runs: Runs) -> jax.Array:
-        """Does the same as `_forward` if some slots compute a run of several tokens. These slots
-        advance to the last token of the run."""
+        """Issues the forward pass of a step in which some slots compute a run of several forced
+        tokens. These slots advance to the last token of their run. Returns the same as
+        `_forward`."""
         rows = run_rows(slots, bucket, runs, nobody=self._limits.slots_per_rank)
         hot, ints, floats, _ = self._state
         arguments = (*self._model(), hot, (), ints, floats, self._programs.argument(rows))
@@ -205,8 +210,8 @@ class DecodePrograms:
         return self._batch[1]
 
     def _program(self, bucket: int, variant: Variant | None) -> Any:
-        """Returns the program of a whole step, or, for variant None, of the forward pass alone,
-        which returns logits [ranks, b, V]."""
+        """Returns the program of a whole step. For variant None, returns the program of the forward
+        pass alone, whose result includes the logits [ranks, b, V]."""
 
         def build() -> Any:
             hot, ints, floats, counts = self._state
@@ -232,8 +237,8 @@ class DecodePrograms:
         return self._programs.get(("decode", bucket, variant), build)
 
     def _runs_program(self, bucket: int, arguments: tuple[Any, ...]) -> Any:
-        """Returns the program of the forward pass over `run_rows`. Its results are the pools, hot,
-        and the logits [ranks, b, V] of the first `bucket` rows."""
+        """Returns the program of the forward pass over the rows of `run_rows`. The program returns
+        the page pools, `hot`, and the logits [ranks, b, V] of the first `bucket` rows."""
 
         def build() -> Any:
             kept_specs = self._pools.specs()
@@ -250,9 +255,9 @@ class DecodePrograms:
         return self._programs.get(("decode runs", bucket), build)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """Issues the second program of a step in two programs, which chooses the tokens. Arguments:
-        hot, counts, ints, floats, logits, batch, mask (uint32 [ranks, b, W]). Returns hot, the
-        choice, counts."""
+        """Issues the second program of a step that runs as two programs. This program chooses the
+        tokens. Its arguments are hot, counts, ints, floats, logits, batch and mask (uint32 [ranks,
+        b, W]). It returns hot, the choice, and counts."""
         programs, rows, ending = self._programs, self._rows, self._ending(variant)
         counts_spec = RANK if variant.shaped else ()
 
@@ -275,8 +280,8 @@ class DecodePrograms:
         return programs.get(("choice", bucket, variant), build)(*arguments)
 
     def _ending(self, variant: Variant) -> Any:
-        """Returns the end of a program's body: from logits to the new hot, the choice, and the new
-        counts."""
+        """Returns the end of a step's program: a function from logits to the new `hot`, the choice
+        and the new counts."""
         rows, programs, platform = self._rows, self._programs, self._shards.platform
 
         def end(
@@ -311,12 +316,12 @@ class DecodePrograms:
         return end
 
     def _step_body(self, variant: Variant | None, chosen_rows: int | None = None) -> Any:
-        """Returns the body of a step.
+        """Returns the function that `shard_map` runs for a step.
 
         Args:
-            variant: Features that the rows need; None for the forward pass alone.
-            chosen_rows: Number of leading rows of `run_rows` that have logits; None if the batch is
-                slots, all of which have logits.
+            variant: Features that the rows need. None computes only the forward pass.
+            chosen_rows: Number of leading rows of `run_rows` that have logits. None if the batch
+                has one row for each slot, all with logits.
         """
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
@@ -474,9 +479,10 @@ class DecodePrograms:
 
 
 def run_rows(slots: Slots, bucket: int, runs: Runs, nobody: int) -> np.ndarray:
-    """Returns the rows of a forward pass with runs: int32 [ranks, bucket + rows for runs, 3] of
-    slot, offset of the row's position from the slot's, and token (-1: the slot's own). The rows of
-    `slots` come first, each with the last token of its run; the other rows of runs follow."""
+    """Returns the rows of a forward pass with runs of forced tokens, as int32 [ranks, bucket + rows
+    for runs, 3]. The columns are the slot, the offset of the row's position from the slot's
+    position, and the token (-1: the slot's token). The first rows are those of `slots`, each with
+    the last token of its run. The other tokens of the runs follow."""
     rows = np.full((len(slots), bucket + rows_for_runs(bucket), 3), (nobody, 0, -1), np.int32)
     used = [bucket] * len(slots)
     for rank, rank_slots in enumerate(slots):
@@ -494,7 +500,8 @@ def run_rows(slots: Slots, bucket: int, runs: Runs, nobody: int) -> np.ndarray:
 def _per_rank_groups(
     changes: Sequence[SlotAdmit | SlotGrow], size: int
 ) -> list[list[list[SlotAdmit | SlotGrow]]]:
-    """Groups changes into program calls with at most `size` rows per rank: [call][rank][row]."""
+    """Groups changes of slots into program calls with at most `size` changes per dp rank. Indexed
+    by [call][rank][row]."""
     ranks = 1 + max((change.rank for change in changes), default=-1)
     by_rank: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(ranks)]
     for change in changes:

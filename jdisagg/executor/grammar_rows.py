@@ -1,18 +1,18 @@
-"""Serves decode slots with a grammar: makes token masks between a step's forward pass and its
-choice, and plans runs of forced tokens before the pass.
+"""Applies grammars to decode slots. Computes token masks between a step's forward pass and its
+choice of tokens. Before the forward pass, plans runs: sequences of tokens that the grammar forces.
 
-A slot's matcher has consumed the tokens that were read back. Steps run ahead: the forward pass of
-step n + 1 is issued, then the host waits for the tokens of step n and makes the masks while the
-device computes. The device therefore waits for a mask only if making it takes longer than a forward
-pass.
+Each slot has a matcher, which follows the grammar through the tokens that were read back from the
+device. Steps are pipelined: the forward pass of step n + 1 is issued, then the host waits for the
+tokens of step n and makes the masks while the device computes. The device therefore waits for a
+mask only if making it takes longer than a forward pass.
 
-If the grammar allows exactly one token, the matcher consumes it before it is chosen and finds the
-forced tokens that follow. The next forward pass computes the whole run, one row for each token, and
-chooses the token after the run. A forced token does not depend on the logits, so a stream does not
-depend on whether its run was computed at once.
+If the grammar allows exactly one token, the matcher consumes this token before the device chooses
+it, and finds the forced tokens that follow. The next forward pass computes the whole run, one row
+for each token. The step then chooses the token after the run. A forced token does not depend on the
+logits, so a stream does not depend on whether its run was computed at once.
 
-Every process of an instance makes the same masks and runs from the same commands and tokens: a
-slot's position follows from its admission and its steps."""
+Every process of an instance computes the same masks and runs, because these depend only on the
+commands and the sampled tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,21 +34,22 @@ Runs = dict[tuple[int, int], list[int]]
 
 
 def rows_for_runs(bucket: int) -> int:
-    """Returns how many additional rows a step of this bucket has on each rank for forced tokens."""
+    """Returns the number of additional rows, per dp rank, that a step of this batch size has for
+    forced tokens."""
     return max(8, bucket // 2)
 
 
 def pays(extra: int, rows: int, platform: str) -> bool:
-    """Returns whether a forward pass with `extra` additional tokens saves more than it costs. On an
-    accelerator a few more rows are nearly free; on a CPU they made a step of eight rows 18 % longer
-    (benchmarks/LOG.md)."""
+    """Returns whether it saves time to compute `extra` forced tokens in a forward pass with `rows`
+    rows. On an accelerator a few more rows are nearly free. On a CPU they made a step of eight rows
+    18 % longer (benchmarks/LOG.md)."""
     return extra > 0 and (platform != "cpu" or 4 * extra >= rows)
 
 
 def longest_run(limits: MeshLimits) -> int:
-    """Returns the largest number of positions of a sequence in one forward pass; 1 with recurrent
-    state. In a ring buffer the last position must not overwrite one in the first position's
-    window."""
+    """Returns the largest number of positions of one sequence in one forward pass. With recurrent
+    state this is 1. With a ring buffer, the last position must not overwrite a position in the
+    first position's window."""
     if limits.kv_spec.has_state:
         return 1
     if not limits.ring_pages:
@@ -64,10 +65,11 @@ class _Row:
     Attributes:
         matcher: Matcher that has consumed all known tokens, including `run`; None if the grammar
             did not compile.
-        position: Position of the slot's token after all issued steps.
-        limit: First position that may not be written.
-        longest: Longest run; 1 disables runs.
-        run: The slot's token, if it was forced, and the forced tokens that follow it.
+        position: Position of the slot's current token after all issued steps.
+        limit: First position for which the slot has no page.
+        longest: Maximum number of tokens in a run; 1 disables runs.
+        run: The slot's current token, if the grammar forced it, and the forced tokens that follow.
+            Else empty.
     """
 
     matcher: TokenMatcher | None
@@ -82,11 +84,11 @@ class _Row:
 
 
 class GrammarRows:
-    """Tracks the slots with a grammar. Used by the dispatch thread only.
+    """Tracks the decode slots that have a grammar. Used by the dispatch thread only.
 
     Attributes:
-        compiler: Compiler of grammars; None without a tokenizer. Workers then refuse requests with
-            a grammar.
+        compiler: Compiler of grammars. None if the worker has no tokenizer; it then refuses
+            requests with a grammar.
     """
 
     def __init__(self, vocabulary: int, longest: int, platform: str) -> None:
@@ -99,7 +101,7 @@ class GrammarRows:
         self._issued: list[tuple[jax.Array, list[tuple[int, int, TokenMatcher]]]] = []
 
     def admit(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Records sequences put into slots, and new limits of slots that got pages."""
+        """Records admitted sequences, and new position limits of slots that received pages."""
         for admit in admits:
             self._rows.pop((admit.rank, admit.slot), None)
             sampling = admit.sample.sampling
@@ -117,9 +119,9 @@ class GrammarRows:
                 row.limit = grow.limit
 
     def runs(self, slots: Slots, room: int) -> Runs:
-        """Returns the runs of two or more tokens for the next forward pass; none if that would not
-        pay. Each rank has `room` additional rows, which slots get in turn. Runs that do not fit are
-        left to later steps."""
+        """Returns the runs of at least two tokens for the next forward pass. Returns none if runs
+        would not save time. Each dp rank has `room` additional rows, which slots get in order. Runs
+        that do not fit are left to later steps."""
         taken: Runs = {}
         for rank, rank_slots in enumerate(slots):
             left = room
@@ -143,9 +145,9 @@ class GrammarRows:
         return taken
 
     def masks(self, slots: Slots, width: int) -> np.ndarray:
-        """Makes the masks of a step's choice, uint32 [ranks, width, W] in the order of
-        `slots[rank]`. Blocks until the previous tokens are read, unless they were forced. `issued`
-        must follow."""
+        """Computes the masks of allowed tokens for a step, uint32 [ranks, width, W], in the order
+        of `slots[rank]`. Blocks until the previous tokens are read back, unless the grammar forced
+        them. The caller must call `issued` afterwards."""
         self._consume()
         masks = np.full((len(slots), width, self._words), ALL, np.uint32)
         for rank, row in enumerate(slots):
@@ -155,7 +157,8 @@ class GrammarRows:
         return masks
 
     def issued(self, slots: Slots, token: jax.Array) -> None:
-        """Records the step's choice, token [ranks, width], which is not computed yet."""
+        """Records the tokens that the step chooses, `token` [ranks, width], which may not be
+        computed yet."""
         unknown: list[tuple[int, int, TokenMatcher]] = []
         for rank, rank_slots in enumerate(slots):
             for index, slot in enumerate(rank_slots):
@@ -169,7 +172,7 @@ class GrammarRows:
             self._issued.append((token, unknown))
 
     def first_mask(self, spec: SampleSpec, mask: np.ndarray) -> None:
-        """Fills mask [W] for the first token of a sequence."""
+        """Fills `mask` [W] with the tokens that the grammar allows as first token."""
         mask[:] = ALL
         if spec.sampling.grammar is not None:
             self._fill(mask, self._matcher(spec))
@@ -198,7 +201,7 @@ class GrammarRows:
             return None  # the row gets STUCK_TOKEN, and its worker reports it
 
     def _fill_next(self, mask: np.ndarray, row: _Row) -> None:
-        """Fills the mask of the token that follows the slot's token."""
+        """Fills `mask` with the tokens that the grammar allows after the slot's current token."""
         del row.run[:1]
         if not row.run and row.matcher is not None and row.longest > 1:
             row.run = row.matcher.forced(row.longest, self._vocabulary)

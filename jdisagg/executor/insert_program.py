@@ -1,11 +1,11 @@
-"""The insert program on one device: writes a block's tokens to their pages, reads them back, and
-sums them.
+"""The insert program on one device: writes a block's tokens to their pages, reads the pages back,
+and computes the checksum of the values read.
 
-On a CPU (`write_and_read`), each run of tokens within a page is written at once, because writing
-row by row took three times as long. Only the two ends of a block are written row by row. All is
-written before anything is read: with one loop for both, XLA of JAX 0.10 fused the write and read of
-a run, which copied the pool twice for each run. Ranks that take no part do nothing. On a GPU
-(`write_whole`) the whole block is written at once.
+On a CPU (`write_and_read`), a run of consecutive tokens in one page is written at once, because
+writing token by token took three times as long. Only the two ends of a block are written token by
+token. All runs are written before any is read. With one loop for both, XLA of JAX 0.10 fused write
+and read, which copied the pool twice for each run. dp ranks that the block does not concern do
+nothing. On a GPU (`write_whole`) the whole block is written at once.
 
 Invariants: the pages of a block are distinct, so that the values read back stay valid; only valid
 tokens are written."""
@@ -32,13 +32,13 @@ RUN_BYTES = 4 << 20
 
 
 class Places(NamedTuple):
-    """The positions of a block's tokens in this rank's pages.
+    """The page positions of a block's tokens on this dp rank.
 
     Attributes:
-        stamp_5: `transfer.codec.stamp_array` of the block.
-        page_N: Pages of the block, the first token's page first.
-        page_size: Tokens of a page.
-        nowhere: Page number out of range, to which nothing is written.
+        stamp_5: Stamp of the block, made by `transfer.codec.stamp_array`.
+        page_N: Page numbers of the block, in the order of the tokens.
+        page_size: Number of tokens in a page.
+        nowhere: An out-of-range page number. Writes to it have no effect.
     """
 
     stamp_5: jax.Array
@@ -48,7 +48,7 @@ class Places(NamedTuple):
 
     @staticmethod
     def of(words: jax.Array, page_size: int, nowhere: int) -> "Places":
-        """Decodes uint32 words: the stamp, then the pages."""
+        """Decodes uint32 words: first the stamp, then the page numbers."""
         return Places(
             words[:STAMP_WORDS], words[STAMP_WORDS:].astype(jnp.int32), page_size, nowhere
         )
@@ -64,18 +64,19 @@ class Places(NamedTuple):
         return self.stamp_5[4].astype(jnp.int32)
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns page and slot of the block's tokens with these indices, all of them valid."""
+        """Returns the page and the offset in the page of the block's tokens with these indices. All
+        indices must be of valid tokens."""
         place = self.start % self.page_size + token
         return self.page_N[place // self.page_size], place % self.page_size
 
     def some(self, token_T: jax.Array, wanted_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Does the same as `at`, but returns page `nowhere` for tokens that are not wanted."""
+        """Returns the same as `at`, but page `nowhere` for tokens that are not in `wanted_T`."""
         page_T, slot_T = self.at(token_T)
         return jnp.where(wanted_T, page_T, self.nowhere), slot_T
 
 
 class BlockForm(NamedTuple):
-    """The layout of a block: `layers` of the spec, encoded by a codec."""
+    """The format of a block: the spec of its layers, and the codec that packs it."""
 
     spec: KVSpec
     layers: tuple[KVLayer, ...]
@@ -91,7 +92,8 @@ class BlockForm(NamedTuple):
         block_CKTH: jax.Array,
         insert: Callable[[jax.Array, jax.Array], jax.Array],
     ) -> list[LayerPages]:
-        """Writes each component of a block into its pages by `insert`; returns the pages."""
+        """Calls `insert` to write each component of a block into the component's pages. Returns the
+        updated pages."""
         parts = components_of(block_CKTH, self.layers, self.spec)
         kept = {self.spec.dtype_of(part) for layer in self.layers for part in layer.components}
         mixed = self.spec.row_dtype not in kept
@@ -99,7 +101,8 @@ class BlockForm(NamedTuple):
         return [tuple(insert(part, next(fresh)) for part in layer) for layer in pages]
 
     def read(self, pages: list[LayerPages], take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Assembles a block from the parts that `take` reads from each component's pages."""
+        """Calls `take` to read each component's values from its pages. Returns them as one
+        block."""
         parts = [[take(part) for part in layer] for layer in pages]
         return block_of(self.layers, parts, self.spec)
 
@@ -111,9 +114,9 @@ Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 def write_and_read(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """Writes a block by runs of tokens, then reads it back. `arrays` [1, C', G, T', x] are the
-    codec's leaves of each part of the heads. Returns the pages, this device's share of the sum
-    (uint32 [2]), and whether the block is intact."""
+    """Writes a block to its pages by runs of tokens, then reads the pages back. `arrays` are the
+    packed arrays [1, C', G, T', x] of each received piece. Returns the pages, this device's share
+    of the checksum (uint32 [2]), and whether the block is intact."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens, valid = parts[0].shape[2], places.valid
     run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))
@@ -172,8 +175,9 @@ def write_and_read(
 def write_whole(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """Does the same as `write_and_read` with one scatter, one gather and one sum. This needs a copy
-    of the block but no loop. On a GPU the host would drive a loop, which would delay decode."""
+    """Does the same as `write_and_read` with one scatter, one gather and one sum. Needs memory for
+    a copy of the block, but no loop. A loop on a GPU is driven by the host, which would delay
+    decode."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens = parts[0].shape[2]
     token_T = jnp.arange(tokens, dtype=jnp.int32)
@@ -192,7 +196,8 @@ def write_whole(
 
 
 def _run_tokens(pages: Sequence[LayerPages]) -> int:
-    """Returns the number of tokens in a run for these layers."""
+    """Returns the number of tokens in a run: at most RUN_TOKENS, and at most RUN_BYTES of KV of
+    these layers."""
     each = sum(
         part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer
     )
@@ -200,7 +205,8 @@ def _run_tokens(pages: Sequence[LayerPages]) -> int:
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
-    """Returns `tokens` tokens, from token `first` on, of all heads on this device, [C, K, t, H]."""
+    """Returns the values of all heads on this device, [C, K, t, H], for `tokens` tokens from token
+    `first` on."""
     block_CKTH = jnp.concatenate(
         [lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1
     )
@@ -208,8 +214,8 @@ def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Arr
 
 
 def _finite(values: jax.Array) -> jax.Array:
-    """Replaces non-finite values, which damaged blocks may contain. They would remain in the pages,
-    where masked attention multiplies them by zero and gets NaN."""
+    """Replaces non-finite values, which damaged blocks may contain. Otherwise they would stay in
+    the pages, where masked attention multiplies them by zero, which gives NaN."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))
@@ -218,8 +224,8 @@ def _finite(values: jax.Array) -> jax.Array:
 def _unpack(
     form: BlockForm, arrays: Sequence[jax.Array], stamp_5: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Decodes this device's parts [C, G, T, H] of a block, in the order of their heads. Returns
-    them, and whether all match the checksums of their codec."""
+    """Unpacks the pieces of a block on this device into arrays [C, G, T, H] in the order of their
+    heads. Returns the arrays, and whether all packed values match their checksums."""
     spec, how = form.spec, form.codec
     local_heads, dtype = spec.row_heads // lax.axis_size("kv"), jnp.dtype(spec.row_dtype)
     count = local_heads // arrays[0].shape[2]

@@ -1,7 +1,7 @@
 """The JAX executor: runs step commands on one mesh, in order, on its two threads.
 
-Commands name pages, slots and offers by number; the scheduler tracks which sequence owns them. One
-instance may prefill, decode, or both (one-mesh modes), and builds only the programs of its role.
+Commands identify pages, slots and offers by number. Only the scheduler tracks which sequence owns
+each. An instance prefills, decodes, or does both, and builds only the programs that its role needs.
 All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
@@ -59,18 +59,20 @@ QUIET_SECONDS = 0.2  # longer than the pauses between commands of running work
 
 @dataclass(frozen=True)
 class MeshRole:
-    """The tasks of an instance.
+    """Capabilities that a mesh's executor needs.
 
     Attributes:
-        prefill, decode: Which programs it runs.
-        emit: Whether prefilled KV is returned and offered.
-        codec: Encoding of the blocks that it receives.
-        extracts: Whether it sends blocks from its pages, of running sequences or its prefix cache.
-        host_tokens: Tokens of the longest cached block in host memory; 0 without this tier.
+        prefill, decode: Whether the executor runs prefill chunks and decode steps.
+        emit: Whether prefilled KV is offered to other meshes.
+        codec: Name of the codec that packs the blocks that this mesh receives.
+        extracts: Whether the mesh sends blocks read from its pages, of running sequences or of the
+            prefix cache.
+        host_tokens: Number of tokens in the longest cached block in host memory. 0 without a prefix
+            cache in host memory.
         spills: Whether sequences are swapped out to host memory.
-        disk: Directory of its prefix cache on disk; "" without this tier.
-        peer_tokens: Tokens of the longest block that a prefill mesh fetches from peers; 0 if it
-            does not.
+        disk: Directory of the prefix cache on disk. "" without a prefix cache on disk.
+        peer_tokens: Number of tokens in the longest block that a prefill mesh fetches from other
+            workers' prefix caches. 0 if it fetches none.
     """
 
     prefill: bool
@@ -85,7 +87,7 @@ class MeshRole:
 
 
 class MeshExecutor:
-    """Implements `scheduler.executor.Executor`."""
+    """Implements `scheduler.executor.Executor` with JAX on one mesh."""
 
     def __init__(
         self,
@@ -152,14 +154,16 @@ class MeshExecutor:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pages, states and rings of all layers on all devices."""
+        """Total size in bytes of the KV pages, recurrent states and ring buffers of all layers,
+        summed over devices."""
         return self._pools.bytes
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         return self._threads.submit(lambda: self._issue(command))
 
     def on_dispatch_thread(self, work: Callable[[], None]) -> asyncio.Future[StepResult]:
-        """Runs `work` between commands, for warm-up or inspection, and returns its future."""
+        """Runs the function `work` on the dispatch thread between commands, and returns a future of
+        its result. Used for warm-up and inspection."""
 
         def issue() -> Waiting:
             work()
@@ -168,7 +172,7 @@ class MeshExecutor:
         return self._threads.submit(issue, beside=True)
 
     async def quiet(self) -> None:
-        """Returns when no command is in progress and none has arrived for `QUIET_SECONDS`."""
+        """Waits until no command has been in progress for `QUIET_SECONDS`."""
         await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
@@ -177,27 +181,30 @@ class MeshExecutor:
         self.host.close()
 
     def expect(self, card: MeshCard) -> None:
-        """Sets the peer mesh that warm-up prepares for, which is also the source of pulls without a
-        peer. Called before the first command."""
+        """Sets the peer mesh, for whose piece sizes warm-up compiles. Pulls that name no mesh pull
+        from this peer. Must be called before the first command."""
         self.blocks.connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Sets the compiler of grammars; None refuses grammars. Called before warm-up."""
+        """Sets the compiler of requests' grammars. With None, requests with a grammar are refused.
+        Must be called before warm-up."""
         self._grammars.compiler = grammars
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
-        """Runs a command on the calling thread, for warm-up and tests while the threads are
-        idle."""
+        """Runs a command on the calling thread and returns its result. For warm-up and tests, while
+        the executor's threads are idle."""
         return self._issue(command).result()
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Program variants that may be needed, masked ones only with a compiler of grammars."""
+        """Returns the program variants to compile. Masked variants are included only if there is a
+        compiler of grammars."""
         masked = self._grammars.compiler is not None
         return tuple(variant for variant in Variant if masked or not variant.masked)
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        """Runs a chunk of padding, and every cut that its rows may need."""
+        """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
+        blocks that a hand-off may need."""
         x, blocks, _ = self._prefill.run(
             ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         )
@@ -209,7 +216,7 @@ class MeshExecutor:
             self._sampler.warm_up(variant, x)
 
     def warm_decode(self, size: int, variant: Variant) -> None:
-        """Runs a step of `size` empty slots."""
+        """Compiles the program of a decode step, by running a step of `size` empty slots."""
         assert self._decode is not None
         empty = (self.limits.slots_per_rank,) * size
         stepped = self._decode.step((empty,) * self.limits.ranks, variant)
@@ -218,13 +225,15 @@ class MeshExecutor:
             self._decode.warm_runs(size)
 
     def warm_updates(self) -> None:
-        """Runs the programs that admit and grow sequences, set counts and copy pages."""
+        """Compiles the programs that admit sequences, extend page tables, set token counts and copy
+        pages, by running them."""
         assert self._decode is not None
         self._decode.warm_updates()
         self.blocks.warm_copy()
 
     def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Inserts an empty block as peers send it; a recurrent state has no codec."""
+        """Compiles the programs that insert a block, by running them on an empty block in the form
+        that peers send. Recurrent states are sent without a codec."""
         codec = NO_CODEC if kind is KvKind.STATE else self.role.codec
         blanks = bool(self.card.ends) and self.platform == "gpu" and kind is not KvKind.STATE
         self.blocks.warm_insert(groups, tokens, kind, codec, blanks)

@@ -1,11 +1,12 @@
-"""The page arrays of one mesh and their single owner.
+"""Holds the KV page arrays of one mesh. `PagePool` is their only owner.
 
-Each layer has one array for each component: [ranks * pages, K, S, H], pages sharded over dp, KV
-heads over kv. K is 1 for a component without heads, which every kv shard has whole. After its
-usable pages each rank has a few dummy pages, which padding rows of a decode batch write to. The
-arrays are donated to every program that changes them, and `layers` is replaced in the same
-statement. No other code may keep a reference: using an array whose shard was donated aborts the
-process (measured with JAX 0.10 and 0.12)."""
+Each layer has one array [ranks * pages, K, S, H] for each cached component, with S tokens per page.
+Pages are sharded over mesh axis dp, KV heads over kv. A component without heads has K = 1 and is
+replicated over kv. After its usable pages, each dp rank has a few dummy pages, to which padding
+rows of a decode batch write. The arrays are donated to every program that updates them. The
+statement that calls such a program also replaces `layers` by the results. No other code may keep a
+reference: using an array whose shard was donated aborts the process (measured with JAX 0.10 and
+0.12)."""
 
 from typing import NamedTuple
 
@@ -51,20 +52,20 @@ class PagePool:
         return sum(array.nbytes for layer in self.layers for array in layer)
 
     def view(self, spec: KVSpec) -> "PagePool | PageView":
-        """Returns the pages of the layers in `spec`; the other layers are empty."""
+        """Returns a view of the layers in `spec`. All other layers of the view are empty."""
         return self if spec == self.spec else PageView(self, spec)
 
     def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
-        """Returns the partitioning of the pages of these layers, or of all."""
+        """Returns the PartitionSpecs of the page arrays of these layers, or of all layers."""
         return _layer_specs(self.spec, layers)
 
     def put(self, first: int, layers: list[LayerPages]) -> None:
-        """Replaces the pages of the layers from `first` on by a program's results."""
+        """Replaces the page arrays of the layers from `first` on by a program's results."""
         self.layers[first : first + len(layers)] = layers
 
 
 class PageView:
-    """A view of some layers of a pool. It holds no array."""
+    """A view of some layers of a page pool. Holds no array."""
 
     def __init__(self, pool: PagePool, spec: KVSpec) -> None:
         self._pool = pool
@@ -91,9 +92,9 @@ class Pools(NamedTuple):
     """The page pools of a mesh.
 
     Attributes:
-        pages: Pages with KV of positions.
-        states: Recurrent states of sequences; a slot is a page of one token.
-        rings: Sliding-window ring buffers, if windowed layers have pages of their own; each slot
+        pages: Pages with the KV of sequences' positions.
+        states: Recurrent states of sequences. A state slot is a page of one token.
+        rings: Ring buffers of sliding-window layers, if these layers do not use `pages`. Each slot
             has `MeshLimits.ring_pages` consecutive pages.
     """
 
@@ -118,7 +119,8 @@ class Pools(NamedTuple):
         return self.pages.bytes + self.states.bytes + self.rings.bytes
 
     def kept(self, layers: range | None = None) -> Kept:
-        """Returns the arrays of these layers, or of all with None, as arguments of a program."""
+        """Returns the arrays of these layers in all pools, as arguments of a program. None selects
+        all layers."""
         layers = range(len(self.pages.layers)) if layers is None else layers
         part = slice(layers.start, layers.stop)
         return self.pages.layers[part], self.states.layers[part], self.rings.layers[part]
@@ -127,7 +129,7 @@ class Pools(NamedTuple):
         return self.pages.specs(layers), self.states.specs(layers), self.rings.specs(layers)
 
     def put(self, first: int, kept: Kept) -> None:
-        """Replaces the arrays of the layers from `first` on."""
+        """Replaces the arrays of the layers from `first` on in all pools."""
         self.pages.put(first, kept[0])
         self.states.put(first, kept[1])
         self.rings.put(first, kept[2])

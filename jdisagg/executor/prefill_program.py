@@ -1,12 +1,14 @@
-"""Runs prefill chunks, one packed chunk per dp rank, as a chain of layer-group programs.
+"""Runs prefill chunks as a chain of programs, one for each layer group. All dp ranks run at the
+same time, each on its own chunk.
 
-embed -> group 0 -> group 1 -> ... -> head and sampling of the rows that sample. Each group writes
-its keys and values into this mesh's pages (donated), for later chunks of the same sequences. If the
-instance hands off KV, the group also RETURNS them as one block [ranks, C, K, T, H] (C: the rows of
-the group's layers, see `layout/kv_spec.py`), so that the block can be transferred while the next
-group computes. A small program sums each block for its checksum. Page arrays are never offered.
-Sliding-window layers that are sent separately are left out of these blocks. Most of their KV is
-never used again, and the rest is extracted from the pages after the last chunk.
+The chain is: embedding, group 0, group 1, ..., then head and sampling for rows that end their
+prompt. Each group writes its keys and values into this mesh's pages (donated), for later chunks of
+the same sequences. If the instance hands off KV, the group's program also returns the keys and
+values as one block [ranks, C, K, T, H]. C counts the cached components of the group's layers
+(`layout/kv_spec.py`). The block can then be transferred while the next group computes. A small
+program computes each block's checksum. Page arrays are never offered. Sliding-window layers that
+are sent separately are left out of these blocks. Most of their KV is never used again, and the rest
+is extracted from the pages after the last chunk.
 
 Every token needs the keys and values of the model's last layer. The rest of that layer is computed
 only for the last tokens of the rows that sample; they attend to pages alone, as a decode step does,
@@ -44,9 +46,10 @@ class ChunkForm:
     """The static properties of a chunk's program.
 
     Attributes:
-        packed: Whether some rank has several rows, or one that is not first.
-        past: Whether rows may continue earlier chunks. It is always True for packed chunks on a
-            CPU. Without, a whole new prompt is 1 % faster.
+        packed: Whether the chunk of some dp rank may have several rows, or a row that does not
+            begin at the chunk's first token.
+        past: Whether rows may continue earlier chunks. False makes the prefill of a whole new
+            prompt 1 % faster. Packed chunks on a CPU are compiled only with True.
         samples: Whether rows may sample. Only chunks of the largest bucket, which hold earlier
             parts of long prompts, are also compiled without sampling.
         columns: Number of page-table columns that earlier positions may use; 0 is all of them.
@@ -61,9 +64,9 @@ class ChunkForm:
 
 
 def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
-    """Returns the widths of the page table that chunks with a past are compiled for. A GPU gathers
-    the whole table, so the widths grow by factors of four from one chunk to the context. A CPU
-    reads only as far as the past reaches."""
+    """Returns the page-table widths for which programs of chunks with a past (tokens of earlier
+    chunks) are compiled. A GPU gathers the whole table, so the widths grow by factors of four from
+    one chunk to the context. A CPU reads only the pages in use, so one width is enough."""
     if platform != "gpu":
         return (0,)
     tokens = buckets(limits.chunk_buckets[-1], limits.context_tokens, factor=4)
@@ -71,7 +74,7 @@ def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
 
 
 def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[ChunkForm, ...]:
-    """Returns all forms that a chunk of this bucket may have."""
+    """Returns all program variants of a chunk with this bucket size."""
     columns = past_columns(limits, platform)
     forms = [ChunkForm(), *(ChunkForm(past=True, columns=count) for count in columns)]
     packed = [ChunkForm(True, True, columns=count) for count in columns]
@@ -84,8 +87,8 @@ def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[
 
 @dataclass(frozen=True)
 class ChunkArrays:
-    """A packed chunk on the host; the first dimension of every array is the dp rank. Rows with a
-    past come first in `table` and `past`."""
+    """A packed prefill chunk as host arrays. The first dimension of every array is the dp rank.
+    Rows with a past (tokens of earlier chunks) come first in `table` and `past`."""
 
     tokens: np.ndarray  # int32 [ranks, T]
     positions: np.ndarray  # int32 [ranks, T]
@@ -109,8 +112,9 @@ class ChunkArrays:
         form: ChunkForm | None = None,
         platform: str = "cpu",
     ) -> "ChunkArrays":
-        """Packs a command's rows. Rows that continue come first on their rank; on a GPU there is at
-        most one, at the chunk's beginning."""
+        """Packs the rows of a command into arrays. On each dp rank, rows that continue an earlier
+        chunk come first. On a GPU at most one row continues, and it begins at the chunk's first
+        token."""
         form = form or _form_of(command, limits, platform)
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
         columns = -(-limits.context_tokens // limits.page_size)
@@ -171,7 +175,7 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
-    """Returns whether log-probabilities of some prompt's tokens are requested."""
+    """Returns whether some row of the chunk requests log-probabilities of prompt tokens."""
     return any(row.prompt_logprobs is not None for row in command.rows)
 
 
@@ -199,13 +203,13 @@ class PrefillPrograms:
         self._grain = granule_tokens & -granule_tokens
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Issues the chain.
+        """Issues the programs of one chunk.
 
         Returns:
-            The last activations of the rows that sample, [ranks, R, D], numbered as in
-                `ChunkArrays.sampling`, or of every token, [ranks, T, D], with
-                `ChunkForm.every_token`. If no row may sample, an array to wait for. If chunks are
-                handed off, also one KV block for each group, and its sums.
+            Activations after the last layer: [ranks, R, D] for the rows in `ChunkArrays.sampling`,
+                or [ranks, T, D] for every token with `ChunkForm.every_token`. If no row may sample,
+                any array of the last program, for the caller to wait for. If the instance hands off
+                KV, also one KV block for each layer group, and the blocks' checksums.
         """
         on_host = (
             chunk.tokens,
@@ -236,16 +240,17 @@ class PrefillPrograms:
         return x, blocks, sums
 
     def cut(self, blocks: Sequence[jax.Array], rank: int, offset: int, tokens: int) -> jax.Array:
-        """Cuts the block of one offer out of a chunk's blocks.
+        """Cuts the tokens of one offer out of a chunk's KV blocks.
 
         Args:
             blocks: Blocks [ranks, C, K, T, H] of consecutive layer groups.
-            rank: dp rank of the sequence; the other ranks' part of the result is unspecified.
-            offset: First token.
+            rank: dp rank of the sequence. The result is unspecified on all other dp ranks.
+            offset: Index of the offer's first token in the chunk.
             tokens: Number of tokens.
 
         Returns:
-            One block with all components; the input block itself if it is wanted whole.
+            One block with the components of all groups. If the result equals a single input block,
+                that block itself.
         """
         if len(blocks) == 1 and blocks[0].shape[3] == tokens:
             return blocks[0]

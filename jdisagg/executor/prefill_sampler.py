@@ -1,7 +1,8 @@
-"""The end of a prefill chunk: logits of the rows that sample, and a token for each sample.
+"""Runs the end of a prefill chunk: computes logits for the rows that end their prompt, and samples
+their first tokens.
 
-A chunk has at most `samples_per_chunk` samples per dp rank; several children of one sequence sample
-the same row. The programs do not depend on the chunk bucket."""
+A chunk has at most `samples_per_chunk` samples per dp rank. If a request wants several completions
+of one prompt, several samples use the same row. The programs do not depend on the chunk bucket."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from jdisagg.scheduler.executor import MeshLimits
 
 
 class _SampledRows(NamedTuple):
-    """Parameters of each sample, [ranks, samples, ...]; `counts` and `mask` are () if the variant
-    does not use them."""
+    """Parameters of each sample, as arrays [ranks, samples, ...]. `counts` and `mask` are () if the
+    program variant does not use them."""
 
     ints: Any
     floats: Any
@@ -56,16 +57,17 @@ class PrefillSampler:
         self._grammars = grammars
 
     def run(self, command: PrefillChunk, x: jax.Array, every_token: bool = False) -> Chosen | None:
-        """Issues the choice of the chunk's samples.
+        """Issues the programs that choose the chunk's tokens.
 
         Args:
             command: The chunk.
-            x: Last activations [ranks, R, D] of each row's last token, rows numbered on their rank
-                in the command's order; with `every_token` those of all tokens [ranks, T, D].
+            x: Activations after the last layer. [ranks, R, D] for the last token of each row, in
+                the order of the command's rows on each dp rank; or [ranks, T, D] for all tokens
+                with `every_token`.
             every_token: Whether `x` has the activations of all tokens.
 
         Returns:
-            The choice, or None if no row samples.
+            The chosen tokens, or None if no row samples.
         """
         samples = [(row, spec) for row in command.rows for spec in row.samples]
         if not samples:
@@ -95,14 +97,15 @@ class PrefillSampler:
         return self._head(variant, self._pick(x, source), rows)
 
     def warm_up(self, variant: Variant, x: jax.Array) -> None:
-        """Runs the programs of one variant on the activations of a chunk of padding."""
+        """Compiles the programs of one variant, by running them on the activations `x` of a chunk
+        of padding."""
         for samples in {1, self._limits.samples_per_chunk}:
             source, rows = self._empty(variant, samples)
             jax.block_until_ready(self._head(variant, self._pick(x, source), rows).token)
 
     def _empty(self, variant: Variant, samples: int) -> tuple[np.ndarray, _SampledRows]:
-        """Returns empty arrays for one sample per rank, or for `samples_per_chunk`. The smaller
-        size saves 1 % of the prefill of a long prompt."""
+        """Returns empty parameters with room for one sample per dp rank, or for
+        `samples_per_chunk`. Room for one sample saves 1 % of the prefill of a long prompt."""
         shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
         return np.zeros(shape, np.int32), _SampledRows(
             ints=np.zeros((*shape, self._rows.ints), np.int32),

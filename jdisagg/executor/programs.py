@@ -1,12 +1,12 @@
-"""Holds compiled programs by key, which are never recompiled, and puts host arrays on the mesh.
+"""Caches compiled programs by key, and puts host arrays on the mesh. No program is compiled twice.
 
-A program is lowered from abstract arguments with explicit shardings and kept as a compiled
-executable: a call with other shapes raises instead of compiling (rule 12). `compilations` counts
-the compiled programs and does not grow in steady state.
+A program is compiled ahead of time from abstract arguments with explicit shardings. A call with
+other shapes raises an error instead of compiling again (rule 12 of the design). `compilations`
+counts the compiled programs and does not grow in steady state.
 
 A mesh may span several processes, each of which runs the same programs in the same order. Host
-arrays are then put by callback (a `device_put` would communicate with the other processes), and
-results for the host are gathered over dp inside the program."""
+arrays are then put on the mesh by a callback, because `device_put` would communicate with the other
+processes. Results for the host are gathered over mesh axis dp inside the program."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -23,7 +23,8 @@ BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_shard
 
 
 class Programs:
-    """The executables of one mesh. Thread-safe, so that warm-up can compile several at once."""
+    """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at
+    once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -39,13 +40,13 @@ class Programs:
 
     @property
     def readable_spec(self) -> PartitionSpec:
-        """The partitioning of arrays returned by `readable`: by rank, or replicated if the mesh
-        spans processes."""
+        """PartitionSpec of arrays that `readable` returns: sharded by dp rank, or replicated if the
+        mesh spans processes."""
         return PartitionSpec() if self.spans_processes else RANK
 
     def readable(self, local: Any) -> Any:
-        """Makes this rank's arrays [1, ...] readable by every process of the mesh. Called at the
-        end of a program's body."""
+        """Makes this dp rank's arrays [1, ...] readable by every process of the mesh. Called at the
+        end of a program, inside `shard_map`."""
         if not self.spans_processes or self.mesh.shape["dp"] == 1:
             return local
         return jax.tree.map(
@@ -53,8 +54,8 @@ class Programs:
         )
 
     def put(self, host: Any) -> Any:
-        """Puts each rank's part of host arrays [ranks, ...] on its devices. Every process passes
-        the same arrays; none waits for another."""
+        """Puts each dp rank's part of host arrays [ranks, ...] on the rank's devices. Every process
+        must pass the same arrays. No process waits for another."""
         if not self.spans_processes:
             return jax.device_put(host, self._by_rank)
 
@@ -68,18 +69,18 @@ class Programs:
         return jax.tree.map(by_callback, host)
 
     def argument(self, host: np.ndarray) -> Any:
-        """Returns `host` as the argument of one call; the caller must not modify it afterwards. On
-        a mesh of one device the call itself transfers the array, in a tenth of the time of `put`.
-        On other meshes `put` is faster and is used."""
+        """Returns `host` in the form in which a program call accepts it fastest. On a mesh of one
+        device, this is the host array itself, which the call transfers in a tenth of the time of
+        `put`. On other meshes, `put` is called. The caller must not modify `host` afterwards."""
         return host if self.mesh.size == 1 else self.put(host)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
-        """Makes an array of zeros with this partitioning."""
+        """Makes an array of zeros with this PartitionSpec."""
         sharding = NamedSharding(self.mesh, spec)
         return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """Returns the executable of `key`, built on first use."""
+        """Returns the compiled program of `key`. If there is none, calls `build` to compile it."""
         program = self._built.get(key)
         if program is None:
             built = build()
@@ -89,8 +90,8 @@ class Programs:
         return program
 
     def adopt(self, earlier: "Programs") -> None:
-        """Takes over the executables of an earlier instance with the same role, layout, limits,
-        model and mesh."""
+        """Takes over the compiled programs of an earlier instance. Role, layout, limits, model and
+        mesh must be equal."""
         assert earlier.mesh == self.mesh, "executables are made for their mesh"
         self._built.update(earlier._built)
         self.compilations += earlier.compilations
@@ -106,8 +107,8 @@ class Programs:
         """Compiles a `shard_map` of `body` over the mesh.
 
         Args:
-            body: Runs on each device with its shards.
-            arguments: Arrays or shapes.
+            body: Function to run on each device with the device's shards.
+            arguments: Arrays or abstract arrays with the arguments' shapes.
             in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf
                 by leaf. Donated arguments and their results need equal, explicit shardings;
                 otherwise XLA does not alias them.

@@ -1,4 +1,5 @@
-"""Computes log-probabilities of a chunk's own tokens, by the model's head over all tokens.
+"""Computes log-probabilities of prompt tokens, by applying the model's output head to all tokens of
+a prefill chunk.
 
 The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
 (except by `PromptScorer.logits`), and each device keeps its part of the vocabulary. There is one
@@ -29,7 +30,8 @@ BLOCK_TOKENS = 64
 
 
 class PromptScorer:
-    """Scores the tokens of chunks. Used by the dispatch thread only."""
+    """Computes log-probabilities of the tokens in prefill chunks. Used by the dispatch thread
+    only."""
 
     def __init__(
         self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int
@@ -38,8 +40,8 @@ class PromptScorer:
         self._vocabulary = vocabulary
 
     def run(self, command: PrefillChunk, x: jax.Array) -> TokenScores:
-        """Issues the program that scores each token's successor. `x` [ranks, T, D] are the last
-        activations of all tokens."""
+        """Issues the program that computes, for each token, the log-probability of the next token.
+        `x` [ranks, T, D] are the activations of all tokens after the last layer."""
         following = np.zeros(x.shape[:2], np.int32)
         for row in command.rows:
             span = slice(row.offset, row.offset + len(row.tokens))
@@ -47,8 +49,8 @@ class PromptScorer:
         return self._program(x)(self._weights.stem.leaves, x, self._programs.put(following))
 
     def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
-        """Returns the logits of the successor of each token of a row, float32 [T, V] on the host.
-        Only on a mesh of one process. Blocks; the logits of the whole chunk are materialised."""
+        """Returns the logits after each token of a row, float32 [T, V], on the host. Requires a
+        mesh of one process. Blocks, and needs memory for the logits of the whole chunk."""
         stem, shards = self._weights.stem, self._shards
         assert not self._programs.spans_processes
 
@@ -107,7 +109,7 @@ class PromptScorer:
 def read_scores(
     command: PrefillChunk, scores: TokenScores
 ) -> tuple[tuple[int, PromptLogprobs], ...]:
-    """Returns the log-probabilities that rows of a chunk request. Blocks until they are
+    """Returns the log-probabilities that the rows of a chunk request. Blocks until they are
     computed."""
     host = TokenScores(*map(jax.device_get, scores))
     return tuple(

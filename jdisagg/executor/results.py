@@ -1,5 +1,5 @@
-"""The results of commands: device arrays that the completion thread waits for and converts to plain
-data. Reading blocks; issuing does not."""
+"""Classes for the results of commands. The dispatch thread creates them from device arrays without
+blocking. The completion thread waits for the arrays and converts them to plain data."""
 
 import math
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ Tokens = tuple[tuple[tuple[int, ...], ...], ...]  # by rank and row
 
 
 def start_reading(arrays: Iterable[jax.Array | None]) -> None:
-    """Starts the copies to the host, before the completion thread waits for them."""
+    """Starts to copy arrays to the host, so that the copies overlap with other work."""
     # Only this code may read from devices; a transfer guard can forbid all other reads.
     with jax.transfer_guard_device_to_host("allow"):
         for array in arrays:
@@ -44,7 +44,7 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
 
 @dataclass
 class Finished:
-    """The result of a command that has ended when it is issued."""
+    """The result of a command that completes when it is issued."""
 
     step: int
     in_order: bool = True
@@ -58,8 +58,9 @@ class Finished:
 
 @dataclass
 class PrefillReading:
-    """The tokens sampled at the end of a chunk, the checksums of its offers, and requested
-    log-probabilities of prompts. For a chunk without samples, it waits for the last activations."""
+    """The result of a prefill chunk: sampled tokens, checksums of offered blocks, and requested
+    log-probabilities of prompts. For a chunk without samples, reading waits for the activations of
+    the last layer."""
 
     command: PrefillChunk
     last: jax.Array
@@ -99,8 +100,8 @@ class PrefillReading:
 
 @dataclass
 class BlockReading:
-    """The checksum of an inserted or extracted block, and whether it is intact. `copy` is its copy
-    to host memory, if any."""
+    """The result of inserting or extracting a block: its checksum, and whether it is intact. `copy`
+    is the block's copy to host memory, or None."""
 
     step: int
     offer_id: int
@@ -123,7 +124,7 @@ class BlockReading:
 
 @dataclass
 class DecodeReading:
-    """The tokens of one or several steps, all read at once."""
+    """The tokens of one or more decode steps, which are all read at once."""
 
     command: DecodeSteps
     stepped: list[Stepped]
@@ -158,7 +159,8 @@ class DecodeReading:
         return DecodeResult(self.command.step, tokens, logprobs)
 
     def _with_forced(self, chosen: Tokens) -> Tokens:
-        """Inserts each step's forced tokens before its chosen one."""
+        """Inserts, before each chosen token, the tokens that the grammar forced in the same
+        step."""
         return tuple(
             tuple(
                 tuple(
@@ -174,7 +176,8 @@ class DecodeReading:
 
 @dataclass
 class PullReading:
-    """A pull in progress. Its failure is a result, because the worker decides about retries."""
+    """The result of a pull in progress. A failed pull is a result, not an exception, because the
+    worker decides about retries."""
 
     step: int
     offer_id: int
@@ -192,7 +195,7 @@ class PullReading:
 
 
 class _Host:
-    """One step's choices as numpy arrays."""
+    """The choices of one step as NumPy arrays."""
 
     def __init__(self, chosen: Chosen) -> None:
         self._token, *self._rest = (

@@ -1,7 +1,8 @@
 """Runs the disk commands of one mesh, which copy blocks from host memory to files and back.
 
-Called on the dispatch thread. Threads of the disk store do the work (`transfer/disk_store.py`). A
-command fails at its deadline; a block that is loaded later is dropped if it was forgotten."""
+Called on the dispatch thread. The threads of the disk store read and write the files
+(`transfer/disk_store.py`). A command fails at its deadline. If its block is loaded after the
+deadline and is no longer needed, the block is dropped."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ from jdisagg.transfer.host_store import HostStore, Shards
 
 @dataclass
 class DiskReading:
-    """A disk command in progress. It fails at time `until`, or when `closed` is set."""
+    """The result of a disk command in progress. The command fails at the time `until`, or when
+    `closed` is set."""
 
     step: int
     done: "Future[DiskOutcome]"
@@ -52,8 +54,9 @@ class DiskReading:
 
 
 class SavedBlocks:
-    """The blocks of one mesh on disk. Their namespace includes the number of head shards and the
-    versions of the software that computes KV, which may round differently."""
+    """The KV blocks of one mesh on disk. The blocks are stored under a namespace that includes the
+    number of head shards and the versions of the software that computes KV, because other versions
+    may round differently."""
 
     def __init__(self, directory: str, name: str, host: HostStore, shards: int) -> None:
         self._disk = DiskStore(directory, name) if directory else None
@@ -67,7 +70,8 @@ class SavedBlocks:
         return DiskReading(command.step, self._begin(command), self._clock.now, until, self._closed)
 
     def close(self) -> None:
-        """Ends running commands, so that a hanging disk does not delay the executor's threads."""
+        """Fails running commands, so that a disk that does not respond does not delay the
+        executor's shutdown."""
         self._closed.set()
         if self._disk is not None:
             self._disk.close()
@@ -120,7 +124,7 @@ class SavedBlocks:
 
 
 def _arrays(pieces: Sequence[Shards]) -> list[SavedArray]:
-    """Returns NumPy arrays, as views if host memory is not pinned."""
+    """Converts pieces in host memory to NumPy arrays. Copies only if the host memory is pinned."""
     with jax.transfer_guard_device_to_host("allow"):
         return [
             SavedArray(number, box, np.asarray(array))

@@ -1,13 +1,12 @@
-"""Defines the packed state of decode slots: two matrices of parameters, and each slot's token and
-position.
+"""Defines how the state of decode slots is packed into a few arrays.
 
-For each rank and slot, `hot` int32 [2] (token, position) changes every step. `ints` and `floats`
-(limits, sampling parameters, stop and bias ids, page table) change on admission and growth.
-`counts` int32 [V] counts seen tokens for penalties; only shaped rows use it. Packing keeps the
-arguments of a step, and the transfers of an admission, few.
+Each dp rank and slot has one row in each of four arrays. `hot` int32 [2] (current token and its
+position) changes every step. `ints` and `floats` (limits, sampling parameters, stop and bias ids,
+page table) change on admission and growth. `counts` int32 [V] counts each token in the sequence,
+for penalties. Packing keeps the number of a step's arguments and of an admission's transfers small.
 
-The rows that a prefill chunk samples are packed in the same way. Everything is derived from a
-`SampleSpec` (rule 9)."""
+The sampling parameters of a prefill chunk's rows are packed in the same way. All parameters come
+from a `SampleSpec`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ _FLOATS = 6
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Columns of `ints` and `floats` for page tables of `table_columns` entries."""
+    """Column layout of `ints` and `floats`, for page tables of `table_columns` entries."""
 
     table_columns: int
     vocabulary: int
@@ -51,7 +50,7 @@ class RowFormat:
         limit: int = 0,
         state: int = 0,
     ) -> None:
-        """Fills one row, `ints` [I] and `floats` [F], in place."""
+        """Fills one slot's rows `ints` [I] and `floats` [F] in place."""
         params = spec.sampling
         # With a grammar its mask decides when stop ids are allowed.
         min_position = spec.min_position if params.grammar is None else 0
@@ -78,27 +77,27 @@ class RowFormat:
             floats[_FLOATS + column] = bias
 
     def pack_pages(self, ints: np.ndarray, pages: Iterable[int], limit: int) -> None:
-        """Changes a row's page table and limit."""
+        """Updates the page table and the position limit in a slot's row."""
         ints[_LIMIT] = limit
         row = tuple(pages)
         ints[_TABLE : _TABLE + self.table_columns] = 0
         ints[_TABLE : _TABLE + len(row)] = row
 
     def pack_history(self, spec: SampleSpec) -> np.ndarray:
-        """Returns one row of `counts`, int32 [V], from the tokens so far."""
+        """Returns one row of `counts`, int32 [V], computed from the sequence's tokens."""
         return token_counts(spec.prompt_history, spec.output_history, self.vocabulary)
 
     def limit_and_table(self, ints_BI: jax.Array) -> tuple[jax.Array, jax.Array]:
         return ints_BI[:, _LIMIT], ints_BI[:, _TABLE : _TABLE + self.table_columns]
 
     def state(self, ints_BI: jax.Array) -> jax.Array:
-        """Returns each row's slot of recurrent state."""
+        """Returns the index of each row's recurrent state."""
         return ints_BI[:, _STATE]
 
     def sampling(
         self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array
     ) -> SamplingRows:
-        """Returns the sampling parameters of rows that choose the token at `position_B`."""
+        """Returns the sampling parameters for the choice of each row's token at `position_B`."""
         return SamplingRows(
             temperature=floats_BF[:, 0],
             top_k=ints_BI[:, _TOP_K],
@@ -112,7 +111,8 @@ class RowFormat:
     def batch(
         self, slot_B: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
     ) -> "BatchRows":
-        """Returns the state of a step's rows; a slot number out of range is an inactive row."""
+        """Gathers the state of a step's rows by slot number. A row with an out-of-range slot number
+        is inactive."""
         ints_BI = jnp.take(ints_SI, slot_B, axis=0, mode="clip")
         token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
         return BatchRows(
@@ -127,9 +127,9 @@ class RowFormat:
     def run_batch(
         self, run_B3: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
     ) -> "BatchRows":
-        """Does the same as `batch` if a slot may have several rows. Each row of `run_B3` has a
-        slot, the offset of its position from the slot's position, and its token (-1 is the slot's
-        own)."""
+        """Does the same as `batch`, but a slot may have several rows. The columns of `run_B3` are
+        the slot, the offset of the row's position from the slot's position, and the token (-1: the
+        slot's token)."""
         slot_B, ahead_B, token_B = run_B3.T
         row = self.batch(slot_B, hot_S2, ints_SI, floats_SF)
         position_B = row.position + ahead_B
@@ -161,7 +161,8 @@ class RowFormat:
 
 
 class BatchRows(NamedTuple):
-    """The rows of one step on one dp rank. `active` rows advance."""
+    """The slot state of the rows of one decode step, on one dp rank. Only `active` rows compute a
+    token."""
 
     slot: jax.Array  # int32 [B]
     ints: jax.Array  # int32 [B, I]
@@ -172,16 +173,16 @@ class BatchRows(NamedTuple):
 
     @property
     def at(self) -> jax.Array:
-        """Position of each row, 0 for inactive rows, int32 [B]."""
+        """Position of each row, int32 [B]. 0 for inactive rows."""
         return jnp.where(self.active, self.position, 0)
 
     def stand_at(self, hot_S2: jax.Array, count: int) -> jax.Array:
-        """Returns `hot` with the first `count` rows' tokens and positions in their slots."""
+        """Returns `hot` updated with the tokens and positions of the first `count` rows."""
         there_B2 = jnp.stack((self.token[:count], self.position[:count]), axis=1)
         return hot_S2.at[self.slot[:count]].set(there_B2, mode="drop")
 
     def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
-        """Returns `hot` with the chosen tokens and the next positions."""
+        """Returns `hot` updated with the chosen tokens and the next positions."""
         next_B2 = jnp.stack(
             (
                 jnp.where(self.active, chosen_B, self.token),

@@ -1,9 +1,9 @@
-"""Access to a layer's recurrent states inside a program: read from their slots, passed to the
-layer, written back.
+"""Reads a layer's recurrent states from their slots inside a program, passes them to the layer, and
+writes the new states back.
 
-A layer's states are pages of one token (`layout/kv_spec.py`), [slots, K, 1, H] for each component.
-A slot number beyond the end belongs to no sequence: its values are ignored and nothing is
-written."""
+The states are stored like pages of one token (`layout/kv_spec.py`): [slots, K, 1, H] for each
+component. An out-of-range slot number belongs to no sequence: values read from it are ignored, and
+writes to it have no effect."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ def recur_over(
     runs: Runs | None,
     keep: Callable[[LayerPages], None],
 ) -> Recur:
-    """Returns the function that a layer calls to advance its states.
+    """Returns the function by which a layer updates its recurrent states.
 
     Args:
-        pages: States of the layer.
-        slot_R: Slot of each row.
-        fresh_R: Rows that begin a sequence, whose state is zero; None if every row continues.
-        runs: Tokens of each row; None if each row is one token.
-        keep: Callback that gets the new states.
+        pages: State arrays of the layer.
+        slot_R: State slot of each row.
+        fresh_R: Whether the row begins a sequence, so that its state is zero. None if no row does.
+        runs: Token ranges of the rows in a prefill chunk. None if each row is one token.
+        keep: Function that receives the updated state arrays.
     """
 
     def read(part_PK1H: jax.Array) -> jax.Array:
@@ -52,13 +52,14 @@ def recur_over(
 
 
 def runs_of(segment_T: jax.Array, positions_T: jax.Array, past_R: jax.Array, grain: int) -> Runs:
-    """Returns the tokens of a chunk's rows.
+    """Returns the token ranges of a prefill chunk's rows.
 
     Args:
-        segment_T: Row of each token; -1 for padding.
-        positions_T: Position of each token.
-        past_R: Position of each row's first token.
-        grain: Tokens of a recurrence step; rows begin at multiples of it.
+        segment_T: Index of each token's row; -1 for padding.
+        positions_T: Position of each token in its sequence.
+        past_R: Position of each row's first token in the chunk.
+        grain: Number of tokens that one recurrence step computes. Rows begin at multiples of
+            `grain`.
     """
     row_R = jnp.arange(past_R.shape[0], dtype=jnp.int32)
     mine_RT = segment_T[None, :] == row_R[:, None]

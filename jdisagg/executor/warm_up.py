@@ -18,7 +18,8 @@ GPU_RUNS = 3
 
 
 def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
-    """Returns one callable for each program or few related programs, in the order to run them."""
+    """Returns the warm-up as a list of functions, in the order to run them. Each function compiles
+    one program or a few related programs."""
     limits, role = executor.limits, executor.role
     steps: list[Callable[[], None]] = []
     if role.prefill or limits.append_buckets:
@@ -76,7 +77,8 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
 
 
 def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
-    """Returns shapes (layer groups, tokens) of the blocks into which `tokens` are cut."""
+    """Returns the shapes (layer groups, tokens) of the blocks into which the KV of `tokens` tokens
+    is divided."""
     largest = limits.chunk_buckets[-1]
     lengths = {
         length

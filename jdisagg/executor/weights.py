@@ -1,8 +1,8 @@
-"""A model's weights as arguments of programs: a flat tuple of arrays for each part, merged back
-into modules while tracing.
+"""Passes a model's weights to programs. Each part of the model is passed as a flat tuple of arrays,
+which is merged into a module again when the program is traced.
 
-A part is the stem or one layer. Layers of the same structure have equal `structure`, so that one
-compiled program serves every layer group of that structure. No weight is copied."""
+A part is one layer, or the rest of the model outside the layers (stem). Layers of the same form
+have equal `structure`, so that they can share a compiled program. No weight is copied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from jdisagg.ops.parameters import param_specs
 
 @dataclass(frozen=True)
 class Part:
-    """One module: its arrays in leaf order, their partitioning, and its structure without
+    """One module of the model: its arrays, their PartitionSpecs, and the module's structure without
     arrays."""
 
     leaves: tuple[jax.Array, ...]
@@ -29,12 +29,12 @@ class Part:
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """A key that is equal for parts that one program can serve."""
+        """Returns a key that is equal for parts that can share a program."""
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in self.leaves)
         return (self.graphdef, self.treedef, shapes, self.specs)
 
     def merge(self, leaves: Sequence[jax.Array]) -> nnx.Module:
-        """Returns the module around `leaves`, which may be local or traced."""
+        """Rebuilds the module around `leaves`, which may be a device's shards or traced arrays."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))  # type: ignore[arg-type]
 
 
@@ -49,7 +49,7 @@ class Weights:
 
 
 def split_model(model: Model, layout: Layout) -> Weights:
-    """Splits a loaded model into parts that share its arrays."""
+    """Splits a loaded model into its parts. The parts share the model's arrays."""
     stem, layers = _part(model.stem, layout), tuple(_part(layer, layout) for layer in model.layers)
     x = jax.eval_shape(
         lambda leaves, tokens: stem.merge(leaves).embed(tokens, Shards()),  # type: ignore[attr-defined]
@@ -67,8 +67,8 @@ def _part(module: object, layout: Layout) -> Part:
 
 
 def mesh_shards(mesh: Mesh, layout: Layout, platform: str) -> Shards:
-    """Returns the axis names that programs on this mesh use. Axes of one device are left out, so
-    that they need no collective."""
+    """Returns the names of the mesh axes that programs on this mesh use. Axes of size one are
+    omitted, so that they cause no collective."""
 
     def real(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if mesh.shape[axis] > 1)

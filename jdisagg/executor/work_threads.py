@@ -1,9 +1,10 @@
-"""The two threads of a mesh: one issues programs in order, one waits for their results.
+"""The two threads of a mesh. The dispatch thread issues programs in order, and the completion
+thread waits for their results.
 
-The event loop never calls JAX. `submit` puts a job on the dispatch thread, which calls `issue()` to
-start device work and get an object to wait for. The completion thread waits (results in order,
-transfers as they arrive) and resolves the caller's future on the event loop. A failed job fails
-only its own future."""
+The event loop never calls JAX. `submit` queues a job for the dispatch thread, which calls `issue()`
+to start device work. `issue()` returns an object to wait for. The completion thread waits for
+computations in order and for transfers as they arrive. It then resolves the caller's future on the
+event loop. A failed job fails only its own future."""
 
 import asyncio
 import queue
@@ -20,14 +21,15 @@ POLL_SECONDS = 2e-4
 
 
 class Waiting(Protocol):
-    """Work in progress on the device."""
+    """Work in progress on the device, with a result to wait for."""
 
     in_order: bool
 
     def is_ready(self) -> bool: ...
 
     def result(self) -> StepResult:
-        """Returns the result, and blocks until it is ready. Steps are read in order of issue."""
+        """Returns the result. Blocks until it is ready. The results of steps are read in the order
+        of issue."""
         ...
 
 
@@ -39,8 +41,8 @@ class _Job:
 
 
 class WorkThreads:
-    """Owns the two threads. `submit` is called on an event loop; jobs are issued in the order of
-    the calls."""
+    """Owns the two threads. `submit` must be called on an event loop. Jobs are issued in the order
+    of the calls."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -58,14 +60,14 @@ class WorkThreads:
     def submit(
         self, issue: Callable[[], Waiting], *, beside: bool = False
     ) -> asyncio.Future[StepResult]:
-        """Queues a job.
+        """Queues a job for the dispatch thread.
 
         Args:
-            issue: Starts device work on the dispatch thread.
-            beside: Whether `quiet` ignores the job.
+            issue: Function that starts device work on the dispatch thread.
+            beside: Whether `quiet` ignores this job.
 
         Returns:
-            A future of the result on the running event loop.
+            A future of the result, on the running event loop.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
@@ -81,7 +83,7 @@ class WorkThreads:
         return future
 
     async def quiet(self, seconds: float) -> None:
-        """Returns when no job has been in progress for `seconds`."""
+        """Waits until no job has been in progress for `seconds`."""
         while self._asked or time.monotonic() - self._quiet_since < seconds:
             await asyncio.sleep(seconds / 4)
 
@@ -90,7 +92,7 @@ class WorkThreads:
         self._quiet_since = time.monotonic()
 
     def close(self) -> None:
-        """Finishes the issued jobs and ends the threads. Blocks until they have ended."""
+        """Completes the issued jobs and ends both threads. Blocks until they have ended."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -107,9 +109,9 @@ class WorkThreads:
         self._issued.put(None)
 
     def _complete(self) -> None:
-        """Waits for results and resolves their futures. Blocks if no transfers are in progress, and
-        polls otherwise. Keeps no reference to a finished job, which would keep its executor
-        alive."""
+        """Waits for results and resolves their futures. While transfers are in progress, polls
+        instead of blocking. Keeps no reference to a completed job, because that would keep the
+        job's executor alive."""
         steps: list[tuple[_Job, Waiting]] = []
         transfers: list[tuple[_Job, Waiting]] = []
         open_ = True
@@ -127,7 +129,8 @@ class WorkThreads:
     def _sort(
         self, steps: list[tuple[_Job, Waiting]], transfers: list[tuple[_Job, Waiting]], block: bool
     ) -> bool:
-        """Sorts newly issued jobs into the two lists. Returns False after the last job."""
+        """Sorts newly issued jobs into `steps` and `transfers`. Returns False after the last
+        job."""
         taken = self._take(block)
         for item in taken:
             if item is not None:
@@ -145,7 +148,7 @@ class WorkThreads:
 
 
 def _finish_ready(transfers: list[tuple[_Job, Waiting]]) -> bool:
-    """Resolves the transfers that have ended; returns whether there were any."""
+    """Resolves the futures of transfers that have ended. Returns whether there were any."""
     ready = [item for item in transfers if item[1].is_ready()]
     for item in ready:
         transfers.remove(item)

@@ -12,5 +12,5 @@ Words of this package and of `executor/`:
 - posting: the leaves that a sender process has reserved for one pull, until the pull ends.
 - peer: the other mesh, by name, or one of its processes (`KvEnd`).
 - link number: number of the current connection from one receiver process to one sender process. It
-  grows by one with each reconnection.
+  grows with each reconnection.
 - backend: an implementation that moves leaves between two processes (backend.py)."""

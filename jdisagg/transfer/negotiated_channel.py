@@ -89,15 +89,8 @@ class NegotiatedChannel:
         granule: int,
         codec_name: str,
     ) -> None:
-        """Compiles the programs that cut and pack blocks for sending. Blocks.
-
-        Args:
-            mesh: Mesh of the blocks.
-            shape: Shape (C, local K, T, H) of one device's shard.
-            dtype: Dtype of the blocks.
-            granule: Number of KV heads in one piece.
-            codec_name: Codec that packs the pieces.
-        """
+        """Compiles the programs that cut and pack blocks for sending. `shape` (C, local K, T, H) is
+        the shape of one device's shard. Each piece has `granule` KV heads. Blocks."""
         warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:

@@ -1,1 +1,2 @@
-"""The research API: sessions and KV cache objects on a caller's own meshes."""
+"""The research API: prefill, inspection, transfer and decode of KV caches, driven by the caller
+step by step."""

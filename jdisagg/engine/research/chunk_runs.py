@@ -1,7 +1,8 @@
-"""Packs the sequences that the research API prefills into chunks, and collects the results.
+"""Packs the sequences that the research API computes into prefill chunks, and collects the results
+of each sequence.
 
-Prompts that fit into a chunk share chunks. A longer prompt, or one that continues cached KV, has
-chunks of its own."""
+Several short prompts share a chunk. A prompt that is longer than a chunk, or that continues cached
+KV, does not share its chunks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +33,8 @@ _NO_STAMP = BlockStamp()
 
 
 class KeepingChannel:
-    """A `Channel` that stores blocks offered by its instance until `take`, instead of serving them
-    to peers. All other calls are passed to the real channel."""
+    """Wraps a `Channel`. Blocks that this instance offers are stored until `take` is called,
+    instead of being served to peers. All other calls are passed to the wrapped channel."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -43,7 +44,7 @@ class KeepingChannel:
         return self._kept.pop(offer_id)
 
     def forget(self) -> None:
-        """Drops the offers of a failed prefill."""
+        """Drops the stored blocks of a prefill that failed."""
         self._kept.clear()
 
     def connect(self, peer: str, card: MeshCard) -> None:
@@ -75,13 +76,14 @@ class KeepingChannel:
 
 @dataclass(slots=True)
 class Run:
-    """A sequence whose tokens from index `start` on are to be computed, after cached tokens in its
-    pages. The fields from `sampled` on are results.
+    """One sequence to compute. Tokens before index `start` have KV in the sequence's pages, and
+    tokens from `start` on are computed. The fields from `sampled` on are results.
 
     Attributes:
-        samples: Sampling of the next token; empty for no next token.
+        samples: Sampling parameters of the next token. Empty if no next token is needed.
         emits: Whether to return the sequence's KV.
-        top: Most likely tokens to score at each position after `start`; None for no scores.
+        top: Number of most likely tokens to return at each position after `start`. None for no
+            scores.
     """
 
     tokens: tuple[int, ...]
@@ -97,7 +99,8 @@ class Run:
     logits: list[np.ndarray] = field(default_factory=list)
 
     def next_token(self) -> NextToken:
-        """Returns the sampled token. Raises BrokenModelError if the logits were not finite."""
+        """Returns the sampled token with its sampling parameters. Raises BrokenModelError if the
+        logits were not finite."""
         assert self.sampled is not None, "this run sampled nothing"
         sampling = self.samples[0].sampling
         return NextToken(whole_token(self.sampled.token), sampling, self.sampled.logprobs)
@@ -105,7 +108,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunPart:
-    """A run's tokens [start, stop), which begin at `offset` in a chunk of the run's rank."""
+    """The tokens [start, stop) of a run, as part of one chunk. They begin at index `offset` of the
+    chunk."""
 
     run: Run
     start: int
@@ -133,7 +137,7 @@ class RunPart:
         )
 
     def take(self, row: PrefillRow, result: PrefillResult, kept: KeepingChannel) -> None:
-        """Stores the results of the part, row `row` of the chunk, in the run."""
+        """Stores this part's results in the run. `row` is the index of the part in the chunk."""
         for offer in row.offers:
             at = offer.offset - self.offset
             valid = min(offer.block_tokens, len(row.tokens) - at)
@@ -167,7 +171,8 @@ def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
 
 
 def whole_token(token: int) -> int:
-    """Returns the token. Raises BrokenModelError if its logits were not finite."""
+    """Returns `token` unchanged. Raises BrokenModelError if the token marks logits that were not
+    finite."""
     if token == BROKEN_TOKEN:
         raise BrokenModelError()
     return token

@@ -1,5 +1,5 @@
-"""The research API: prefill on one layout, inspect the KV cache as a value, push the cache to
-another layout and decode there.
+"""The research API. Prefill a prompt on one layout, inspect its KV cache, push the cache to another
+layout and decode there.
 
     kv = engine.prefill("Once upon a time", layout=PrefillLayout(tp=4))
     session = engine.create_session("a", layout=DecoderLayout(dp=2))
@@ -10,19 +10,21 @@ another layout and decode there.
     engine.score(" The end.", after=kv)    # log-probabilities of a continuation
     engine.save(kv, "story.kv")            # and `engine.load` under another layout
 
-`engine/research/kv_cache.py` cuts, joins and changes caches.
+`engine/research/kv_cache.py` has the operations that slice, join and modify caches.
 
-All calls block the caller's thread until they are done. Prompts can be computed together; to decode
-many sequences at once use the embedded cluster. Executors, programs, pages and channel are those of
-serving. The caller's `LoadModel` loads weights onto a mesh.
+All calls block the caller's thread until they are done. Several prompts can be computed together,
+but only one sequence decodes at a time. To decode many sequences at once, use the embedded cluster.
+The research API uses the executors, programs, pages and channel of serving. The caller passes a
+function (`LoadModel`) that loads weights onto a mesh.
 
-Prefill layouts take the engine's devices from the front and session layouts from the back, so that
-they overlap only if there are too few devices; `devices=` chooses others. A device of two meshes
-holds weights and pages of both, and a push between them transfers no bytes within the device. Each
-(layout, devices) is built once, with its own weights and pages, and exists until `engine.close()`.
+By default, prefill meshes use the first of the engine's devices and session meshes the last, so
+that they overlap only if there are too few devices. `devices=` selects other devices. A device that
+belongs to two meshes holds weights and pages for both. A push between such meshes transfers no
+bytes within the device. Each pair of layout and devices is built once, with its own weights and
+pages, and exists until `engine.close()`.
 
-Invariant: a cache or session holds the KV of exactly its `token_ids`. The KV of `next_token`, which
-has been chosen already, is not written yet."""
+Invariant: a cache or session holds the KV of exactly its `token_ids`. `next_token` is chosen, but
+its KV is not computed yet."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -65,14 +67,15 @@ DEFAULT_NEW_TOKENS = 64
 
 
 def PrefillLayout(tp: int = 1, ep: int = 1, dp: int = 1) -> Layout:
-    """Returns a layout for prefill. `PrefillLayout(tp=4, ep=4)` splits heads over four devices and
-    spreads experts over the same four."""
+    """Returns a layout for prefill. For example, `PrefillLayout(tp=4, ep=4)` shards heads over four
+    devices, and distributes experts over the same four devices."""
     return Layout(dp=dp, tp=tp, ep=ep)
 
 
 def DecoderLayout(dp: int = 1, ep: int = 1, tp: int | None = None) -> Layout:
-    """Returns a layout for decode. `DecoderLayout(dp=4, ep=16)` has four groups of four devices and
-    spreads experts over all sixteen. `tp` defaults to ep / dp, or to 1 for ep = 1."""
+    """Returns a layout for decode. For example, `DecoderLayout(dp=4, ep=16)` has four groups of
+    four devices, and distributes experts over all sixteen. `tp` defaults to ep / dp, or to 1 if ep
+    is 1."""
     if tp is None:
         Layout(dp=dp)  # raises for dp that is no positive integer
         if not isinstance(ep, int) or ep < 1 or (ep > 1 and ep % dp):
@@ -85,12 +88,12 @@ def DecoderLayout(dp: int = 1, ep: int = 1, tp: int | None = None) -> Layout:
 
 
 class Engine:
-    """One model under any number of layouts. An engine is a context manager.
+    """Runs one model under any number of layouts. An engine is a context manager.
 
     Args:
-        load: Loads the model's weights onto a mesh.
-        tokenizer: Tokenizer for text prompts. Without one, prompts must be token ids.
-        devices: Devices to use; by default all of JAX's.
+        load: Function that loads the model's weights onto a mesh.
+        tokenizer: Tokenizer for text prompts. Without a tokenizer, prompts must be token ids.
+        devices: Devices to use. By default all devices of JAX.
         sizes: Sizes of pages, chunks and context of each mesh.
         fingerprint: Model fingerprint (`jdisagg.engine.fingerprint`) for `save` and `load`.
     """
@@ -144,12 +147,12 @@ class Engine:
 
         Args:
             prompt: Text or token ids.
-            layout: Layout of the mesh, or its text ("tp=2"), as in all methods of this class.
+            layout: Layout of the mesh, as an object or as text like "tp=2".
             temperature: 0 for the most likely token; otherwise at most 100.
             top_k: Number of most likely tokens to choose among; 0 for all.
             top_p: Probability mass of the most likely tokens to choose among, in (0, 1].
             seed: Seed of the random choice.
-            devices: Devices of the mesh; by default the engine's first.
+            devices: Devices of the mesh. By default the first of the engine's devices.
 
         Returns:
             The prompt's cache on the mesh: keys and values [K, T, H] of each layer.
@@ -157,7 +160,7 @@ class Engine:
         Raises:
             InvalidRequestError: The prompt is empty, too long or not a prompt, or an option is out
                 of range.
-            LayoutError: The model or the devices do not suit the layout.
+            LayoutError: The model cannot be sharded by the layout, or there are too few devices.
         """
         sampling = SamplingParams(1, temperature, top_k, top_p, seed=seed)
         instance = self._prefill_instance(layout, devices)
@@ -175,15 +178,16 @@ class Engine:
 
         Args:
             prompts: Texts or token ids.
-            layout: Layout of the mesh, whose `dp` ranks compute one chunk each at once.
+            layout: Layout of the mesh. Its dp ranks compute one chunk each at the same time.
             devices: As for `prefill`.
 
         Returns:
-            The prompts' caches in order, each on the rank that computed it. `seconds` of each cache
-                is the time for all prompts together.
+            The caches in the order of the prompts. Each cache is on the dp rank that computed it.
+                Its `seconds` is the time for all prompts together.
 
         Raises:
-            InvalidRequestError: A prompt, named by its index, is empty, too long or not a prompt.
+            InvalidRequestError: A prompt is empty, too long or of a wrong type. The message has its
+                index.
             LayoutError: As for `prefill`.
         """
         instance = self._prefill_instance(layout, devices)
@@ -203,12 +207,12 @@ class Engine:
         """Creates an empty session on the layout's mesh. Push a cache into the session to use it.
 
         Args:
-            session_id: Name of the session, unique among open sessions.
+            session_id: Name of the session. No other open session may have it.
             layout: Layout of the session's mesh.
-            devices: Devices of the mesh; by default the engine's last.
+            devices: Devices of the mesh. By default the last of the engine's devices.
 
         Raises:
-            InvalidRequestError: A session named `session_id` is open.
+            InvalidRequestError: Another open session has the name `session_id`.
             LayoutError: As for `prefill`.
         """
         if session_id in self.sessions:
@@ -247,10 +251,10 @@ class Engine:
 
         Args:
             tokens: Text or token ids.
-            after: Cache or session that precedes the tokens. Scoring runs on its mesh and leaves it
-                unchanged; its last token is recomputed in a copy to predict the first of `tokens`.
-                With None the first of `tokens` is not scored.
-            layout, devices: Mesh to score on, as for `prefill`; not allowed with `after`.
+            after: Cache or session that precedes the tokens, or None. Scoring runs on its mesh and
+                does not change it. Its last token is recomputed in a copy, to predict the first of
+                `tokens`. With None, the first of `tokens` is not scored.
+            layout, devices: Mesh to score on, as for `prefill`. Not allowed with `after`.
             top: Number of most likely tokens to return at each position, 0 to 20.
             logits: Whether to return all logits, float32 [T, V] on the host.
 
@@ -287,7 +291,7 @@ class Engine:
         """Writes a cache to a safetensors file that can be loaded under any layout.
 
         Args:
-            kv: A cache or part of a cache.
+            kv: A whole cache or a slice of a cache.
             path: File to write or replace.
 
         Raises:
@@ -303,10 +307,10 @@ class Engine:
         *,
         devices: Sequence[Device] | None = None,
     ) -> KVCache:
-        """Reads a cache that `save` wrote for the same model in the same dtypes.
+        """Reads a cache from a file that `save` wrote. Model and dtypes must be the same.
 
         Args:
-            path: The file.
+            path: File to read.
             layout: Layout of the mesh that receives the cache.
             devices: As for `prefill`.
 
@@ -335,19 +339,22 @@ class Engine:
         ignore_eos: bool = False,
         on_token: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Decodes on the mesh of the source. A session is extended by the new tokens and their KV;
-        a cache stays unchanged.
+        """Generates tokens after a session or cache, on its mesh. The new tokens and their KV are
+        added to a session. A cache is not changed.
 
-        If the source's next token was chosen with other sampling parameters, or the source has none
-        (after a cut, join or change of a cache), the last token is recomputed to choose one.
+        `source.next_token` is the first new token if it was chosen with equal sampling parameters.
+        Otherwise, or if there is none (after a slice, join or change of a cache), the last token is
+        recomputed to choose the first new token.
 
         Args:
             source: Session or cache to continue.
-            max_new_tokens: Maximum of new tokens; None for 64, or what the context has left.
+            max_new_tokens: Maximum number of new tokens. None for 64, or fewer if the context has
+                less room.
             temperature, top_k, top_p, seed: As for `prefill`.
-            logprobs: Number of log-probabilities to return for `next_token`, 0 to 20.
+            logprobs: Number of most likely tokens whose log-probabilities are returned with
+                `next_token`, 0 to 20.
             ignore_eos: Whether to continue after an end-of-text token.
-            on_token: Called with each accepted token.
+            on_token: Function that is called with each accepted token.
 
         Returns:
             The new tokens and their text.
@@ -376,11 +383,11 @@ class Engine:
 
     @property
     def instances(self) -> list[ResearchInstance]:
-        """Meshes that have been built so far."""
+        """All meshes that have been built."""
         return self._meshes.instances
 
     def close(self) -> None:
-        """Ends all sessions and frees all meshes. Caches stay valid. Idempotent."""
+        """Closes all sessions and frees all meshes. Caches stay valid. Idempotent."""
         for session in list(self.sessions.values()):
             session.close()
         self._meshes.close()
@@ -416,7 +423,7 @@ class Engine:
         return [replace(kv, chosen=replace(kv.next_token, sampling=choice)) for kv in caches]
 
     def _beside(self, kv: KVCache) -> Session:
-        """Returns an unnamed session with a copy of the cache, on the cache's mesh."""
+        """Returns a new unnamed session that holds a copy of the cache, on the cache's mesh."""
         devices = list(kv.mesh.devices.flat)
         session = Session("", self._meshes, self.tokenizer, kv.layout, devices)
         session.push(kv)

@@ -1,11 +1,11 @@
 """One mesh of the research API: the serving executor, driven synchronously by the caller's thread.
 
-In addition to `MeshExecutor`, offered blocks are stored instead of served to a peer, and a
-sequence's pages can be read back as blocks. Programs, pages, slots and transfers are those of
-serving. There is no scheduler: a command runs if the page ledger has enough pages. Every owner of
-pages is a session or a running prefill.
+Extends `MeshExecutor` in two ways: offered blocks are stored instead of being served to peers, and
+a sequence's pages can be read back as blocks. Programs, pages, slots and transfers are those of
+serving. There is no scheduler: a command runs immediately, and raises an error if too few pages are
+free. Pages belong to sessions and running prefills.
 
-One sequence at a time decodes, in slot 0 of its rank. Not thread-safe."""
+Only one sequence at a time decodes, in slot 0 of its dp rank. Not thread-safe."""
 
 import time
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ STEP = 0  # Commands run one by one, so that results need no step numbers.
 
 
 class ResearchInstance(MeshExecutor):
-    """A model replica that prefills, receives, decodes and returns caches synchronously."""
+    """A model replica that runs commands synchronously: prefill, decode, and transfer of caches."""
 
     def __init__(
         self,
@@ -83,15 +83,16 @@ class ResearchInstance(MeshExecutor):
 
     @property
     def logprobs_wanted(self) -> int:
-        """Number of log-probabilities to return for a prefill's token, the most allowed."""
+        """Number of most likely tokens whose log-probabilities a prefill returns with the next
+        token. It is the largest number allowed."""
         return min(MAX_TOP_LOGPROBS, self.vocabulary)
 
     def place(self, rank: int = 0) -> KVPlace:
         return KVPlace(self.mesh, rank, self.limits.kv_spec)
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
-        """Computes prompts, as many at once as fit the free pages, and chooses the next token of
-        each. Returns their caches and frees the pages. Blocks."""
+        """Computes prompts, as many at the same time as fit into the free pages, and chooses the
+        next token of each prompt. Returns the prompts' caches and frees the pages. Blocks."""
         started = time.perf_counter()
         done: list[Run] = []
         waiting: list[Run] = []
@@ -114,11 +115,11 @@ class ResearchInstance(MeshExecutor):
         ]
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
-        """Computes the runs chunk by chunk, and stores KV blocks, samples and log-probabilities in
-        the runs. Blocks.
+        """Computes the runs chunk by chunk. Stores the resulting KV blocks, sampled tokens and
+        log-probabilities in the runs. Blocks.
 
         Args:
-            logits: Whether to store all logits of each scored token as well.
+            logits: Whether to also store all logits of each scored token.
         """
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
@@ -135,8 +136,8 @@ class ResearchInstance(MeshExecutor):
                     part.run.logits.append(self._scorer.logits(row, reading.last))
 
     def score(self, run: Run, *, logits: bool = False) -> Scores:
-        """Scores the run's tokens after `start`. Blocks. Raises BrokenModelError for non-finite
-        logits."""
+        """Computes the log-probabilities of the run's tokens after `start`. Blocks. Raises
+        BrokenModelError if logits are not finite."""
         self.compute([run], logits=logits)
         given = run.tokens[run.start + 1 :]
         whole = np.concatenate(run.logits)[: len(given)] if logits else None
@@ -146,7 +147,8 @@ class ResearchInstance(MeshExecutor):
         return scores
 
     def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
-        """Scores the tokens of a prompt that follows no cache, all but the first. Blocks."""
+        """Computes the log-probabilities of a prompt's tokens, except the first, without a
+        preceding cache. Blocks."""
         rank, owner = self.reserve(len(prompt))
         try:
             return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
@@ -154,8 +156,8 @@ class ResearchInstance(MeshExecutor):
             self.ledgers[rank].free(owner)
 
     def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
-        """Transfers a cache from any mesh into the owner's pages, packed by the codec. Blocks until
-        the transfer is complete."""
+        """Transfers a cache from its mesh into pages of `owner` on this mesh. The codec packs the
+        transferred values. Blocks until the transfer is complete."""
         pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
         try:
@@ -206,7 +208,7 @@ class ResearchInstance(MeshExecutor):
     def extract(
         self, tokens: tuple[int, ...], chosen: NextToken | None, rank: int, owner: int
     ) -> KVCache:
-        """Copies the owner's pages to a cache on this mesh. Blocks."""
+        """Copies the KV in the owner's pages to a new cache on this mesh. Blocks."""
         started = time.perf_counter()
         pages = np.asarray(self.ledgers[rank].pages(owner), np.int32)
         blocks: list[KVBlock] = []
@@ -229,8 +231,8 @@ class ResearchInstance(MeshExecutor):
     def admit(
         self, token: int, position: int, limit: int, spec: SampleSpec, rank: int, owner: int
     ) -> SlotAdmit:
-        """Returns the admission of a sequence to slot 0, for its first `decode_step`. `token`: the
-        sequence's last token, whose KV the step writes at `position`."""
+        """Returns the command part that admits a sequence to slot 0, for the first `decode_step`.
+        `token` is the sequence's last token, whose KV the step writes at `position`."""
         return SlotAdmit(
             owner, rank, 0, token, position, limit, self.ledgers[rank].pages(owner), spec
         )
@@ -238,7 +240,8 @@ class ResearchInstance(MeshExecutor):
     def decode_step(
         self, rank: int, sampling: SamplingParams, admit: SlotAdmit | None
     ) -> NextToken:
-        """Runs one decode step of the rank's sequence and returns the next token. Blocks."""
+        """Runs one decode step for the sequence in slot 0 of the dp rank. Returns the next token.
+        Blocks."""
         slots = tuple((0,) if index == rank else () for index in range(self.limits.ranks))
         admits = (admit,) if admit else ()
         result = self.issue_and_wait(
@@ -249,8 +252,9 @@ class ResearchInstance(MeshExecutor):
         return NextToken(whole_token(result.tokens[rank][0][0]), sampling, logprobs)
 
     def reserve(self, tokens: int) -> tuple[int, int]:
-        """Reserves pages for `tokens` tokens on the rank with most free pages; returns (rank,
-        owner). Raises `OverloadedError` if there are too few pages."""
+        """Reserves pages for `tokens` tokens on the dp rank with the most free pages. Returns
+        (rank, owner), where `owner` is the id of the reservation. Raises OverloadedError if there
+        are too few pages."""
         count = pages_for(tokens, self.limits.page_size)
         rank = max(range(len(self.ledgers)), key=lambda index: self.ledgers[index].free_pages)
         owner = random_id()
@@ -259,7 +263,8 @@ class ResearchInstance(MeshExecutor):
         return rank, owner
 
     def grow(self, rank: int, owner: int, tokens: int) -> None:
-        """Adds pages until the owner's pages hold `tokens` tokens. Raises `OverloadedError`."""
+        """Reserves more pages for the owner until they have room for `tokens` tokens. Raises
+        OverloadedError if there are too few pages."""
         ledger = self.ledgers[rank]
         count = pages_for(tokens, self.limits.page_size) - len(ledger.pages(owner))
         if count > 0 and ledger.extend(owner, count) is None:

@@ -1,11 +1,12 @@
-"""Cuts a KV cache's blocks along the tokens, joins them, and builds them from a caller's arrays.
+"""Operations on the blocks of a KV cache: slices blocks by tokens, joins blocks, and builds blocks
+from a caller's arrays.
 
-A block is what a channel offers: a global array [dp, rows, K, T, H] of one layer's components (see
-`layout/kv_spec.py`), of which only dp rank `rank` is used. This module knows arrays and their
-placement, but no token ids, executors, channels or pages.
+A block has the form in which channels transfer KV: a global array [dp, rows, K, T, H] of one
+layer's components (see `layout/kv_spec.py`). Only the part of one dp rank is used. This module must
+not depend on token ids, executors, channels or pages.
 
-Operations work on each device's own shard, with one program per shape. Only `put_layer` transfers
-data between devices, if its arrays are on other devices."""
+Each operation runs on each device's own shard, as one program per shape. Only `put_layer` may
+transfer data between devices, if the caller's arrays are on other devices."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ _RANK_BLOCK = PartitionSpec(None, None, "kv")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBlock:
-    """The KV of layer `layer` at positions [start, start + valid_tokens), in `array` [dp, rows, K,
-    T, H]. The rest of T is padding."""
+    """The KV of one layer at positions [start, start + valid_tokens). `array` is [dp, rows, K, T,
+    H]; tokens of T beyond `valid_tokens` are padding."""
 
     layer: int
     start: int
@@ -49,8 +50,9 @@ class KVBlock:
         return self.start + self.valid_tokens
 
     def within(self, start: int, stop: int) -> "Iterator[KVBlock]":
-        """Yields the part of this block within positions [start, stop): the block itself if it lies
-        within, else new blocks of the lengths that channels use."""
+        """Yields blocks with this block's tokens in positions [start, stop). Yields the block
+        itself if all its tokens are in this range. Otherwise yields copies, in the lengths that
+        channels support."""
         first, last = max(start, self.start), min(stop, self.stop)
         if (first, last) == (self.start, self.stop):
             yield self
@@ -64,7 +66,8 @@ class KVBlock:
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Place of a sequence's blocks: dp rank `rank` of `mesh` with axes ("dp", "kv", "rep")."""
+    """Where the blocks of a sequence are: dp rank `rank` of `mesh`, which has axes ("dp", "kv",
+    "rep")."""
 
     mesh: Mesh
     rank: int
@@ -72,7 +75,7 @@ class KVPlace:
 
     @property
     def devices(self) -> list[Device]:
-        """The rank's devices."""
+        """The devices of the dp rank."""
         return list(self.mesh.devices[self.rank].flat)
 
     @property
@@ -80,8 +83,8 @@ class KVPlace:
         return Mesh(self.mesh.devices[self.rank], ("kv", "rep"))
 
     def spec_of(self, part: KVComponent) -> PartitionSpec:
-        """Returns the sharding of a component [K, T, H] over the rank's devices: heads over "kv",
-        or values for components that are cut along the values."""
+        """Returns the sharding of a component [K, T, H] over the devices of the dp rank. Heads are
+        sharded over "kv". Components that are split along H are sharded along H instead."""
         if self.spec.is_cut(part):
             return PartitionSpec(None, None, "kv")
         return PartitionSpec("kv" if part.heads else None)
@@ -99,8 +102,8 @@ class KVPlace:
     def put_layer(
         self, layer: int, start: int, components: Mapping[str, LayerArray]
     ) -> list[KVBlock]:
-        """Returns blocks of a layer at positions from `start` on. `components`: all components [K,
-        T, H] of the layer in its dtypes, on any device."""
+        """Returns blocks of a layer at positions from `start` on. `components` are all components
+        [K, T, H] of the layer, in the layer's dtypes and on any device."""
         kind, mesh = self.spec.layers[layer], self.rank_mesh
         placed = tuple(
             jax.device_put(components[part.name], NamedSharding(mesh, self.spec_of(part)))
@@ -113,7 +116,7 @@ class KVPlace:
         ]
 
     def _of_rank(self, block: jax.Array) -> jax.Array:
-        """Returns the rank's part [1, R, K, T, H] of a block without a copy."""
+        """Returns the dp rank's part [1, R, K, T, H] of a block. Copies nothing."""
         shards = {shard.device: shard.data for shard in block.addressable_shards}
         sharding = NamedSharding(self.rank_mesh, _RANK_BLOCK)
         return jax.make_array_from_single_device_arrays(
@@ -121,7 +124,8 @@ class KVPlace:
         )
 
     def _among_ranks(self, block: jax.Array) -> jax.Array:
-        """Inverse of `_of_rank`: returns the block over all ranks, with zeros for other ranks."""
+        """Returns a block over all dp ranks, with zeros for the other ranks. Inverse of
+        `_of_rank`."""
         sharding = block_sharding(self.mesh)
         shape = (self.mesh.shape["dp"], *block.shape[1:])
         nothing = sharding.shard_shape(shape)
@@ -137,7 +141,8 @@ class KVPlace:
 def _read(
     blocks: tuple[jax.Array, ...], valid_tokens: tuple[int, ...], kind: KVLayer, place: KVPlace
 ) -> tuple[jax.Array, ...]:
-    """Joins a rank's blocks into a layer's components [K, T, H], each device its own shard."""
+    """Joins the blocks of one dp rank into a layer's components [K, T, H]. Each device joins its
+    own shards."""
 
     def body(*blocks_1RKTH: jax.Array) -> tuple[jax.Array, ...]:
         valid = [
@@ -157,7 +162,8 @@ def _read(
 
 @partial(jax.jit, static_argnames=("kind", "place"))
 def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tuple[jax.Array, ...]:
-    """Inverse of `_read`: cuts components into blocks [1, R, K, T, H], and pads the last one."""
+    """Cuts a layer's components into blocks [1, R, K, T, H] and pads the last block. Inverse of
+    `_read`."""
     cuts = tuple(split_blocks(components[0].shape[1], GRANULE_TOKENS))
 
     def body(*parts_KTH: jax.Array) -> tuple[jax.Array, ...]:
@@ -181,7 +187,8 @@ def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tu
 
 @partial(jax.jit, static_argnames=("tokens", "sharding"))
 def _cut(block: jax.Array, start: int, tokens: int, sharding: NamedSharding) -> jax.Array:
-    """Returns tokens from `start` on of a block [dp, R, K, T, H], with zeros beyond its end."""
+    """Returns `tokens` tokens of a block [dp, R, K, T, H], from index `start` on. Tokens beyond the
+    block's end are zero."""
     padded = jnp.pad(block, ((0, 0),) * 3 + ((0, tokens), (0, 0)))
     part = lax.dynamic_slice_in_dim(padded, start, tokens, axis=3)
     return lax.with_sharding_constraint(part, sharding)

@@ -1,16 +1,16 @@
-"""A KV cache as a value that can be inspected, cut, joined and changed: blocks of one sequence on
-one mesh, in the form of a hand-off.
+"""The KV cache of one sequence, as an object that can be inspected, sliced, joined and modified.
+The KV is stored as blocks on one mesh, in the form in which hand-offs transfer KV.
 
-The blocks' arrays are never donated and belong to no page pool, so a cache stays valid whatever the
-engine does next, and its memory is freed with the object. Caches are immutable: cutting, joining
-and changing return a new cache. This module must not depend on executors, channels or pages.
+The arrays of a cache are never donated and belong to no page pool. Therefore a cache stays valid
+until the object is deleted. Caches are immutable: slicing, joining and modifying return a new
+cache. This module must not depend on executors, channels or pages.
 
-Positions: keys are stored after rope, for the positions at which they were computed. In all layers
-but the first, keys and values depend on every earlier token. A part that does not begin at 0 keeps
-its positions. Such a part can be inspected, saved, and joined to a cache that ends where the part
-begins, but not pushed or decoded from. After a join to other tokens than the original ones, its KV
-differs from what the model would compute. Layers with a window also have KV for all positions,
-including those outside the window.
+Positions: keys are stored after rotary embedding (rope), for the positions at which they were
+computed. In all layers but the first, keys and values depend on every earlier token. A slice that
+does not begin at position 0 keeps its positions. Such a slice can be inspected and saved, but not
+pushed or decoded from. It can be joined to a cache that ends where the slice begins. If that cache
+has other tokens than the original ones, the slice's KV differs from what the model would compute.
+Layers with a window also have KV for all positions, including those outside the window.
 
 Invariants: `blocks` hold the KV of every token of `token_ids`, and each layer covers all positions
 once, in order. `chosen` is the model's next token, whose KV is not in the cache."""
@@ -34,7 +34,7 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """The token chosen after a sequence, the sampling parameters of the choice and, if requested,
+    """The token chosen after a sequence, the sampling parameters of this choice and, if requested,
     log-probabilities."""
 
     token_id: int
@@ -45,14 +45,14 @@ class NextToken:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
     """The components of one layer by name: global arrays [K, T, H], with heads sharded by the
-    layout. A component without heads is [1, T, H], replicated. fp8 components are bytes of scaled
-    values: multiply by the scale to restore them."""
+    layout. A component without heads is [1, T, H], replicated. fp8 components contain scaled values
+    as bytes. Multiply the values by the scale to restore them."""
 
     components: Mapping[str, jax.Array]
 
     @property
     def k(self) -> jax.Array:
-        """Keys, after rope."""
+        """Keys, after rotary embedding."""
         return self.components["k"]
 
     @property
@@ -62,13 +62,13 @@ class LayerKV:
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """The KV of one sequence.
+    """The KV cache of one sequence.
 
     Attributes:
-        token_ids: Tokens of positions [first_position, first_position + T).
-        chosen: The next token, or None after a cut, join or change.
+        token_ids: Token ids at positions [first_position, first_position + T).
+        chosen: The next token. None after a slice, join or change.
         mesh, rank: Mesh with axes ("dp", "kv", "rep"), and the dp rank that holds the sequence.
-        seconds: Time of the prefill including the next token, or of reading a session's pages.
+        seconds: Seconds of the prefill including the next token, or of reading a session's pages.
     """
 
     token_ids: tuple[int, ...]
@@ -95,7 +95,7 @@ class KVCache:
 
     @property
     def next_token(self) -> NextToken:
-        """The chosen token. Raises InvalidRequestError if none has been chosen."""
+        """Id of the chosen next token. Raises InvalidRequestError if no token has been chosen."""
         if self.chosen is None:
             raise InvalidRequestError(
                 f"this cache of {len(self)} tokens was cut, joined or changed and has no next"
@@ -118,12 +118,12 @@ class KVCache:
 
     @property
     def devices(self) -> list[Device]:
-        """The devices of the rank that holds the sequence."""
+        """Devices of the dp rank that holds the sequence."""
         return self.place.devices
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tokens' KV, without replicas and padding."""
+        """Number of bytes of the tokens' KV, without replicas and padding."""
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
@@ -134,18 +134,19 @@ class KVCache:
         return LayerKV(self.place.read_layer(index, blocks))
 
     def __getitem__(self, tokens: slice) -> "KVCache":
-        """Returns a part of the cache at its original positions: `kv[:n]` has the first n tokens,
-        `kv[n:]` the others (see the module's docstring). Whole blocks are shared; partial ones are
-        copied on their devices.
+        """Returns a slice of the cache at its original positions: `kv[:n]` has the first n tokens,
+        `kv[n:]` the others. Whole blocks are shared with this cache. Partial blocks are copied on
+        their devices.
 
         Args:
-            tokens: A slice as for sequences with step 1; negative numbers count from the end.
+            tokens: A Python slice with step 1. Negative numbers count from the end.
 
         Returns:
-            A cache on the same devices, with this cache's next token if both have the same end.
+            A cache on the same devices. It has this cache's next token if it includes the last
+                token.
 
         Raises:
-            InvalidRequestError: The part is empty or `tokens` is not a slice with step 1.
+            InvalidRequestError: The slice is empty, or `tokens` is not a slice with step 1.
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise InvalidRequestError(
@@ -166,10 +167,11 @@ class KVCache:
         )
 
     def join(self, other: "KVCache") -> "KVCache":
-        """Joins this cache and a cache whose positions follow this one's.
+        """Appends another cache, whose first position must follow this cache's last position.
 
         Args:
-            other: A cache of the same model. JAX copies blocks from another mesh or rank.
+            other: A cache of the same model. If it is on another mesh or dp rank, JAX copies its
+                blocks.
 
         Returns:
             A cache on this cache's devices, without a next token.
@@ -209,9 +211,9 @@ class KVCache:
         """Returns this cache with components of one layer replaced: `kv.with_layer(3, v=0 *
         kv.layer(3).v)`.
 
-        Decoding from the result first recomputes the last token and its KV (in the session),
-        because no next token was chosen with the changed KV. To keep a change of the last token's
-        KV, append a token.
+        No next token was chosen with the changed KV. Therefore decoding from the result first
+        recomputes the last token, whose KV is then overwritten in the session. To keep a change of
+        the last token's KV, append a token.
 
         Args:
             index: The layer; negative numbers count from the end.
@@ -239,17 +241,17 @@ class KVCache:
         return replace(self, chosen=None, blocks=others + tuple(fresh))
 
     def norms(self) -> np.ndarray:
-        """Returns the Euclidean norm of each key, value or latent vector on the host: float32
-        [layers, components, K, T]. All layers must have equal shapes."""
+        """Returns the Euclidean norm of each key, value or latent vector, on the host: float32
+        [layers, components, K, T]. Requires equal shapes in all layers."""
         return self._lengths(self._vectors())
 
     def distances(self, other: "KVCache") -> np.ndarray:
-        """Returns the distance of each vector from the other cache's, on the host: float32 [layers,
-        components, K, T]. All layers must have equal shapes. Divide by `norms()` for relative
-        distances.
+        """Returns, for each key, value or latent vector, the Euclidean distance from the same
+        vector of another cache, on the host: float32 [layers, components, K, T]. Requires equal
+        shapes in all layers. Divide by `norms()` for relative distances.
 
         Raises:
-            InvalidRequestError: The other cache has other positions.
+            InvalidRequestError: The two caches have different positions.
             IncompatiblePeerError: The other has another KV geometry.
         """
         if other.spec != self.spec:
@@ -297,7 +299,7 @@ class KVCache:
 
 
 def _values(kept: np.ndarray) -> np.ndarray:
-    """Returns the values in float32; uint8 arrays are read as fp8."""
+    """Converts a component to float32. uint8 arrays are read as fp8 values."""
     values = kept.view(jnp.float8_e4m3fn) if kept.dtype == np.uint8 else kept
     return values.astype(np.float32)
 
@@ -305,7 +307,8 @@ def _values(kept: np.ndarray) -> np.ndarray:
 def blocks_of_layers(
     place: KVPlace, first_position: int, layers: Sequence[Mapping[str, LayerArray]]
 ) -> tuple[KVBlock, ...]:
-    """Returns all layers' blocks at `place`, from components [K, T, H] on any device."""
+    """Returns the blocks of all layers at `place`, built from components [K, T, H] on any
+    device."""
     return tuple(
         block
         for index, components in enumerate(layers)

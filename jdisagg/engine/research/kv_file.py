@@ -1,9 +1,9 @@
-"""Reads and writes KV caches as safetensors files, which other tools can read, with a header.
+"""Reads and writes KV caches as safetensors files with a header. Other tools can read the files.
 
-Tensors `layers.<index>.<component>` [K, T, H] are not sharded and have the dtypes of the KV, so a
-file can be loaded under any layout. The metadata field `jdisagg_kv` is the header in JSON, and
-`jdisagg_kv_sha256` a digest of the header and all tensors. Files are written atomically. They
-reveal much of the prompt and are not encrypted. Loading executes no code from a file."""
+The tensors `layers.<index>.<component>` [K, T, H] are not sharded and keep the dtypes of the KV, so
+a file can be loaded under any layout. The metadata field `jdisagg_kv` is the header in JSON, and
+`jdisagg_kv_sha256` is a digest of the header and all tensors. Files are written atomically. Files
+are not encrypted, although KV reveals much of the prompt. Loading executes no code from a file."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,8 @@ _CODES = {
 
 
 class KVHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of the tensors. `fingerprint` is the model's (engine/fingerprint.py)."""
+    """Header of a KV file. `fingerprint` is the fingerprint of the model
+    (engine/fingerprint.py)."""
 
     version: int
     fingerprint: str
@@ -51,7 +52,7 @@ class _Version(msgspec.Struct):
 
 
 def write_kv(kv: KVCache, path: str | os.PathLike[str], fingerprint: str) -> None:
-    """Gathers a cache to the host and writes the file, replacing an older one.
+    """Gathers a cache to the host and writes it to the file `path`. Replaces an existing file.
 
     Raises:
         KVFileError: The file cannot be written.
@@ -82,11 +83,11 @@ def write_kv(kv: KVCache, path: str | os.PathLike[str], fingerprint: str) -> Non
 def read_kv(
     path: str | os.PathLike[str], fingerprint: str, layout: Layout, place: KVPlace
 ) -> KVCache:
-    """Reads and checks a file, and returns its cache at `place` on a mesh of `layout`.
+    """Reads and checks a KV file. Returns the cache at `place`, on a mesh of `layout`.
 
     Raises:
         KVFileError: The file is missing, truncated or damaged, or its version, model fingerprint or
-            KV spec differs; the message names the field and both values.
+            KV spec differs from the expected one. The message names the field and both values.
     """
     path, spec = Path(path), place.spec
     raw, views, digest = _opened(path)
@@ -132,7 +133,8 @@ _Views = Mapping[str, tuple[str, tuple[int, ...], bytes | bytearray]]
 
 
 def _opened(path: Path) -> tuple[bytes, _Views, str]:
-    """Returns (header as stored, tensors by name as (dtype, shape, bytes), digest)."""
+    """Returns the header as stored, the tensors by name as (dtype, shape, bytes), and the
+    digest."""
     try:
         content = path.read_bytes()
         found = safetensors.deserialize(content)
@@ -184,7 +186,8 @@ def _digest(header: bytes, views: _Views) -> str:
 
 
 def _difference(name: str, value: object, wanted: object) -> str:
-    """Describes how a field differs; for KV specs, the first layer that differs."""
+    """Returns a description of how a header field differs from the expected value. For KV specs,
+    describes the first layer that differs."""
     if isinstance(value, KVSpec) and isinstance(wanted, KVSpec):
         if len(value.layers) != len(wanted.layers):
             return f"its spec has {len(value.layers)} layers, and this model's {len(wanted.layers)}"

@@ -21,9 +21,11 @@ class MeshSizes:
 
     Args:
         page_size: Tokens per page.
-        chunk_tokens: Longest chunk in tokens, which prompts that are computed together share.
-        sessions_per_rank: Number of full-context sequences for which each dp rank has pages.
-        context_tokens: Cap on the model's context.
+        chunk_tokens: Maximum number of tokens in a prefill chunk. Short prompts that are computed
+            together share a chunk.
+        sessions_per_rank: Number of sequences of full context length for which each dp rank has
+            pages.
+        context_tokens: Maximum context length in tokens, if less than the model's.
 
     Raises:
         ConfigError: `sessions_per_rank` is below 1.
@@ -40,7 +42,7 @@ class MeshSizes:
 
 
 class ResearchMeshes:
-    """All meshes of an engine, each with its own weights and pages. Meshes exist until `close`."""
+    """All meshes of an engine, each with its own weights and pages. Meshes are freed by `close`."""
 
     def __init__(self, load: LoadModel, devices: tuple[Device, ...], sizes: MeshSizes) -> None:
         self.devices = devices
@@ -54,8 +56,9 @@ class ResearchMeshes:
         return list(self._instances.values())
 
     def instance(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
-        """Returns the executor of a layout on `devices`, built on first use. Raises LayoutError if
-        the devices or the model do not suit the layout."""
+        """Returns the executor for a layout on `devices`, and builds it at first use. Raises
+        LayoutError if there are too few devices, or if the model cannot be sharded by the
+        layout."""
         if len(devices) != layout.devices:
             raise LayoutError(
                 f"layout {layout} needs dp * tp = {layout.devices} devices, and there are"

@@ -1,4 +1,4 @@
-"""Converts and checks a caller's prompt as token ids."""
+"""Converts a caller's prompt to token ids and checks them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ Prompt = str | Sequence[int]
 
 
 class TextCodec(Protocol):
-    """The required interface of a tokenizer."""
+    """Interface that a tokenizer must implement."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -33,8 +33,9 @@ def prompt_tokens(
     Args:
         prompt: Text or token ids.
         tokenizer: Tokenizer, required for text only.
-        vocabulary: Number of token ids.
-        continues: Whether the prompt follows other tokens; the tokenizer then adds no start token.
+        vocabulary: Size of the vocabulary. Token ids must be below it.
+        continues: Whether the prompt follows other tokens. If so, the tokenizer adds no start
+            token.
         name: Name of the prompt in errors.
 
     Raises:

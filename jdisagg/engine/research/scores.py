@@ -1,4 +1,4 @@
-"""A model's scores of given tokens as arrays with one entry per token."""
+"""Log-probabilities of given tokens, as arrays with one entry per token."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from jdisagg.prompt_logprobs import PromptLogprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The model's scores of T given tokens, each after all tokens before it (teacher forcing).
-    Log-probabilities are natural logarithms of the model's own distribution, before bias,
-    penalties, temperature and filters.
+    """Log-probabilities of T given tokens, each predicted from all tokens before it (teacher
+    forcing). They are natural logarithms of the model's distribution before bias, penalties,
+    temperature and filters.
 
     Attributes:
         token_ids: The T tokens.
         logprobs: float32 [T].
-        ranks: int32 [T], rank of each token by probability; 1 is the most likely token.
-        top_ids, top_logprobs: int32 and float32 [T, top], most likely tokens first; -inf where the
-            vocabulary has fewer than `top`.
+        ranks: int32 [T], rank of each token by probability. The most likely token has rank 1.
+        top_ids, top_logprobs: int32 and float32 [T, top], the most likely tokens at each position,
+            most likely first. -inf if the vocabulary has fewer than `top` tokens.
         logits: float32 [T, V] if requested, else None.
     """
 

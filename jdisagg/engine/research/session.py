@@ -1,10 +1,10 @@
-"""A session of the research API: one sequence in the pages of one decode mesh, which can be pushed,
-appended to, decoded and pulled.
+"""A session of the research API holds one sequence in the pages of one decode mesh. A cache can be
+pushed into the session, tokens can be appended and generated, and the KV can be pulled as a cache.
 
-A session owns its pages and frees them on `close`, on a move and on a new push. Between calls the
-pages hold the KV of every token of `token_ids`, but not of `next_token`, which has been chosen
-already. A call that fails leaves the session unchanged. Sampling supports temperature, filters and
-seed, but no penalties or stop strings."""
+A session owns its pages. `close` and `push` free them. Between calls the pages hold the KV of every
+token of `token_ids`. `next_token` is chosen, but its KV is not computed yet. A call that fails
+leaves the session unchanged. Sampling supports temperature, filters and seed, but no penalties or
+stop strings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -77,13 +77,13 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Tokens whose KV the session holds, of prompt and answer."""
+        """Ids of the tokens whose KV the session holds: prompt and generated tokens."""
         return self._holding().tokens
 
     @property
     def next_token(self) -> NextToken:
-        """The chosen next token. Raises InvalidRequestError if there is none, as after a push of a
-        cache that was cut, joined or changed."""
+        """Id of the chosen next token. Raises InvalidRequestError if there is none, as after a push
+        of a cache that was sliced, joined or changed."""
         chosen = self._holding().chosen
         if chosen is None:
             raise InvalidRequestError(
@@ -94,7 +94,7 @@ class Session:
 
     @property
     def room_tokens(self) -> int:
-        """Number of tokens left in the context."""
+        """Number of tokens that may still be added before the context is full."""
         return self._instance.limits.context_tokens - len(self._holding().tokens)
 
     def push(
@@ -105,15 +105,18 @@ class Session:
         devices: Sequence[Device] | None = None,
         codec: str = "none",
     ) -> Move:
-        """Transfers a copy of a cache into this session, over the channel and by the reshard plan,
-        and drops the session's previous KV. If anything fails, the session is unchanged.
+        """Transfers a copy of a cache into this session, which drops its previous KV. Each device
+        gets only the heads that its shard needs. If the transfer fails, the session is unchanged.
 
         Args:
             kv: A cache of the same model, on any mesh.
-            target_layout: Layout of a mesh to which the session moves; None for the session's own.
-            devices: Devices of the mesh to which the session moves; None for the layout's default.
-            codec: Codec of the transfer (`jdisagg.transfer.codec.CODECS`), which also applies to KV
-                that is on the right device already. With lossy codecs `pull()` differs from `kv`.
+            target_layout: Layout of another mesh to move the session to. None keeps the session's
+                mesh.
+            devices: Devices of that other mesh. None selects the layout's default.
+            codec: Name of the codec that packs the transferred values
+                (`jdisagg.transfer.codec.CODECS`). It also applies to KV that is already on its
+                destination device. With a lossy codec, `pull()` returns values that differ from
+                `kv`.
 
         Returns:
             The bytes and seconds of the transfer.
@@ -175,18 +178,18 @@ class Session:
         return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
 
     def append(self, continuation: Prompt) -> Append:
-        """Appends given tokens (the next turn) to the session. Only the new tokens are computed;
-        the KV equals that of a prefill of all tokens. The next token is chosen greedily;
-        `generate_tokens` with other parameters chooses again.
+        """Appends given tokens, such as the user's next message, to the session. Only the new
+        tokens are computed. The KV equals that of a prefill of all tokens. The next token is chosen
+        greedily. `generate_tokens` with other sampling parameters chooses it again.
 
-        The current `next_token` is not appended. To include it (the token that ended the last
-        turn), begin `continuation` with it.
+        The current `next_token`, such as the end-of-turn token, is not appended. To append it,
+        begin `continuation` with this token.
 
         Args:
             continuation: Text or token ids. The tokenizer adds no start token to text.
 
         Returns:
-            The appended tokens, the next token with log-probabilities, and the time.
+            The appended tokens, the next token with log-probabilities, and the seconds taken.
 
         Raises:
             InvalidRequestError: `continuation` is empty, invalid or exceeds the context, or the
@@ -205,7 +208,8 @@ class Session:
         return Append(new, token, time.perf_counter() - started)
 
     def score(self, continuation: Prompt, top: int, logits: bool) -> Scores:
-        """Scores tokens after this session's; see `Engine.score`. Recomputes the last token."""
+        """Computes the log-probabilities of tokens after this session's tokens (see
+        `Engine.score`). Recomputes the session's last token."""
         held = self._holding()
         tokens = held.tokens + self._continued(continuation)
         self._instance.grow(held.rank, held.owner, len(tokens))
@@ -215,8 +219,8 @@ class Session:
     def generate(
         self, sampling: SamplingParams, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """Decodes until `sampling.max_tokens`, an end-of-text token or the end of the context; see
-        `Engine.generate_tokens`."""
+        """Generates tokens until `sampling.max_tokens`, an end-of-text token or the end of the
+        context (see `Engine.generate_tokens`)."""
         held = self._holding()
         instance, tokenizer = self._instance, self._tokenizer
         stop_ids = tokenizer.eos_ids if tokenizer and not sampling.ignore_eos else ()
@@ -254,7 +258,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Frees the pages. Idempotent."""
+        """Frees the session's pages. Idempotent."""
         self._drop()
         self._closed = True
         if self._on_close:
@@ -266,7 +270,8 @@ class Session:
         )
 
     def _continued(self, continuation: Prompt) -> tuple[int, ...]:
-        """Returns the token ids of a continuation, checked against vocabulary and context."""
+        """Returns the token ids of a continuation. Checks them against the vocabulary and the
+        context."""
         vocabulary = self._instance.vocabulary
         new = prompt_tokens(
             continuation, self._tokenizer, vocabulary, continues=True, name="continuation"
@@ -299,7 +304,7 @@ class Session:
 
 @dataclass(slots=True)
 class _Held:
-    """State of a session on its mesh."""
+    """The state of a session on its mesh."""
 
     rank: int
     owner: int
@@ -311,7 +316,8 @@ class _Held:
 
 
 def choice_of(sampling: SamplingParams) -> SamplingParams:
-    """Returns the sampling parameters that determine the chosen token, to compare two choices."""
+    """Returns the sampling parameters that determine which token is chosen. Used to compare two
+    choices."""
     if sampling.greedy:
         return GREEDY
     return SamplingParams(

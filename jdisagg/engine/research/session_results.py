@@ -1,4 +1,4 @@
-"""Results of a session's calls."""
+"""Result classes of the methods of `Session`."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class Move:
     """Result of one push.
 
     Attributes:
-        bytes_per_pair: Transferred bytes by (source device id, destination device id), packed by
-            the codec, including scales, sums and the padding to blocks of 16 tokens. Copies within
-            a device are not counted.
-        planned: The same bytes as computed from the reshard plans.
-        seconds: Time including writes into pages and, for new shapes, compilation.
+        bytes_per_pair: Number of transferred bytes by (source device id, destination device id),
+            after packing by the codec. Includes scales, checksums, and padding to blocks of 16
+            tokens. Copies within a device are not counted.
+        planned: The same table, computed from the transfer plans instead of the transferred arrays.
+        seconds: Seconds of the push, including writes into pages and, for new shapes, compilation.
     """
 
     tokens: int
@@ -34,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Result of one append. `seconds`: time to compute the tokens' KV and to choose
+    """Result of one `append`. `seconds` is the time to compute the tokens' KV and to choose
     `next_token`."""
 
     token_ids: tuple[int, ...]
@@ -44,9 +44,10 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Result of one call that generates. `step_seconds[i]`: time of the decode step that wrote
-    token i's KV and chose the next token. The prefill chose the first token, so that a request's
-    TTFT is `kv.seconds` plus the time between the calls."""
+    """Result of one call that generates tokens. `step_seconds[i]` is the time of the decode step
+    that wrote the KV of token i and chose the next token. The first token was chosen by the
+    prefill. So a request's time to first token is `kv.seconds` plus the time between the two
+    calls."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -56,5 +57,5 @@ class Generation:
 
     @property
     def tpot_seconds(self) -> float:
-        """Mean seconds of a decode step; 0 without generated tokens."""
+        """Mean seconds per decode step. 0 without generated tokens."""
         return sum(self.step_seconds) / len(self.step_seconds) if self.step_seconds else 0.0
