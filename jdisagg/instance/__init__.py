@@ -1,2 +1,3 @@
-"""Runs one instance in several processes: the leader broadcasts commands to its followers. Covers
-joining, liveness and the common end."""
+"""Runs one instance (one engine on one device mesh) in several processes. Process 0, the leader,
+broadcasts commands to the others, its followers. Covers joining, detection of failures, and
+stopping."""

@@ -1,9 +1,10 @@
-"""The leader's executor, which sends all commands to the followers and its own mesh in order.
+"""The executor of an instance's leader process, which sends all commands in the same order to the
+followers and to its own part of the mesh.
 
-Results are those of the leader's mesh, because tokens and sums are replicated over the mesh. Pulls
-are an exception: each process pulls its part, so bytes are summed and one error fails the pull.
-When a process fails, falls silent or ends, all current and future commands raise
-`UnavailableError`. The leader's programs may then hang in a collective, so the process must exit at
+Results are read in the leader process only, because tokens and checksums are replicated over the
+mesh. Pulls of KV are an exception: each process pulls its part, so bytes are summed and one error
+fails the pull. When a process fails, falls silent or ends, all current and future commands raise
+`UnavailableError`. The leader's programs may then hang in a collective, so the leader must exit at
 once without waiting for them."""
 
 import asyncio
@@ -22,7 +23,7 @@ from jdisagg.scheduler.executor import Executor, MeshLimits
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A running command: the processes whose reports are missing, and the reports so far."""
+    """A running command: the processes that have not reported its end, and the reports so far."""
 
     future: asyncio.Future[StepResult]
     missing: set[int]
@@ -32,8 +33,8 @@ class _UnderWay:
 
 
 class BroadcastExecutor:
-    """Implements `scheduler.executor.Executor` over `local` and the followers. `end`: the leader's
-    endpoint for KV transfers."""
+    """Runs commands on `local` (the leader's own executor) and on all followers. `end` is the
+    leader's endpoint for KV transfers."""
 
     def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
         self.limits: MeshLimits = local.limits
@@ -61,8 +62,8 @@ class BroadcastExecutor:
         return future
 
     def close(self) -> None:
-        """Frees the mesh. Call after `Followers.stop`, on any thread. Does nothing if the instance
-        failed, because freeing may hang."""
+        """Frees the mesh's memory. Call after `Followers.stop`, on any thread. Does nothing if the
+        instance failed, because freeing the memory may then hang."""
         if not self._followers.failure:
             self._local.close()
 

@@ -1,4 +1,5 @@
-"""A follower's main loop, which runs the leader's commands, in order, on its own part of the mesh.
+"""The main loop of a follower, a process that runs the leader's commands in order on its own part
+of the mesh.
 
 Imports only asyncio; `LeaderLink` carries the messages. The follower makes no decisions. The loop
 returns when the leader stops the follower. It raises `UnavailableError` when the leader ends or
@@ -31,14 +32,15 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class LeaderLink(Protocol):
-    """One bidirectional stream between a follower and the leader."""
+    """The follower's end of the bidirectional stream to the leader."""
 
     def send(self, message: FollowerMessage) -> None:
         """Queues a message; never blocks."""
         ...
 
     def received(self) -> AsyncIterator[LeaderMessage]:
-        """Yields the leader's messages until the end. Raises `JdisaggError` on a failure."""
+        """Yields the leader's messages until the stream ends. Raises `JdisaggError` if the stream
+        fails."""
         ...
 
     async def close(self) -> None: ...
@@ -52,8 +54,8 @@ async def run_follower(
     clock: Clock,
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> None:
-    """Joins the leader, awaits `prepare` (the warm-up, in lockstep with the other processes), then
-    runs commands until the leader stops this follower."""
+    """Joins the leader, awaits `prepare`, then runs commands until the leader stops this follower.
+    `prepare` compiles programs and must run the same collectives as in the other processes."""
     await _Follower(link, executor, clock, timeouts).run(join, prepare)
 
 

@@ -1,9 +1,10 @@
-"""The leader's membership of followers: which have joined, are ready and are alive. A follower's
-failure fails the instance.
+"""Records for the leader which follower processes have joined, are ready and are alive. A
+follower's failure fails the whole instance.
 
 Imports only asyncio; each follower's stream is a `FollowerSession` on any transport. Invariants:
-every follower receives every command, in the same order. No follower joins twice, late or without
-the secret. After the first failure no command is sent, and `failure` has the reason."""
+every follower receives every command, in the same order. A follower cannot join twice, after the
+start, or without the secret. After the first failure no command is sent, and `failure` has the
+reason."""
 
 import asyncio
 import contextlib
@@ -32,7 +33,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class FollowerSession:
-    """The leader's side of one follower's stream."""
+    """The leader's end of the stream to one follower."""
 
     def __init__(self, membership: "Followers", join: Join, now: float) -> None:
         self.process, self.end = join.process, join.end
@@ -45,7 +46,7 @@ class FollowerSession:
         self._outgoing.put_nowait(packed)
 
     def close(self) -> None:
-        """Ends the stream after everything queued has been sent."""
+        """Ends the stream after all queued messages have been sent."""
         self._outgoing.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[bytes]:
@@ -71,8 +72,8 @@ class FollowerSession:
 
 
 class Followers:
-    """The followers of one instance. Use on one event loop. `processes`: number of processes
-    including the leader (process 0)."""
+    """The followers of one instance. Use on one event loop only. `processes` is the number of
+    processes, including the leader (process 0)."""
 
     def __init__(
         self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance
@@ -118,8 +119,8 @@ class Followers:
         return session
 
     async def all_ready(self, timeout_seconds: float) -> None:
-        """Waits until every follower has joined and is warm, then starts all. Raises
-        `UnavailableError` on a failure or timeout."""
+        """Waits until every follower has joined and compiled its programs, then starts all
+        followers. Raises `UnavailableError` on a failure or timeout."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while len(self._sessions) < self.processes - 1 and not self.failure:
@@ -146,21 +147,21 @@ class Followers:
         return tuple(end for end in ends if end) if all(ends) else ()
 
     def order(self, command: StepCommand) -> int:
-        """Sends a command to every follower; returns its number."""
+        """Sends a command to every follower. Returns the command's number."""
         self._number += 1
         self._send_all(Ordered(self._number, command))
         return self._number
 
     def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
-        """Sets the callback for followers' reports, called with (process index, message)."""
+        """Sets the callback that receives followers' reports as (process index, message)."""
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
-        """Sets the callback for the first failure."""
+        """Sets the callback that is called at the instance's first failure."""
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
-        """Waits until the instance fails. Its processes must then exit, because collectives may
+        """Waits until the instance fails. All its processes must then exit, because collectives may
         hang."""
         await self._failed.wait()
         assert self.failure
@@ -184,7 +185,7 @@ class Followers:
         self._close()
 
     def stop(self) -> None:
-        """Stops the followers after their queued commands. Idempotent."""
+        """Stops the followers after they have run their queued commands. Idempotent."""
         if not self._stopped and not self.failure:
             self._stopped = True
             self._send_all(Stop())

@@ -1,13 +1,16 @@
-"""Measures how long another process has been silent while this process was running.
+"""Measures how long another process has sent no message, not counting time in which this process
+itself was paused.
 
-After a long garbage collection or a stopped container every other process would seem silent. Each
-`look` therefore adds at most twice the planned time between looks. Pure: time is an argument."""
+After a long garbage collection or a paused container, every other process would seem silent. Each
+call of `look` therefore adds at most twice the planned time between calls. Pure: time is an
+argument."""
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:
-    """Silence of one process. Call `heard` on every message, `look` every `look_seconds`."""
+    """Measures the silence of one process. Call `heard` at every message and `look` every
+    `look_seconds`."""
 
     def __init__(
         self, now: float, look_seconds: float = DEFAULT_TIMEOUTS.instance.look_seconds
@@ -20,7 +23,8 @@ class SilenceWatch:
         self.silent_seconds = 0.0
 
     def look(self, now: float) -> float:
-        """Returns the seconds of silence so far."""
+        """Returns the number of seconds since the last message, without long pauses of this
+        process."""
         self.silent_seconds += min(now - self._looked, 2 * self._look_seconds)
         self._looked = now
         return self.silent_seconds

@@ -1,7 +1,8 @@
 """Joins several processes into one JAX job, and broadcasts a short text from process 0.
 
-This is the only file of the package that imports JAX. On CPU collectives use gloo. Without flags
-JAX detects Slurm, Kubernetes and Open MPI. Must run before the first use of a device."""
+This is the only file of the package that imports JAX. On CPU, collectives use gloo. Without flags,
+JAX detects Slurm, Kubernetes and Open MPI. `join_instance` must be called before the first use of a
+device."""
 
 import os
 import re
@@ -22,7 +23,8 @@ SHARED_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """Index of this process in its instance, and number of processes. Process 0 is the leader."""
+    """Index of this process in its instance, and the instance's number of processes. Process 0 is
+    the leader."""
 
     process: int
     processes: int
@@ -49,8 +51,9 @@ class ProcessGroup:
         )
 
     def devices(self, count: int) -> list[Device]:
-        """Returns the job's devices. With several processes, returns `count` devices, equally many
-        of each process, so that every process has a part of the mesh.
+        """Returns devices for the mesh. With one process, these are all its devices. With several,
+        these are `count` devices, the same number from each process, so that every process has a
+        part of the mesh.
 
         Raises:
             ConfigError: The processes have too few devices or cannot share them equally.
@@ -70,7 +73,7 @@ class ProcessGroup:
         return [device for devices in own for device in devices[:each]]
 
     def leave(self) -> None:
-        """Ends the job cleanly, waiting a limited time for the other processes."""
+        """Leaves the JAX job cleanly. Waits a limited time for the other processes to leave."""
         if self.processes > 1:
             jax.distributed.shutdown()
 
@@ -90,8 +93,8 @@ def join_instance(
     Args:
         coordinator: host:port of process 0. If `coordinator`, `num_processes` and `process_id` are
             None, the cluster's scheduler (such as Slurm) provides them.
-        local_device_ids: Visible devices that this process uses. None means all, or one under Slurm
-            and Open MPI.
+        local_device_ids: Ids of the visible devices that this process uses. None means all devices,
+            or one device under Slurm and Open MPI.
 
     Raises:
         ConfigError: Flags contradict each other, or JAX rejects them.
@@ -137,8 +140,9 @@ def join_instance(
 
 
 def exit_soon(status: int, seconds: float = DEFAULT_TIMEOUTS.instance.exit_seconds) -> None:
-    """Ends this process of a failed instance without clean-up after `seconds`, which leave time for
-    a last message. A normal exit would wait for threads that may hang in a collective."""
+    """Ends this process without clean-up after `seconds`, which leave time to send a last message.
+    Used when the instance has failed, because a normal exit would wait for threads that may hang in
+    a collective."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()

@@ -1,2 +1,2 @@
 """Starts, watches, restarts and stops child processes on one host. No child outlives its parent.
-Independent of the programs that run."""
+Knows nothing about the programs that the children run."""

@@ -1,9 +1,9 @@
-"""One child process in a process group of its own, whose output is read line by line.
+"""Starts a child process in its own process group and reads its output line by line.
 
-On Linux the child dies with its parent, however the parent ends (leash.py); elsewhere only an
-orderly stop ends the child. The child has its own session, so that Ctrl-C on the terminal signals
-only the parent, which stops children in order. When a child has ended, the rest of its process
-group is killed."""
+On Linux the kernel kills the child when its parent ends for any reason (leash.py). On other systems
+the child ends only if the parent stops it. The child has its own session, so that Ctrl-C on the
+terminal signals only the parent, which stops its children in order. When a child has ended, the
+other processes of its group are killed."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ TakeLine = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Command:
-    """A command line and the name of its process. `environment`: all variables of the process; None
-    means the parent's."""
+    """A command line and a name for its process. `environment` has all environment variables of the
+    process; None means those of the parent."""
 
     name: str
     arguments: tuple[str, ...]
@@ -34,8 +34,8 @@ class Command:
 
 
 class ChildProcess:
-    """A child process, running or ended. `status`: exit status, negative for the signal that ended
-    the process, or None while it runs."""
+    """A child process, running or ended. `status` is None while the process runs, then its exit
+    status, or minus the number of the signal that ended it."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class ChildProcess:
         return self._process.returncode
 
     async def ended(self) -> int:
-        """Waits for the end, and briefly for the last output. Returns the exit status."""
+        """Waits until the process has ended, and briefly for its last output. Returns the exit
+        status."""
         status = await self._process.wait()
         self._kill_group()
         await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
@@ -93,7 +94,8 @@ class ChildProcess:
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Signals the process but not its children; does nothing after its end."""
+        """Sends a signal to the process, but not to its children. Does nothing after the process
+        has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

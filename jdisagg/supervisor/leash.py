@@ -1,8 +1,9 @@
 """Makes the kernel kill this process when its parent dies, then executes another program: `python
 leash.py <parent's pid> program argument...` (Linux only).
 
-PR_SET_PDEATHSIG survives exec. This script sets it, at the cost of starting a bare interpreter,
-because no Python code may run between fork and exec. Imports only the standard library."""
+This script sets PR_SET_PDEATHSIG, which survives exec. A separate script is needed, although it
+starts one more interpreter, because running Python code between fork and exec might hang. Imports
+only the standard library."""
 
 import ctypes
 import os

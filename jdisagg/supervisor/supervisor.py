@@ -1,12 +1,12 @@
 """Runs groups of child processes, restarts groups that end, and stops them in order.
 
-A group is a router, a worker, or the processes of one instance. When a member ends by itself, the
-others are killed and the group is restarted after a pause. The pause doubles with each quick end
-and is reset after a long run. If a member ends with `EXIT_CONFIG`, its configuration is unusable:
-the group is not restarted, and `failed` is called.
+A group is a router, a worker, or the processes of one instance. When a member ends without being
+stopped, the others are killed and the group is restarted after a pause. The pause doubles each time
+that the group ends soon after its start, and is reset after a long run. If a member ends with
+`EXIT_CONFIG`, its configuration is unusable: the group is not restarted, and `failed` is called.
 
-Uses one asyncio event loop. Invariants: no child outlives `stop` of its group; `stop` kills members
-after its timeout; no member is started after `stop` began."""
+Uses one asyncio event loop. Invariants: when `stop` returns, no member runs; `stop` kills members
+after its timeout; no member is started after `stop` was called."""
 
 import asyncio
 import contextlib
@@ -37,16 +37,17 @@ class GroupState(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Name and commands of a group. `commands` is called at each start, so that it can choose new
-    values (such as a coordinator's port)."""
+    """Name and commands of a group. `commands` is called at each start and restart, so that the
+    command lines can contain new values (such as a coordinator's port)."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
 
 
 class SupervisedGroup:
-    """One supervised group. `take_line(name, line)` receives output lines, `say(name, text)`
-    reports of events, and `failed(name)` is called for an unusable configuration."""
+    """One supervised group. Callbacks: `take_line(name, line)` receives output of members,
+    `say(name, text)` receives messages about starts and ends, and `failed(name)` is called if the
+    configuration is unusable."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class SupervisedGroup:
         return tuple(child.pid for child in self.children if child.status is None)
 
     async def stop(self, seconds: float) -> None:
-        """Sends SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent; a later call with
-        fewer seconds shortens the first."""
+        """Sends SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent. A second call
+        with fewer seconds shortens the wait."""
         self._stopping.set()
         self.state = GroupState.ENDED if self.state is GroupState.ENDED else GroupState.STOPPING
         for child in self.children:
@@ -121,7 +122,8 @@ class SupervisedGroup:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """Runs all members until all have ended; returns the exit status of the first to end."""
+        """Starts all members and waits until all have ended. Returns the exit status of the member
+        that ended first."""
         ends: dict[asyncio.Task[int], ChildProcess] = {}
         first: int | None = None
         self.state = GroupState.STARTING

@@ -1,2 +1,2 @@
-"""The worker loops: they get commands from the scheduler, run them and report the results. This
-package uses asyncio, and neither JAX nor gRPC."""
+"""Prefill and decode workers: they run the scheduler's commands on a mesh, report the results to
+callers, and transfer KV. Uses asyncio, and neither JAX nor gRPC."""

@@ -1,4 +1,5 @@
-"""Background tasks that are referenced until they end, so that they are not garbage-collected."""
+"""Holds references to background tasks until they end, because asyncio may garbage-collect
+unreferenced tasks."""
 
 import asyncio
 import contextlib
@@ -32,7 +33,7 @@ class BackgroundTasks:
 
 
 class SideCalls:
-    """Sends messages to other workers in the background until `stop`."""
+    """Sends messages to other workers in the background."""
 
     def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
         self._counters = counters
@@ -49,7 +50,7 @@ class SideCalls:
         self._run(self._send_again(message))
 
     async def stop(self) -> None:
-        """Starts no further attempts, and returns when all calls have ended."""
+        """Prevents further repetitions. Returns when all calls have ended."""
         self._stopping.set()
         while self._tasks:  # a call may start another one as it ends
             await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,12 +1,12 @@
-"""The decode worker: implements `DecodePort` and `PeerPort` over the schedulers and a mesh.
+"""The decode worker: receives the KV of prompts and generates tokens on one mesh.
 
-In modes CHUNKED and UNIFIED it prefills in the same pages: `generate` without a source computes the
-prompt here. In mode DISAGGREGATED, KV comes from a prefill worker, except for short ends of prompts
-that the mesh computes itself after cached tokens (`MeshLimits.append_buckets`).
+In modes CHUNKED and UNIFIED the mesh computes prompts itself: `generate` is called without a source
+of KV. In mode DISAGGREGATED a prompt's KV comes from a prefill worker. The only exceptions are
+prompts with few uncached tokens, which the mesh may compute itself (`MeshLimits.append_buckets`).
 `scheduler/step_policy.py` chooses the next command; `scheduler/reservations.py` and
-`decode_batches.py` assign pages and slots. Through `PeerPort`, running sequences migrate to other
-decode workers, and prefill workers fetch cached blocks. A failed KV source does not end a
-reservation, which waits for another.
+`decode_batches.py` assign pages and slots. Other decode workers take over running sequences through
+`PeerPort`, and prefill workers fetch cached blocks. If a source of KV fails, the reservation stays
+and waits for another source.
 
 `_settle` runs after each change: it forwards progress to the streams, grants freed pages to waiting
 reservations and wakes the loop."""
@@ -83,7 +83,8 @@ class DecodeWorker(MeshWorker):
     """Implements `DecodePort`.
 
     Args:
-        peers: Workers to receive KV from: ports by name, or a function that resolves an address.
+        peers: Workers from which KV is received: a mapping from worker name to port, or a function
+            that connects to an address.
     """
 
     def __init__(
@@ -196,7 +197,8 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _settle(self) -> None:
-        """Forwards progress, grants pages and wakes the loop. Called after each change."""
+        """Sends new tokens to callers, grants free pages and wakes the step loop. Called after each
+        change of state."""
         self._spilled.rest()
         for progress in self._state.take_news() if self._state.news else ():
             if (stream := self._streams.get(progress.group_key)) is not None:
@@ -214,7 +216,8 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def _give_pages(self) -> None:
-        """Gives free pages, oldest first, to swapped-out sequences and waiting reservations."""
+        """Gives free pages to swapped-out sequences and waiting reservations, oldest request
+        first."""
         spills = self._spilled.spills
         while (spill := spills.next()) is not None:
             self._grant(spill.order)
@@ -237,15 +240,16 @@ class DecodeWorker(MeshWorker):
             self._tickets.pop(group.key).set_result(group)
 
     def _spill(self, child: Sequence) -> bool:
-        """Swaps out a sequence whose pages are needed. Returns False if recomputing is better."""
+        """Swaps out a sequence whose pages are needed. Returns False if it should be recomputed
+        later instead."""
         if self._migration.moves(child.group) or not self._spilled.take(child):
             return False
         self._batches.forget(child)
         return True
 
     def _span_goes_on(self) -> bool:
-        """Returns whether a span of steps is running and nothing waits for its end. The loop then
-        need not be woken, which is the most frequent case."""
+        """Returns whether a command of many steps (span) is running and nothing waits for its end.
+        The step loop then has nothing to plan. This is the most frequent case."""
         return (
             self._interruptible is not None
             and self._loop.newest(DecodeSteps) > 0
@@ -255,8 +259,8 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """Builds the input of the step policy. It runs between any two steps, so it leaves out
-        fields that the policy would not read."""
+        """Builds the input of the step policy. To save time between steps, omits fields that the
+        policy would not read."""
         prompts, spans = bool(self._prefills), self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -323,7 +327,8 @@ class DecodeWorker(MeshWorker):
         self._drop(ticket)
 
     def _supersede(self, call: ReserveCall) -> None:
-        """Ends earlier attempts of the same request at the same children."""
+        """Ends the reservations and streams of earlier attempts of the same request and
+        children."""
         indices = {child.index for child in call.children}
         later = f"was superseded by attempt {call.attempt}"
         for group in self._state.groups_of(call.request.identity):
@@ -406,7 +411,8 @@ class DecodeWorker(MeshWorker):
         )
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
-        """Starts receiving the group's KV from `source`, or prefills on this mesh if it is None."""
+        """Starts receiving the group's KV from `source`. If `source` is None, starts computing the
+        prompt on this mesh."""
         if source is not None:
             self._incoming.begin(group, source)
         else:
@@ -435,7 +441,8 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """Adds the sequences of a group, whose KV has arrived completely, to the batch."""
+        """Makes the sequences of a group ready to decode, because the group's KV has arrived
+        completely."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
@@ -530,7 +537,8 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or given)
 
     def _hand_on(self) -> None:
-        """Offers running sequences to other decode workers during a drain, a few times each."""
+        """Offers running sequences to other decode workers, so that a drain ends sooner. Each
+        sequence is offered a limited number of times."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

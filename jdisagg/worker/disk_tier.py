@@ -1,11 +1,11 @@
-"""The disk tier of a mesh: writes blocks at their second use and restores them, in this run of the
-worker or a later one.
+"""The disk tier of a mesh: writes cached KV blocks to disk at their second use and restores them.
+Blocks survive a restart of the worker.
 
 Blocks are copied to disk from host memory and restored through host memory (`worker/host_tier.py`).
 The executor owns the files (`transfer/disk_store.py`); this module issues the commands. Block names
 stay the same as long as the cluster's secret does. A failure of the disk is counted (`disk_errors`)
-and acts as a cache miss. Only `erase` raises, as files that it cannot remove would be served after
-a restart."""
+and has the effect of a cache miss. Only `erase` raises an error, because files that cannot be
+removed would be restored after a restart."""
 
 import asyncio
 import contextlib
@@ -41,12 +41,13 @@ RESET_SECONDS = 60.0
 
 
 class DiskTier(KvSource):
-    """Implements `KvSource`.
+    """The disk as a source of cached blocks (`KvSource`).
 
     Args:
         kept: Prefix cache of the mesh's pages.
         host: Host-memory tier that blocks pass through.
-        room: Bytes of disk. The tier is off if this is 0 or if `host` is off.
+        room: Capacity of the disk tier. The tier is off if its number of bytes is 0 or if `host` is
+            off.
     """
 
     name: Origin = "disk"
@@ -221,8 +222,9 @@ class DiskTier(KvSource):
     async def _read(
         self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Reads a block into host memory and returns its checksums. Returns () if the disk is slow,
-        or if the file is missing or damaged. In the latter cases the block is dropped."""
+        """Reads a block into host memory and returns its checksums. Returns () if the disk is too
+        slow, or if the file is missing or damaged. A block with a missing or damaged file is
+        dropped."""
         read = await self._run(
             LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
         )
@@ -292,7 +294,8 @@ class DiskTier(KvSource):
         return await self._end(self._issue(command))
 
     def _issue(self, command: DiskCommand) -> "asyncio.Future[StepResult] | None":
-        """Issues a disk command now. Returns None if the mesh has failed."""
+        """Appends a disk command to the mesh's queue. Returns its pending result, or None if the
+        mesh has failed."""
         try:
             return self._loop.submit(command)
         except JdisaggError:

@@ -1,16 +1,16 @@
-"""Serves cached KV blocks of this mesh to other workers: the serving side of
+"""Sends cached KV blocks of this mesh to workers that request them. The requesting side is
 `worker/peer_fetch.py`.
 
-The serving worker decides how many of the requested blocks it serves. It restores blocks from its
-local sources if that is worthwhile, holds their pages, and offers them as a hand-off
-(`worker/outgoing_kv.py`), with checksums, heartbeats and leases. The pages are released when the
-hand-off ends. The number of hand-offs and the tokens offered and not yet fetched are bounded. A
-block name is a keyed digest that includes the tenant, so a caller that can name a block may read
-it.
+The serving worker decides how many of the requested blocks it sends. It restores blocks from host
+memory or disk if that is worthwhile. It prevents eviction of the blocks while it sends them by an
+ordinary KV transfer (hand-off, `worker/outgoing_kv.py`). The number of such transfers and of
+unfetched tokens is bounded. A block name is a keyed hash that includes the tenant, so a caller that
+can name a block may read it.
 
-A decode mesh serves without delaying its steps. Only a few extractions run between two steps. Pages
-are released as soon as all commands that read them are issued, because commands run in order. If a
-sequence needs pages and none is free, the youngest hand-off is ended and its pages are released."""
+On a decode mesh, transfers must not delay decode steps, so only a few blocks are extracted between
+two steps. Pages are released as soon as all commands that read them are issued, because commands
+run in order. If a sequence needs pages and none is free, the youngest transfer is ended and its
+pages are released."""
 
 import asyncio
 
@@ -34,10 +34,11 @@ MOST_CHUNKS_OF_DECODE = 1  # fewer on a decode mesh, whose sequences could use t
 
 
 class GivenKv:
-    """Serves the cache of one mesh.
+    """Sends the cached blocks of one mesh to other workers.
 
     Args:
-        sources: Prefix cache in device pages, and the tiers from which blocks are restored first.
+        sources: Prefix cache in device pages, with the tiers (host memory, disk) from which blocks
+            are restored to pages.
         decodes: Whether the mesh runs decode steps, which must not be delayed.
     """
 
@@ -71,15 +72,15 @@ class GivenKv:
         return len(self._given)
 
     def close_for(self, seconds: float) -> None:
-        """Serves nothing for `seconds` during a reset of all workers, because other workers may
-        already have cleared blocks that this one still holds."""
+        """Refuses all requests for `seconds`. Used while all workers reset their caches, so that a
+        worker that has cleared its cache does not fetch old blocks."""
         self._closed_until = self._context.clock.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of those requested blocks that this mesh caches.
+        """Starts a transfer of those requested blocks that this mesh caches. Returns their number.
 
         Raises:
             HandoffError: The hand-off id is in use.
@@ -113,11 +114,13 @@ class GivenKv:
         return FetchReply(count - call.first)
 
     def moved(self) -> None:
-        """Reports that a block was fetched, so that more may be offered."""
+        """Notifies this object that a receiver fetched a block, so that another block may be
+        offered."""
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        """Removes the hand-off of `owner`, which has ended. Returns False if there is none."""
+        """Removes the transfer of page owner `owner`, which has ended. Returns False if no transfer
+        has this owner."""
         found = self._given.pop(owner, None)
         if found is not None:
             self._let_go(found[0], owner)
@@ -125,7 +128,8 @@ class GivenKv:
         return found is not None
 
     def give_way(self, rank: int) -> bool:
-        """Ends the youngest hand-off that holds pages of a rank. Returns False if there is none."""
+        """Ends the youngest transfer that holds pages of a rank. Returns False if no transfer holds
+        any."""
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
@@ -149,7 +153,8 @@ class GivenKv:
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
-        """Restores blocks if worthwhile. Returns the rank that then caches most of the chain."""
+        """Restores requested blocks to pages if worthwhile. Returns the rank that then caches most
+        of the requested blocks."""
         known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
         plan = self._sources.best(RestoreQuery(call.names, known))
         if plan is None or len(plan.chain) <= max(known):

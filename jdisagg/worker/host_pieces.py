@@ -1,10 +1,10 @@
-"""Moves pieces of KV between the pages of a mesh and its host memory.
+"""Copies pieces of KV between the pages of a mesh and host memory.
 
 The executor owns the bytes (`ExtractBlock`, and `PullBlock` with the peer `HOST`); this module
-issues the commands. A copy out takes its place in the mesh's order at the moment of the call, so
-later commands may overwrite its pages. A restored piece is written into pages and read back, and
-its checksum is compared with that of the copy out. The callers (`worker/host_tier.py`,
-`worker/spilled_kv.py`) track which block or sequence a piece belongs to."""
+issues the commands. A copy to host memory is queued on the mesh at the moment of the call, so later
+commands may overwrite its pages. A restored piece is written into pages and read back. Its checksum
+is compared with the checksum taken when the piece was copied to host memory. The callers
+(`worker/host_tier.py`, `worker/spilled_kv.py`) track which block or sequence a piece belongs to."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -31,10 +31,10 @@ COPY_SECONDS = 10.0  # deadline of one piece; a slower host is treated as failin
 
 
 class HostPieces:
-    """Moves the pieces of one mesh.
+    """Copies pieces of KV between the pages of one mesh and host memory.
 
     Args:
-        page_size: Tokens of a page.
+        page_size: Number of tokens of a page.
         key: Key of the checksums.
     """
 
@@ -44,8 +44,8 @@ class HostPieces:
         self._key = key
 
     def copy_out(self, offer: Offer, pages: Sequence[int]) -> "asyncio.Future[StepResult]":
-        """Copies the positions of an offer to host memory. `pages` begin with the sequence's first
-        position; pages before the offer are not read."""
+        """Copies the positions of an offer to host memory. `pages` are those of the sequence from
+        position 0 on; pages before the offer's first position are not read."""
         number = self._loop.next_number()
         command = extraction(number, offer, pages, self._page_size, self._key)
         return self._loop.submit(msgspec.structs.replace(command, to_host=True))

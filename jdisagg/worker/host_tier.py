@@ -1,11 +1,11 @@
-"""The host-memory tier of a mesh: copies blocks out before their pages are reused, and restores
-them.
+"""The host-memory tier of a mesh: copies cached blocks to host memory before their pages are
+reused, and restores them.
 
-A copy out is placed in the mesh's command order at the moment when the pages get another owner, so
-it reads them before a later command overwrites them. At most `MOST_WRITING` blocks are copied out
-at a time; further ones are dropped. `worker/host_pieces.py` moves the bytes and compares checksums;
-a block whose checksum differs is dropped and counts as a miss. The disk tier
-(`worker/disk_tier.py`) reads and writes blocks through this one."""
+The copy is queued on the mesh when the pages get another owner, so it runs before any command that
+overwrites the pages. At most `MOST_WRITING` blocks are copied to host memory at a time; further
+blocks are dropped. `worker/host_pieces.py` copies the bytes and compares checksums; a block whose
+checksum differs is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads and
+writes its blocks through host memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -31,11 +31,11 @@ BLOCKS_AT_ONCE = 4  # blocks of one restore that are copied at a time
 
 
 class HostTier(KvSource):
-    """Implements `KvSource`.
+    """Host memory as a source of cached blocks (`KvSource`).
 
     Args:
         kept: Prefix cache of the mesh's pages.
-        room: Bytes of host memory. The tier is off if this is 0.
+        room: Capacity of the tier. The tier is off if its number of bytes is 0.
         ids: Generator of fresh random 64-bit numbers.
     """
 
@@ -98,7 +98,8 @@ class HostTier(KvSource):
         self._tasks.cancel()
 
     def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
-        """Returns offers with new ids for block number `index` of a chain on `rank`."""
+        """Returns new offers (id and positions of each piece) for block number `index` of a
+        sequence on `rank`."""
         tokens = self._kept.block_tokens
         start = index * tokens
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
@@ -106,7 +107,7 @@ class HostTier(KvSource):
     # ---- copying out
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        """Copies block number `index` of a chain out of `pages`, which are about to be reused."""
+        """Starts copying block number `index` of a sequence from `pages` to host memory."""
         if self._loop.failure is not None or name in self.blocks:
             return
         if self.blocks.writing >= MOST_WRITING:
@@ -127,8 +128,8 @@ class HostTier(KvSource):
             del self._copies[name]
 
     async def copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
-        """Returns the block in host memory. If only pages of `rank` hold it, copies it out first.
-        Returns None if neither holds it."""
+        """Returns a block in host memory, after copying it there if only pages of `rank` hold it.
+        Returns None if neither holds the block."""
         pages = self._kept.pages(rank, name)
         if pages:
             self._copy_out(rank, name, index, pages)
@@ -167,8 +168,8 @@ class HostTier(KvSource):
         offers: tuple[Offer, ...],
         read: Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]],
     ) -> HostBlock | None:
-        """Adds a block from disk and prevents its eviction. Returns None if there is no room or
-        reading failed.
+        """Reads a block from disk into host memory and prevents its eviction. Returns None if host
+        memory has no room or reading failed.
 
         Args:
             read: Writes the block to host memory under these offer ids. Returns the checksums of
@@ -215,10 +216,11 @@ class HostTier(KvSource):
     async def bring(
         self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
     ) -> str:
-        """Copies the blocks of a restore to its pages, a few at a time.
+        """Copies all blocks of a restore to the pages reserved for it, a few blocks at a time.
 
         Args:
-            elsewhere: Restores the block with this index in the chain, which is not in host memory.
+            elsewhere: Called with the index of each block that is not in host memory; restores it
+                from another tier.
         """
         slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
 
@@ -237,8 +239,8 @@ class HostTier(KvSource):
         return ""
 
     async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
-        """Copies a block to its pages. If its checksum differs or a piece is missing, drops the
-        block and returns False."""
+        """Copies a block from host memory to the restore's pages. If the checksum differs or a
+        piece is missing, drops the block and returns False."""
         if await self._pieces.bring_back(block.pieces, restore.plan.rank, restore.pages):
             return True
         if self.blocks.forget(block):

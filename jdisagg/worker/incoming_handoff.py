@@ -1,15 +1,15 @@
-"""The receiving side of one hand-off: reads the sender's offers, then pulls, inserts, verifies and
-acknowledges each block.
+"""The receiving side of one KV transfer (hand-off): reads the sender's offers, then pulls each
+block, inserts it into pages, verifies its checksum and acknowledges it.
 
-It works on the pages of one reservation. A bounded number of blocks is in flight. A block is pulled
-again a few times if the pull fails or is late, or if the checksum of its pages differs from the
-sender's. The sender keeps a block until it is acknowledged. A pulled block that will not be
-inserted is dropped, even if the task is cancelled. Heartbeats renew the sender's lease and detect a
-sender that does not answer.
+A bounded number of blocks is in flight. A block is pulled again a few times if the pull fails or is
+late, or if the checksum of the inserted KV differs from the sender's. The sender keeps a block
+until the block is acknowledged. A pulled block that will not be inserted is dropped, even if the
+task is cancelled. Heartbeats renew the sender's lease and detect a sender that does not answer.
 
-Invariant: a block counts as received after it was verified. A hand-off is complete when every layer
-group received every position exactly once. Sliding-window layers that are sent separately need only
-the positions still inside their windows. A model with recurrent state needs that state once."""
+Invariant: a block counts as received only after its checksum was verified. A hand-off is complete
+when every layer group received every position exactly once. Sliding-window layers that are sent
+separately need only the positions still inside their windows. Recurrent state, if the model has
+any, must be received once."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,10 +39,10 @@ BLOCKS_IN_FLIGHT = 16
 
 @dataclass(slots=True)
 class Received:
-    """The result of one hand-off.
+    """The result of receiving one hand-off.
 
     Attributes:
-        firsts: Tokens sampled by the sender.
+        firsts: First generated tokens, one for each child, sampled by the sender.
         moved: All generated tokens of a migrated sequence; empty for a prefill.
         exposed_seconds: Seconds from the sender's last message to the last verified block.
     """
@@ -57,12 +57,12 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Describes where the blocks of one hand-off are written.
+    """The pages and state slot to which one hand-off's blocks are written.
 
     Attributes:
         pages: Returns the pages of positions [0, n), or raises HandoffError.
-        cached_tokens: Number of leading positions that are in pages already.
-        state: Returns the state slot; None for models without recurrent state.
+        cached_tokens: Number of leading positions whose KV is in the pages before the transfer.
+        state: Returns the slot for recurrent state; None for models without recurrent state.
         windows: Destination of sliding-window layers that are sent separately; None if there are
             none.
     """
@@ -77,11 +77,12 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class WindowDestination:
-    """Describes where separately sent sliding-window layers are written.
+    """The pages to which the KV of separately sent sliding-window layers is written.
 
     Attributes:
-        layer_groups: Number of layer groups among these layers.
-        seen_from: Returns the first needed position of a sequence, given its end position.
+        layer_groups: Number of groups into which the sliding-window layers are split for transfer.
+        seen_from: Given the end position of a sequence, returns the first position still inside the
+            windows.
     """
 
     pages: Callable[[int], tuple[int, ...]]
@@ -90,7 +91,7 @@ class WindowDestination:
 
 
 class IncomingHandoff:
-    """One hand-off, run by `receive`."""
+    """Receives one hand-off; `receive` does the work."""
 
     def __init__(
         self,
@@ -122,17 +123,17 @@ class IncomingHandoff:
         self._blocks = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
 
     def close(self) -> None:
-        """Stops all further insertions, because the pages now have another owner."""
+        """Prevents further insertions, because the pages now have another owner."""
         self.closed = True
 
     @property
     def completing(self) -> bool:
-        """Whether all insertions are issued and only their results are missing. `last_insertion` is
-        the number of the newest one."""
+        """Whether all insertions into pages are issued and only their results are missing.
+        `last_insertion` is the command number of the latest insertion."""
         return self._all_offered and self._fetching == self.inserting and not self.closed
 
     def kept_tokens(self) -> int:
-        """Returns how many leading positions are complete in every layer group."""
+        """Returns the number of leading positions that every layer group has received."""
         blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
@@ -284,7 +285,8 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """Returns the codec of a block. State is never compressed, because its errors persist."""
+        """Returns the codec of a block. Recurrent state is never compressed, because errors in it
+        would affect all later tokens."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
@@ -296,7 +298,7 @@ class IncomingHandoff:
             self.inserting -= 1
 
     async def _pull(self, offer: Offer) -> str:
-        """Pulls a block once. Returns the error text, or ""."""
+        """Pulls a block once. Returns the error text, or "" after success."""
         seconds, link = self._pull_seconds, self.line.link
         command = PullBlock(
             step=self._loop.next_number(),
@@ -333,7 +335,8 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Compares the pages with the sender's checksum. Returns the error text, or ""."""
+        """Compares the checksum of the inserted KV with the sender's. Returns the error text, or ""
+        if both are equal."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -365,14 +368,16 @@ class IncomingHandoff:
         return self._sums[offer_id]
 
     def _computing(self, offer: Offer) -> bool:
-        """Returns whether the sender has not reported yet that the block is computed."""
+        """Returns whether the sender may still be computing the block, because its checksum has not
+        arrived."""
         if not self.line.link.verify or self._all_offered:
             return False
         known = self._sums.get(offer.offer_id)
         return known is None or not known.done()
 
     def _no_more_sums(self) -> None:
-        """Fails all waits for checksums, because the sender's last message has arrived."""
+        """Fails all waits for checksums: the sender's last message has arrived, so no more
+        checksums follow."""
         self._all_offered = True
         for expected in self._sums.values():
             if not expected.done():
@@ -414,7 +419,8 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the end of the positions, from `start` on, that all layer groups have received."""
+    """Returns the end of the range of positions, beginning at `start`, that all layer groups have
+    received without gap."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 

@@ -1,9 +1,10 @@
-"""Receives the KV of a decode worker's reservations until their sequences may join the batch.
+"""Receives KV from prefill and decode workers for the sequences that have pages reserved on a
+decode mesh.
 
-A failed source does not end a reservation. The verified blocks are kept, and another source may
-continue after them until the lease ends (`HandoffState.ORPHANED`). For a migrated sequence, the
-hand-off includes its generated tokens. The outcome for each reservation is reported to `KvEvents`.
-Used on the event loop only."""
+If a source fails, the reservation and the verified blocks stay. Until the lease ends, another
+source may send the remaining positions (`HandoffState.ORPHANED`). For a migrated sequence, the
+transfer (hand-off) includes the generated tokens. The outcome for each reservation is reported to
+`KvEvents`. Used on the event loop only."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -28,28 +29,31 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class KvEvents(Protocol):
-    """Receives the outcome of each group's hand-off while the group exists."""
+    """Callbacks for the outcome of each group's KV transfer. They are called only while the group
+    exists."""
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None: ...
 
     def kv_lost(self, group: SequenceGroup, lost: SourceLost) -> None:
-        """Called when the source failed and another source may continue."""
+        """Called when the source failed and another source may send the remaining KV."""
         ...
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """Called when the group must end, because no other source can help."""
+        """Called when the group must end, because no other source can send the remaining KV."""
         ...
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """The KV of one group and its current hand-off.
+    """Progress of receiving one group's KV.
 
     Attributes:
-        kept_tokens: Number of leading positions that were cached or came from earlier sources.
-        firsts: First tokens that the client has received already; they override a new source's.
-        handoff: Current hand-off.
-        task: Task that runs it.
+        kept_tokens: Number of leading positions that were cached or were received from earlier
+            sources.
+        firsts: First generated tokens that the client has received already. They override those
+            that a new source samples.
+        handoff: The transfer in progress, or None.
+        task: Task that runs `handoff`.
     """
 
     kept_tokens: int = 0
@@ -59,7 +63,7 @@ class _Incoming:
 
 
 class IncomingKv:
-    """Receives KV for one mesh."""
+    """Receives KV for all reservations of one decode mesh."""
 
     def __init__(
         self,
@@ -80,16 +84,17 @@ class IncomingKv:
         self._incoming: dict[int, _Incoming] = {}
 
     def __len__(self) -> int:
-        """Counts the hand-offs in progress."""
+        """Returns the number of transfers in progress."""
         return len(self._handoffs())
 
     @property
     def arriving(self) -> bool:
-        """Whether blocks are being pulled or inserted."""
+        """Whether any block is being pulled from its sender or inserted into pages."""
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Returns whether some hand-off needs only insertions issued before command `step`."""
+        """Returns whether some transfer will be complete before command number `step` runs, because
+        all its insertions were issued before that command."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:
@@ -104,7 +109,8 @@ class IncomingKv:
     def replace_source(
         self, group: SequenceGroup, source: HandoffSource, firsts: tuple[FirstToken, ...]
     ) -> int | None:
-        """Continues with another source. Returns the first position to send, or None if none is."""
+        """Receives the remaining KV from another source. Returns the first position that the source
+        must send, or None if the group is not receiving KV."""
         if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
             return None
         incoming = self._incoming.setdefault(group.key, _Incoming(group.cached_tokens))
@@ -135,7 +141,8 @@ class IncomingKv:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        """Ends the current hand-off. Returns how many leading positions are in pages."""
+        """Ends the current transfer. Returns the number of leading positions whose KV is complete
+        in pages."""
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
@@ -147,8 +154,8 @@ class IncomingKv:
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        """Receives positions from `cached_tokens` on. Reports one outcome to `KvEvents`, unless the
-        hand-off is closed before."""
+        """Starts receiving positions from `cached_tokens` on. Reports one outcome to `KvEvents`,
+        unless the transfer is closed before its end."""
         incoming, limits = self._incoming[group.key], self._state.limits
 
         def slot() -> int:
@@ -223,8 +230,8 @@ class IncomingKv:
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        """Keeps the received KV and lets the reservation wait for another source, or fails the
-        group if none can help."""
+        """Handles a failed source: the group waits for another source and keeps the received KV.
+        Ends the group if no other source can send the rest."""
         incoming.handoff = incoming.task = None
         incoming.kept_tokens = kept_tokens
         if group.key not in self._state.groups:

@@ -1,16 +1,16 @@
-"""Restores KV blocks that a prompt needs and that are not in the mesh's pages.
+"""Restores cached KV blocks from host memory, disk or other workers to the mesh's pages, if that is
+faster than computing them.
 
-A `KvSource` is one place outside the pages that holds cached blocks: host memory
-(`worker/host_tier.py`), disk (`worker/disk_tier.py`), other workers (`worker/peer_fetch.py`). For
-each prompt, `KvSources` gets a plan from each source once and runs the plan that saves most time.
-It reserves pages, lets the source fill them, and keeps the verified blocks in the prefix cache. A
-prompt waits no longer than computing the same tokens would take. After that time, or when the
-prompt is cancelled, the restore is cancelled, and the blocks that have arrived stay cached. A
-failed restore costs time but never changes a result.
+Each of these three places is a `KvSource` (`worker/host_tier.py`, `worker/disk_tier.py`,
+`worker/peer_fetch.py`). For each prompt, `KvSources` gets a plan from each source once and runs the
+plan that saves most time. It reserves pages, lets the source fill them, and adds the verified
+blocks to the prefix cache. A prompt waits no longer than computing the same tokens would take.
+After that time, or when the prompt is cancelled, the restore is cancelled, and the blocks that have
+arrived stay cached. A failed restore costs time but never changes a result.
 
-Invariants: a block enters the prefix cache only after its checksum was verified in its pages. The
-pages of a restore are always released at its end. A reset also discards blocks still being
-restored."""
+Invariants: a block enters the prefix cache only after the checksum of its KV in pages was verified.
+The pages of a restore are always released when the restore ends. A reset of the cache also discards
+blocks that are being restored."""
 
 import asyncio
 import contextlib
@@ -42,14 +42,16 @@ _RESTORED: dict[Origin, tuple[str, str]] = {
 
 @plain
 class RestoreQuery:
-    """The blocks of one prompt that need not be computed if they are restored.
+    """Describes a prompt to the sources of KV, which report what they can restore for the prompt.
 
     Attributes:
-        chain: Names of the prompt's first blocks, up to the last useful one.
-        known: By rank, how many leading blocks of `chain` are in pages already.
-        ahead_tokens: Tokens of other prompts that will be computed before this prompt.
-        peer: Worker that may hold the blocks, according to the router; None if there is none.
-        peer_tokens: Tokens of the prompt that `peer` probably caches.
+        chain: Names of the prompt's first blocks, in order. The prompt's last token is in none of
+            them, because it must be computed.
+        known: For each rank, the number of leading blocks of `chain` that are in pages already.
+        ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
+        peer: Worker that may hold the blocks according to the router; None if the router names no
+            worker.
+        peer_tokens: Number of the prompt's tokens that `peer` probably caches.
     """
 
     chain: Chain
@@ -66,10 +68,11 @@ class RestorePlan:
     Attributes:
         source: Source that copies the blocks.
         rank: Data-parallel rank to whose pages the blocks are copied.
-        chain: Names of the prompt's first blocks, up to the last that the source restores.
-        tokens: Number of the chain's tokens that are not in pages.
-        moved_tokens: Number of tokens from which the duration is estimated.
-        ahead_tokens: Tokens of other prompts that are computed while the restore runs.
+        chain: Names of the prompt's first blocks, up to the last block that the source restores.
+        tokens: Number of tokens of `chain` that are not in pages.
+        moved_tokens: Number of tokens that the source must copy; the duration is estimated from
+            this number.
+        ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
         peer: Worker to fetch from; None if the source is local.
     """
 
@@ -87,12 +90,14 @@ class Restore:
     """A running restore.
 
     Attributes:
-        plan: Plan that it carries out.
-        first: Number of leading blocks of the chain that were in pages before.
+        plan: Plan that the restore executes.
+        first: Number of leading blocks of the plan's chain that were in pages before the restore.
         pages: Pages of the whole chain on the plan's rank, reserved for the restore.
-        held: By index in the chain, blocks that the source must not evict meanwhile.
-        origins: By index in the chain, the origin of each verified block.
-        moved_tokens: Number of tokens that the source reports to its `prices`.
+        held: Blocks that the source must not evict during the restore, by their index in the plan's
+            chain.
+        origins: Origin (name of the source) of each verified block, by its index in the plan's
+            chain.
+        moved_tokens: Number of tokens copied, which the source records in its `prices`.
     """
 
     plan: RestorePlan
@@ -104,7 +109,7 @@ class Restore:
 
     @property
     def blocks(self) -> int:
-        """Number of leading blocks of the chain that are in pages."""
+        """Number of leading blocks of the plan's chain that are in pages now."""
         count = self.first
         while count in self.origins:
             count += 1
@@ -115,10 +120,11 @@ class KvSource(Protocol):
     """A source of KV blocks outside the pages of a mesh.
 
     Attributes:
-        name: Origin of its blocks in usage reports and metrics.
-        prices: Measured durations of its restores.
-        most_restores: Largest number of restores at a time.
-        most_seconds: Longest restore while the speed of computing is unmeasured; None is no limit.
+        name: Name of the source in usage reports and metrics.
+        prices: Measured durations of restores from this source.
+        most_restores: Largest number of simultaneous restores from this source.
+        most_seconds: Longest duration of a restore while the speed of computing is unmeasured; None
+            is no limit.
     """
 
     name: Origin
@@ -127,19 +133,20 @@ class KvSource(Protocol):
     most_seconds: float | None
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
-        """Returns this source's plan on the best rank, or None if computing is faster. Starts
-        nothing."""
+        """Returns a plan to restore blocks from this source to the best rank, or None if computing
+        is faster. Does not start the restore."""
         ...
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
-        """Returns a context in which the blocks of a restore are not evicted. It is entered before
-        pages are reserved, because evicted pages may be copied to the source."""
+        """Returns a context in which the blocks of a restore are not evicted. The context is
+        entered before pages are reserved, because reserving may evict pages, and their blocks need
+        room in the source."""
         return contextlib.nullcontext()
 
     async def bring(self, restore: Restore) -> str:
         """Fills the pages of a restore and records each verified block in `restore.origins`.
-        Returns the cause if fewer blocks than planned arrived, else "". Once cancelled, it writes
-        no more pages. Raises JdisaggError if the mesh failed."""
+        Returns "", or the cause if fewer blocks than planned arrived. Writes no more pages after a
+        cancellation. Raises JdisaggError if the mesh failed."""
         ...
 
     def failed(self, cause: str) -> None:
@@ -153,7 +160,7 @@ class KvSource(Protocol):
         return True
 
     async def start(self) -> None:
-        """Finds the blocks that earlier runs of the worker stored."""
+        """Adds the blocks that earlier runs of the worker stored."""
 
     def used(self, rank: int, chain: Chain) -> None:
         """Records that a prompt used these blocks, which are in pages of `rank`."""
@@ -170,15 +177,17 @@ class KvSource(Protocol):
         """Drops blocks whose lifetime has ended at time `now`."""
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of its tiers for the status; empty if it stores no blocks."""
+        """Returns the fill level of the source's tiers for the worker's status; empty if the source
+        stores no blocks."""
         return ()
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in chain, whether in use), least recently used first."""
+        """Yields (rank, name, index in the block's sequence, whether it is in use) for each block,
+        least recently used block first."""
         yield from ()
 
     def stop(self) -> None:
-        """Cancels its background work."""
+        """Cancels the source's background work."""
 
 
 class RestoredBlocks:
@@ -190,11 +199,12 @@ class RestoredBlocks:
         self._origins: dict[tuple[int, int], Origin] = {}  # by rank and index in the chain
 
     def add(self, rank: int, origins: Mapping[int, Origin]) -> None:
-        """Records blocks that entered the pages of a rank, by their index in the chain."""
+        """Records the origins of blocks that were restored to a rank's pages, by block index in the
+        prompt."""
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
-        """Counts the prompt's first `tokens` positions by the origin of their blocks."""
+        """Returns how many of the prompt's first `tokens` positions came from each origin."""
         size = self._block_tokens
         found: dict[Origin, int] = {"host": 0, "disk": 0, "peer": 0}
         for (where, index), origin in self._origins.items():
@@ -204,12 +214,12 @@ class RestoredBlocks:
 
 
 class KvSources:
-    """The sources of one worker.
+    """Chooses the best source of KV for each prompt of one worker, and runs restores.
 
     Args:
         kept: Prefix cache of the mesh's pages.
-        page_size: Tokens of a page.
-        sources: Sources, preferred ones first if plans save equal time.
+        page_size: Number of tokens of a page.
+        sources: The worker's sources. If plans save equal time, an earlier source is preferred.
     """
 
     def __init__(
@@ -233,7 +243,7 @@ class KvSources:
 
     @property
     def quiet(self) -> bool:
-        """Whether neither a restore nor background work of a source is in flight."""
+        """Whether no restore and no background work of any source is in flight."""
         return self._tasks.quiet and all([source.quiet for source in self._sources])
 
     def best(self, query: RestoreQuery) -> RestorePlan | None:
@@ -247,8 +257,9 @@ class KvSources:
     def begin(
         self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
     ) -> "asyncio.Task[None]":
-        """Starts a restore for a prompt. `done` is called once, when the restore has ended or has
-        taken as long as computing would. It is not called if the task is cancelled."""
+        """Starts a restore for a prompt. `done` is called once: when the restore has ended, or when
+        it has taken as long as computing would. `done` is not called if the returned task is
+        cancelled."""
         return self._tasks.spawn(self._restore_in_time(plan, restored, done))
 
     async def _restore_in_time(
@@ -269,7 +280,7 @@ class KvSources:
         done()
 
     async def restore(self, plan: RestorePlan, restored: RestoredBlocks | None = None) -> None:
-        """Runs a plan to its end. Records the blocks that arrived in `restored`."""
+        """Runs a plan to its end. Records in `restored` the blocks that arrived."""
         restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
         with plan.source.holding(restore):
             cause = await self._fill(restore, restored)
@@ -277,7 +288,8 @@ class KvSources:
             plan.source.failed(cause)
 
     async def _fill(self, restore: Restore, restored: RestoredBlocks | None) -> str:
-        """Returns why not all blocks of a restore were kept, or ""."""
+        """Fills the pages of a restore and adds its blocks to the prefix cache. Returns "", or why
+        blocks are missing."""
         kept, plan, source, cause = self.kept, restore.plan, restore.plan.source, ""
         chain, size, owner = plan.chain, kept.block_tokens, kept.guest()
         count = len(chain) * size // self._page_size
@@ -335,7 +347,7 @@ class KvSources:
             await source.erase()
 
     def erase_later(self) -> None:
-        """Runs `erase` in the background. A failure is only counted."""
+        """Runs `erase` in the background. A failure only increases a counter."""
 
         async def erase() -> None:
             with contextlib.suppress(UnavailableError):

@@ -1,9 +1,10 @@
-"""The common part of prefill and decode workers: step loop, outgoing KV, KV sources, leases, drain.
+"""The base class of prefill and decode workers: step loop, outgoing KV, restores of cached KV,
+leases, drain.
 
-A worker gets commands from its scheduler, runs them and reports results. Schedulers alone decide
-about pages and batches. The state is changed on the event loop only, between awaits, so every
-method finds it consistent. A background task periodically ends expired leases and detects a mesh
-that hangs."""
+A worker gets commands from its scheduler, runs them and reports results. Only schedulers decide
+about pages and batches. State changes only on the event loop and never across an await, so every
+method finds the state consistent. A background task periodically ends expired leases and detects a
+mesh that hangs."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -44,16 +45,19 @@ from jdisagg.worker.step_loop import DEPTH, StepLoop
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The parameters of one run of a worker, apart from its mesh and configuration.
+    """The parameters of one run of a worker that come neither from its mesh nor from its
+    configuration.
 
     Attributes:
         ids: Generator of fresh random 64-bit numbers.
-        address: Address of its `PeerPort`; empty if peers know it by name.
-        loading_seconds: Estimated seconds for which it still loads programs while serving.
-        names: Naming of cached blocks; None disables the prefix cache.
-        tiers: Capacity of host memory and disk, for cached blocks on a prefill worker and for
-            swapped-out sequences on a decode worker.
-        kv_channels: Returns the KV transports for the worker's status.
+        address: Address at which other workers reach this worker; empty if they find it by name in
+            the same process.
+        loading_seconds: Estimated number of seconds for which the worker still loads compiled
+            programs while it serves.
+        names: Computes the names of cached blocks; None disables the prefix cache.
+        tiers: Capacity of the host-memory and disk tiers. A prefill worker stores cached blocks
+            there, and a decode worker stores swapped-out sequences.
+        kv_channels: Returns the data-plane connections that the worker's status reports.
     """
 
     name: str
@@ -68,11 +72,12 @@ class WorkerContext:
 
 
 class MeshWorker(ABC):
-    """Implements `PeerPort`.
+    """The common part of both kinds of worker. Serves other workers (`PeerPort`).
 
     Args:
-        shortest_lease_seconds: Shortest lease; sweeps run at least four times as often.
-        depth: Largest number of planned commands in flight.
+        shortest_lease_seconds: Shortest lease. Expired leases are looked for at least four times in
+            this number of seconds.
+        depth: Largest number of planned prefill and decode commands in flight.
     """
 
     def __init__(
@@ -128,7 +133,8 @@ class MeshWorker(ABC):
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
-        """Ends all work with UnavailableError and stops background tasks, but not the executor."""
+        """Ends all work with UnavailableError and stops background tasks. The caller must close the
+        executor."""
         self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -163,17 +169,19 @@ class MeshWorker(ABC):
         return self.status_now()
 
     def status_now(self) -> WorkerStatus:
-        """Returns the status. Raises UnavailableError if the mesh has failed."""
+        """Returns the worker's status. Raises UnavailableError if the mesh has failed."""
         self._loop.check()
         return self._status()
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
-        """Naming of cached blocks; None without a prefix cache."""
+        """Identifies how cached blocks are named, so that routers can compute the names; None
+        without a prefix cache."""
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """Returns changes of the prefix cache since a router's mark; None if there are none."""
+        """Returns the changes of the prefix cache since `mark`, a router's position in the log;
+        None without changes."""
         return self._kept.log.news(self.name, mark)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
@@ -203,7 +211,8 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _plan(self, step: int) -> StepCommand | None:
-        """Returns the next planned command, with number `step`, or None if idle."""
+        """Returns the next planned command, which gets number `step`, or None if no work is
+        ready."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -214,7 +223,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _busy(self) -> bool:
-        """Whether a drain must still wait."""
+        """Whether any work is left that a drain must wait for."""
 
     @abstractmethod
     def _end_everything(self, error: UnavailableError) -> None:
@@ -222,11 +231,11 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a hand-off from this worker has ended; `error` is None after success."""
+        """Called when a KV transfer from this worker has ended. `error` is None after success."""
 
     @abstractmethod
     def _hand_on(self) -> None:
-        """Moves running work to other workers where possible."""
+        """Offers running work to other workers during a drain."""
 
     def _connect(self, peers: Mapping[str, PeerPort] | PeerResolver, codec: str) -> Peers:
         timeouts = self._limits.timeouts.handoff
@@ -240,8 +249,8 @@ class MeshWorker(ABC):
 
         Args:
             kept: Prefix cache of the mesh's pages.
-            room: Capacity of host memory and disk for blocks.
-            peers: Workers to fetch blocks from; None if it fetches none.
+            room: Capacity of the host-memory and disk tiers.
+            peers: Workers from which blocks are fetched; None disables fetching.
         """
         loop, mesh, now = self._loop, self._mesh, self._clock.now
         self._host = HostTier(kept, loop, mesh, room, self._context.ids, self.counters)
@@ -272,7 +281,8 @@ class MeshWorker(ABC):
         return (pages, *self._sources.stats())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
-        """Adds a sequence of `tokens` tokens, of which `cached` were cached, to the counters."""
+        """Adds a sequence of `tokens` tokens to the counters. `cached` gives its cached tokens by
+        origin."""
         kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
@@ -285,8 +295,8 @@ class MeshWorker(ABC):
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Clears the prefix cache of a rank (None: all ranks) and all blocks of the sources, but
-        does not delete files yet. Returns the number of dropped blocks."""
+        """Drops the cached blocks in pages of a rank (None: all ranks) and in all tiers. Files on
+        disk are not deleted yet. Returns the number of dropped blocks."""
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
@@ -324,7 +334,7 @@ class MeshWorker(ABC):
             )
 
     def _sweep(self, now: float) -> None:
-        """Ends expired leases and detects a mesh that hangs."""
+        """Ends expired leases and detects a mesh that hangs. Called periodically."""
         self._outgoing.sweep(now)
         self._sources.expire(now)
         self._loop.break_if_stalled(self._limits.step_seconds)
@@ -345,15 +355,16 @@ class MeshWorker(ABC):
 
 
 class Attempts:
-    """Stores the latest attempt of each (request, child), so that messages of earlier attempts are
-    refused. Entries expire when no earlier attempt can hold a lease any more."""
+    """Stores the number of the latest attempt of each (request, child), so that calls of earlier
+    attempts can be refused. An entry expires when no earlier attempt can hold a lease any more."""
 
     def __init__(self) -> None:
         # least recently seen first
         self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
 
     def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
-        """Records an attempt. Raises HandoffError if a later one was recorded."""
+        """Records an attempt for some children of a request. Raises HandoffError if a later attempt
+        was recorded."""
         keys = [(request.identity, child.index) for child in children]
         for key in keys:
             latest, _ = self._seen.get(key, (attempt, now))

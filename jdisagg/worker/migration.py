@@ -1,11 +1,12 @@
-"""Migrates running sequences to another decode worker: copies while they run, then freezes them for
-the last part.
+"""Migrates running sequences to other decode workers: sends most KV while a sequence runs, then
+stops it and sends the rest.
 
-A migration starts with a hand-off id, which the router passes to another worker. When that worker
-reads the hand-off, whole granules of written KV are extracted and offered while decoding continues.
-When little is left, the sequence is frozen and its steps in flight are awaited. Then the rest is
-offered, and the last message contains all generated tokens. When all blocks are acknowledged, the
-sequence ends on this worker as moved. After a failed migration the sequence simply continues.
+A migration is one KV transfer (hand-off), whose id the router passes to another worker. When that
+worker connects, written KV is extracted and offered while decoding continues. When few positions
+are left, the sequence is frozen (runs no more steps) and its steps in flight are awaited. Then the
+remaining KV is offered, and the last message contains all generated tokens. When the receiver has
+acknowledged all blocks, the sequence ends on this worker as moved. After a failed migration the
+sequence continues on this worker.
 
 Invariant: an extraction is issued after the steps that wrote its positions, because only positions
 whose tokens were read back are offered."""
@@ -43,7 +44,7 @@ class _Migration:
 
 
 class MigrationSender:
-    """Migrates sequences away from one mesh.
+    """Sends running sequences of one mesh to other decode workers.
 
     Args:
         ids: Generator of fresh random numbers.
@@ -70,7 +71,8 @@ class MigrationSender:
         self._changed = asyncio.Event()
 
     def movable(self, group: SequenceGroup) -> bool:
-        """Returns whether a group can migrate: it has one child, and all its KV has arrived."""
+        """Returns whether a group can migrate: it is not migrating yet, has one child, and all its
+        KV has arrived."""
         return (
             group.key not in self._migrations
             and len(group.children) == 1
@@ -79,11 +81,11 @@ class MigrationSender:
         )
 
     def moves(self, group: SequenceGroup) -> bool:
-        """Returns whether a group is being migrated."""
         return group.key in self._migrations
 
     def begin(self, group: SequenceGroup) -> int:
-        """Opens a hand-off of a movable group for another worker. Returns the hand-off id."""
+        """Starts the migration of a group for which `movable` is true. Returns the id by which
+        another worker connects."""
         child = group.children[0]
         handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)
         self._outgoing.open(handoff)
@@ -102,8 +104,8 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def ended(self, key: int, error: JdisaggError | None) -> bool:
-        """Ends the migration of group `key`, whose hand-off has ended. Returns whether its sequence
-        was still living, so that other work may be runnable now."""
+        """Ends the migration of group `key`, whose transfer has ended. Returns whether the sequence
+        had not ended before."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
@@ -141,7 +143,8 @@ class MigrationSender:
             self._outgoing.end(handoff, HandoffError(text))
 
     async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
-        """Offers whole granules in a few rounds. Returns how many positions were offered."""
+        """Offers the KV written so far in a few rounds, while the sequence runs. Returns the number
+        of positions offered."""
         sent = 0
         for _ in range(MOST_ROUNDS):
             whole = child.position - child.position % self._state.limits.granule_tokens
@@ -164,7 +167,8 @@ class MigrationSender:
                 await self._changed.wait()
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
-        """Offers positions [start, end) in all layer groups. Returns when they are extracted."""
+        """Offers positions [start, end) of all layer groups. Completes when their KV is extracted
+        from pages."""
         limits, key = self._state.limits, self._checksum_key
         pages = self._state.ledgers[child.rank].pages(child.key)
         waiting: list[Coroutine[None, None, None]] = []
@@ -177,8 +181,8 @@ class MigrationSender:
         await asyncio.gather(*waiting)
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """Offers the parts of a frozen sequence that change with each step: positions inside
-        sliding windows, and recurrent state."""
+        """Offers what changes with each step and is therefore sent only after the sequence was
+        stopped: positions inside sliding windows, and recurrent state."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
         for offer in (

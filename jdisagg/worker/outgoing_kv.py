@@ -1,12 +1,13 @@
-"""Tracks the KV that a worker sends: the offers of each hand-off, unacknowledged ones, and leases.
+"""Tracks the KV that a worker sends: for each transfer (hand-off), the offered blocks, those not
+acknowledged, and the lease.
 
-`OutgoingHandoff` is one hand-off. Its receiver reads all messages from the first on, even if it
-connects late. `OutgoingKv` holds all hand-offs of a worker and implements its `PeerPort`. Prefill
-workers offer prompts through it; decode workers offer running sequences and cached blocks.
+`OutgoingHandoff` is one hand-off. Its receiver reads all messages from the first message on, even
+if it connects late. `OutgoingKv` holds all hand-offs of a worker and answers their receivers.
+Prefill workers send prompts; decode workers send running sequences and cached blocks.
 
-A hand-off has a lease from the moment when all blocks are offered. Acknowledgements renew it, up to
-the request's deadline. After a receiver has connected the lease is short, because receivers send
-heartbeats. `sweep` ends expired hand-offs."""
+The lease of a hand-off begins when all blocks are offered. Acknowledgements renew the lease, up to
+the request's deadline. After a receiver has connected, the lease is short, because receivers send
+heartbeats. `sweep` ends hand-offs whose lease has expired."""
 
 import asyncio
 from collections import deque
@@ -34,7 +35,7 @@ class OutgoingHandoff:
     """The sending side of one hand-off.
 
     Args:
-        sequence: Key of the sequence or other owner of the KV.
+        sequence: Key of the sequence (or other page owner) whose KV is sent.
         until: Deadline of the request.
         destination: Name of the receiving worker; "" if unknown.
     """
@@ -73,7 +74,8 @@ class OutgoingHandoff:
         return self._handoff.state.final
 
     def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
-        """Applies an event, with a deadline for leaving the new state (None: unchanged)."""
+        """Changes the hand-off's state by `event`. `deadline` is the time by which the new state
+        must be left; None keeps the old deadline."""
         until = self._handoff.deadline if deadline is None else min(deadline, self.until)
         self._handoff = self._handoff.advance(event, until)
 
@@ -81,7 +83,8 @@ class OutgoingHandoff:
         """Publishes offers to the receiver.
 
         Args:
-            weight_tokens: Tokens that each offer counts for while unacknowledged; 0 is its length.
+            weight_tokens: Number of tokens that each offer adds to the unfetched tokens; 0 means
+                the offer's own tokens times layer groups.
         """
         for offer in offers:
             tokens = weight_tokens or offer.groups * offer.block_tokens
@@ -104,7 +107,8 @@ class OutgoingHandoff:
             self._advance_if_fetched()
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
-        """Records acknowledgements. Returns the ids that had not been acknowledged before."""
+        """Records acknowledgements. Returns those of the ids that had not been acknowledged
+        before."""
         self.acknowledgements += 1
         fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
         if fetched or not offer_ids:
@@ -113,7 +117,8 @@ class OutgoingHandoff:
         return fetched
 
     def abort(self, error: JdisaggError) -> tuple[int, ...]:
-        """Ends the hand-off with an error for the receiver. Returns the offers to release."""
+        """Ends the hand-off with an error, which the receiver gets. Returns the ids of the offers
+        to release."""
         self.advance(HandoffEvent.ABORT)
         self.error = error
         self._changed.set()
@@ -123,7 +128,8 @@ class OutgoingHandoff:
         return released
 
     def expect_receiver(self, deadline: float) -> None:
-        """Records that a receiver connected. It must send its next message by `deadline`."""
+        """Records that a receiver connected. The receiver must send its next message by
+        `deadline`."""
         self._handoff = self._handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
@@ -148,7 +154,7 @@ class OutgoingHandoff:
 
 
 class OutgoingKv:
-    """All hand-offs that one worker sends, by id.
+    """All hand-offs that one worker sends.
 
     Args:
         ended: Called once for each hand-off that ends, with the error that aborted it or None.
@@ -188,7 +194,8 @@ class OutgoingKv:
         return handoff_id in self._handoffs
 
     def offered_tokens(self) -> dict[str, int]:
-        """Returns the tokens that are offered and not yet fetched, by destination."""
+        """Returns, for each receiving worker, the number of tokens that are offered and not
+        acknowledged yet."""
         offered: dict[str, int] = {}
         for handoff in self._handoffs.values():
             name = handoff.destination
@@ -196,10 +203,11 @@ class OutgoingKv:
         return offered
 
     def open(self, handoff: OutgoingHandoff, awaits: bool = False) -> None:
-        """Adds a hand-off.
+        """Makes a hand-off available to its receiver.
 
         Args:
-            awaits: Whether the receiver requested the hand-off and must connect within the lease.
+            awaits: Whether the receiver requested the hand-off and must therefore connect within
+                the lease.
         """
         assert handoff.handoff_id not in self._handoffs, "ids are used once"
         self._handoffs[handoff.handoff_id] = handoff
@@ -209,12 +217,13 @@ class OutgoingKv:
             came.set()
 
     def finish(self, handoff: OutgoingHandoff, end: Callable[[int], HandoffEnd]) -> None:
-        """Publishes the last message of a hand-off, all of whose blocks are offered."""
+        """Publishes the last message of a hand-off, after all its blocks are offered."""
         handoff.finish(end, self._lease(handoff))
         self._forget_if_fetched(handoff)
 
     def end(self, handoff: OutgoingHandoff, error: JdisaggError) -> None:
-        """Releases the offers of a hand-off and fails its reader. Idempotent."""
+        """Releases the offered blocks of a hand-off. A receiver that still reads messages gets
+        `error`. Idempotent."""
         if not handoff.over:
             self._release(handoff.abort(error))
             self._forget(handoff, error)
@@ -265,7 +274,8 @@ class OutgoingKv:
             self.end(handoff, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
 
     async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
-        """Waits for a hand-off whose receiver connects before the call that computes the KV."""
+        """Waits until a hand-off is opened, because its receiver may connect before the prefill
+        call arrives."""
         name = self._hello.worker
         if handoff_id in self._over:
             raise HandoffError(f"worker {name!r}: hand-off {handoff_id} is over")
@@ -316,8 +326,8 @@ def offers_of_pages(
     new_id: Callable[[], int],
     kind: KvKind = KvKind.POSITIONS,
 ) -> Iterator[Offer]:
-    """Yields offers of positions [start, end) of a sequence on `rank`, in all layer groups of
-    `kind`."""
+    """Splits positions [start, end) of a sequence on `rank` into transfer blocks and yields an
+    offer for each. `kind` selects ordinary or separately sent sliding-window layers."""
     largest = limits.chunk_buckets[-1]
     bands = limits.window_bands if kind is KvKind.WINDOW else limits.bands
     for first in range(start, end, largest):
@@ -340,8 +350,8 @@ def offers_of_pages(
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields the offers for separately sent sliding-window layers of a sequence of `end` positions,
-    for the positions still inside the windows."""
+    """Yields offers of the positions still inside sliding windows, for a sequence of `end`
+    positions. Yields none if sliding-window layers are not sent separately."""
     if not limits.windows_apart:
         return
     yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
@@ -359,8 +369,8 @@ def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tu
 
 
 def state_weight(limits: MeshLimits) -> int:
-    """Returns the number of KV tokens that have as many bytes as a recurrent state, over all
-    groups."""
+    """Returns the size of a recurrent state as an equivalent number of KV tokens, multiplied by the
+    number of layer groups like the weight of other offers."""
     spec = limits.kv_spec
     return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
 
@@ -368,7 +378,8 @@ def state_weight(limits: MeshLimits) -> int:
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """Returns the command that extracts an offer from `pages` (for recurrent state: its slot)."""
+    """Returns the command that copies an offer's KV out of `pages` for sending. For recurrent
+    state, `pages` is the state slot."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,

@@ -1,11 +1,9 @@
-"""The peers of a worker as a source of KV: fetches cached blocks from another worker
-(`worker/given_kv.py` is the serving side).
+"""Fetches cached KV blocks from other workers. The serving side is `worker/given_kv.py`.
 
 The router names a worker that may hold the blocks. The request to that worker lists block names,
-and the reply is the number of blocks that it sends. They are received by an ordinary hand-off
-(`worker/incoming_handoff.py`): pulled, inserted into pages, checksummed, acknowledged. The peer may
-therefore use another layout. Lossy codecs are not used. Failures are counted (`peer_fetch_failed`,
-by cause)."""
+and the reply is the number of blocks that it sends. The blocks are received by an ordinary KV
+transfer (`worker/incoming_handoff.py`), so the other worker may use another page size or sharding.
+Lossy compression is not used. Failures are counted (`peer_fetch_failed`, by cause)."""
 
 from dataclasses import replace
 
@@ -27,12 +25,12 @@ MOST_FETCHES = 4  # restores at a time; their blocks in flight take room beside 
 
 
 class PeerFetch(KvSource):
-    """Implements `KvSource`.
+    """Other workers as a source of cached blocks (`KvSource`).
 
     Args:
         kept: Prefix cache of the mesh's pages.
-        peers: Workers that blocks may come from.
-        prices: Prices of fetches.
+        peers: Workers from which blocks may be fetched.
+        prices: Measured durations of fetches.
     """
 
     name: Origin = "peer"
@@ -105,7 +103,8 @@ class PeerFetch(KvSource):
         return "gone" if blocks < len(restore.plan.chain) else ""
 
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
-        """Requests the missing blocks from the peer. Returns None if it holds none of them."""
+        """Requests the missing blocks from the other worker. Returns None if that worker caches
+        none of them."""
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)

@@ -1,11 +1,12 @@
-"""Connects to the workers that this one receives KV from: ports, compatibility checks, mesh links.
+"""Connects a worker to the workers that send KV to it (peers), and checks that both are compatible.
 
-Workers exchange a hello before any other message. It contains a boot id, so a restarted peer is
-never mistaken for its predecessor. If a hand-off names the boot id of a connected peer, no new
-hello is sent. Peers are connected once, and disconnected when replaced or long unused.
+Workers exchange a hello before any other message. A hello contains a random id of the worker's
+current run (boot id), so a restarted peer is never taken for its earlier run. A connection is
+reused as long as KV transfers name the same boot id. A peer is disconnected when it has restarted
+or was not used for long.
 
-Page size and layout may differ between two workers. Protocol, model, KV spec with its dtype, block
-sizes and transfer transports must be equal."""
+Page size and layout may differ between two workers. Protocol, model, KV spec with dtype, block
+sizes and data-plane transports must be equal."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -40,11 +41,11 @@ must not wait."""
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """The connection to one run of one peer.
+    """The connection to a peer, valid until the peer restarts.
 
     Attributes:
         peer: Name of the peer in step commands.
-        checksum_key: Key of the peer's checksums.
+        checksum_key: Key of the peer's checksums of KV blocks.
     """
 
     peer: str = ""
@@ -61,12 +62,13 @@ class _Connected:
 
 
 class Peers:
-    """The peers of one worker.
+    """Connections of one worker to the workers that send KV to it.
 
     Args:
-        peers: Ports by worker name (embedded cluster), or a function that resolves an address.
+        peers: A mapping from worker name to port (embedded cluster), or a function that connects to
+            an address.
         hello: Hello of this worker.
-        codec: Codec of blocks from these peers.
+        codec: Codec by which peers compress the blocks that they send.
         calls: Background sender of acknowledgements and aborts.
     """
 
@@ -96,7 +98,8 @@ class Peers:
         return self._hello.worker
 
     def find(self, source: HandoffSource) -> PeerPort:
-        """Returns the port of a source. Raises HandoffError if there is none."""
+        """Returns the port to the worker named by `source`. Raises HandoffError if no such worker
+        is known."""
         if not isinstance(self._peers, Mapping):
             return self._peers(source)
         peer = self._peers.get(source.worker)
@@ -111,7 +114,8 @@ class Peers:
         """Exchanges hellos and connects.
 
         Raises:
-            IncompatiblePeerError: The peers differ; the message names the field.
+            IncompatiblePeerError: The workers are not compatible; the message names the field that
+                differs.
             HandoffError: The peer does not answer.
         """
         known = self._connected.get((source.worker, source.address))
@@ -139,8 +143,8 @@ class Peers:
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Disconnects peers that were not used for long, except those named in `in_use`, which have
-        running hand-offs. The next hello reconnects them."""
+        """Disconnects peers that were not used for long. Peers named in `in_use` have running KV
+        transfers and stay connected."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now

@@ -1,12 +1,12 @@
-"""The prefill worker: implements `PrefillPort` and `PeerPort` over admission, batching and a mesh.
+"""The prefill worker: computes prompts on one mesh and sends their KV to decode workers.
 
 A prompt whose first blocks are worth restoring waits for the restore (`worker/kv_sources.py`), then
 queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. The
 pages are read by its later chunks and, with the prefix cache (`scheduler/residency.py`), by later
-prompts. A chunk's KV is offered as soon as the chunk is issued. It is kept until acknowledged, or
-until the lease ends. Cached positions that the decode worker lacks are extracted from pages after
-the last chunk, so that they do not delay the first token. A decode worker that fetches slowly
-delays only its own prompts."""
+prompts. A chunk's KV is offered to the decode worker as soon as the chunk is issued, and stays
+until acknowledged or until the lease ends. Cached positions that the decode worker lacks are
+extracted from pages after the last chunk, so that this work does not delay the first token. A
+decode worker that fetches slowly delays only its own prompts."""
 
 import asyncio
 import bisect
@@ -83,8 +83,8 @@ class PrefillWorker(MeshWorker):
     """Implements `PrefillPort`.
 
     Args:
-        peers: Workers to fetch cached blocks from: ports by name, or a function that resolves an
-            address; None disables fetching.
+        peers: Workers from which cached blocks are fetched: a mapping from worker name to port, or
+            a function that connects to an address. None disables fetching.
     """
 
     def __init__(
@@ -228,7 +228,6 @@ class PrefillWorker(MeshWorker):
         return offers
 
     def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
-        """Extracts one offer of `_to_extract` from pages."""
         key = task.prompt.key
         task.handoff.announce(
             (offer,), state_weight(self._mesh) if offer.kind is KvKind.STATE else 0
@@ -324,7 +323,7 @@ class PrefillWorker(MeshWorker):
         return task
 
     def _look_up(self, task: PrefillTask) -> None:
-        """Updates, by rank, how many useful blocks of a prompt are in pages."""
+        """Updates, for each rank, the number of the prompt's leading blocks that are in pages."""
         kept, size = self._residency, self._residency.block_tokens
         if task.useful:
             ranks = range(self._mesh.ranks)
@@ -349,7 +348,8 @@ class PrefillWorker(MeshWorker):
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
-        """Replies with the sampled tokens. All computed KV is offered before."""
+        """Answers the prefill call with the sampled tokens. Called after all computed KV was
+        offered."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
@@ -373,14 +373,16 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
-        """Releases the pages if the tokens are sampled and all KV is offered."""
+        """Releases a prompt's pages and publishes the transfer's last message, if the first tokens
+        are sampled and all KV is extracted."""
         if task.firsts is not None and not task.extracting:
             fresh = task.epoch == self._residency.epoch
             self._stop_computing(task, task.chain if fresh else ())
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Releases a prompt's pages. The blocks of `chain`, in the first pages, stay cached."""
+        """Releases a prompt's pages. The blocks named in `chain`, which are in the first pages,
+        stay cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
@@ -474,7 +476,8 @@ def _order(prompt: QueuedPrompt) -> tuple[float, int]:
 
 
 def _offers(row: PrefillRow) -> list[Offer]:
-    """Returns the offers of a chunk's row. Their positions are those of the sequence."""
+    """Returns the offers of a chunk's row, with positions counted from the start of the
+    sequence."""
     return [
         Offer(
             offer_id=spec.offer_id,

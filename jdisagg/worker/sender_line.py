@@ -1,8 +1,9 @@
-"""Sends messages from a hand-off's receiver to its sender: acknowledgements, heartbeats, aborts.
+"""Sends messages from the receiver of a KV transfer (hand-off) to its sender: acknowledgements,
+heartbeats, aborts.
 
 Messages are sent in the background. A lost acknowledgement is repeated after the next answered
-heartbeat, because a migration waits for it. An abort is repeated until the sender has received it
-or its lease has ended."""
+heartbeat, because a migration waits for all acknowledgements. An abort is repeated until the sender
+has received it or its lease has ended."""
 
 from collections.abc import AsyncIterator
 
@@ -12,7 +13,7 @@ from jdisagg.worker.peers import PeerLink
 
 
 class SenderLine:
-    """The connection to the sender of one hand-off.
+    """Sends the receiver's messages of one hand-off.
 
     Attributes:
         link: Connection to the sender, set after its hello.
@@ -38,14 +39,14 @@ class SenderLine:
         return self.peer.offers(self.source.handoff_id, self._attempt)
 
     def acknowledge(self, offer_id: int) -> None:
-        """Acknowledges a block. One message is in flight at a time; the next one contains all
-        further acknowledgements."""
+        """Acknowledges a block. One message is in flight at a time, and the next message contains
+        all acknowledgements since."""
         self._unsent.append(offer_id)
         self._send_next()
 
     def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
-        """Repeats all acknowledgements at the end. A migrated sequence waits for them, and so does
-        a hand-off without offers."""
+        """Repeats all acknowledgements at the end of the hand-off. Without them a migration, or a
+        hand-off that sent no blocks, would not end at its sender."""
         self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
 
     async def heartbeat(self) -> None:

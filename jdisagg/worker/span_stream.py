@@ -1,8 +1,9 @@
-"""Queues the token spans of one reservation for the caller of `generate`.
+"""Queues new tokens of one reservation for the caller of `generate`. A span is a run of new tokens
+of one child.
 
-The queue never holds more than the requested tokens, so a slow reader delays no other work. The
-stream ends when every child has ended, or with the error that ended them. The worker's sweep ends
-expired groups, so `next` needs no timer. A timer for each token would be expensive."""
+The queue is bounded by the requested number of tokens, so a slow reader delays no other work. The
+stream ends when every child has ended, or with an error. `next` needs no timeout, which would be
+expensive for each token, because the worker periodically ends expired groups."""
 
 import asyncio
 
@@ -17,12 +18,12 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
 
 class SpanStream:
-    """The queue of one reservation.
+    """Queue of token spans between a decode worker and the caller of `generate`.
 
     Attributes:
-        taken: Whether the caller of `generate` has connected, which it must do by `lease_until`.
+        taken: Whether the caller of `generate` has connected. It must connect by `lease_until`.
         kv_bytes_moved, exposed_seconds, prompt_logprobs: Values to send with the next span.
-        moves: How often the reservation was offered to other workers.
+        moves: Number of times that the reservation was offered to other workers for migration.
         began_at: Time when its KV began to arrive.
     """
 
@@ -67,7 +68,8 @@ class SpanStream:
                 self._spans.put_nowait(None)
 
     def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
-        """Queues a message about the whole reservation."""
+        """Queues a notice that concerns all children: the source of KV failed, or the sequence
+        migrates."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:
@@ -75,7 +77,8 @@ class SpanStream:
         self._spans.put_nowait(error)
 
     async def next(self) -> Span | None:
-        """Returns the next span, or None at the end. Raises the error that ended the children."""
+        """Waits for the next span. Returns None at the end. Raises the error that ended the
+        children, if any."""
         item = await self._spans.get()
         if isinstance(item, JdisaggError):
             raise item

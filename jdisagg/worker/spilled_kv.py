@@ -1,13 +1,13 @@
 """Swaps the KV of preempted and suspended sequences out to host memory and back in.
 
-`scheduler/spills.py` decides which sequences are swapped; this module issues the commands. The
-copies take their place in the mesh's order when the pages are taken. The last positions are copied
-first, so that their pages become free at once. The others follow batch by batch, and their pages
-are held meanwhile. A sequence continues from the last token that was read back. Results of steps in
+`scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands. The
+last positions are copied first: their copy is queued on the mesh when the sequence loses its pages,
+so these pages can be reused at once. The other positions follow in batches, and their pages are
+held until then. A sequence continues from the last token that was read back; results of steps in
 flight are dropped. Checksums are compared when the KV is back in pages.
 
 If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
-preempted and is recomputed by another attempt. So such failures never change tokens."""
+preempted and is recomputed by another attempt. These failures never change tokens."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,11 +31,11 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class SpilledKv:
-    """The swapped-out sequences of one decode mesh.
+    """Swaps the sequences of one decode mesh out and in.
 
     Args:
         changed: Called when pages became free, or a sequence ended or became ready.
-        most_seconds: Longest time that a sequence may wait for pages.
+        most_seconds: Longest time that a swapped-out sequence may wait for pages.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class SpilledKv:
 
     @property
     def quiet(self) -> bool:
-        """Whether no copy is in flight."""
+        """Whether no copy to or from host memory is in flight."""
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
@@ -85,7 +85,7 @@ class SpilledKv:
     # ---- suspended requests
 
     def suspend(self, group: SequenceGroup, until: float | None) -> None:
-        """Suspends a group and keeps its KV until time `until`. None resumes it."""
+        """Pauses a group and keeps its KV until time `until`. With None, resumes the group."""
         group.suspended_until = until
         if until is None:
             self._suspended.pop(group.key, None)
@@ -97,8 +97,8 @@ class SpilledKv:
                 spill.until = until
 
     def rest(self) -> None:
-        """Swaps out the sequences of suspended requests whose KV has all arrived. A few are copied
-        at a time. Ends sequences that do not fit into host memory."""
+        """Swaps out sequences of paused requests, a few at a time, when all their KV has arrived.
+        Ends sequences that do not fit into host memory."""
         for key, group in list(self._suspended.items()):
             if key not in self._state.groups:
                 del self._suspended[key]
@@ -110,7 +110,7 @@ class SpilledKv:
                     self._state.end_child(child, preempted=True, counted=False)
 
     def end_suspended(self) -> None:
-        """Ends suspended requests as preempted, so that they resume on another worker."""
+        """Ends paused requests as preempted, so that they resume on another worker."""
         for group in list(self._suspended.values()):
             for child in group.alive:
                 self._state.end_child(child, preempted=True, counted=False)
@@ -119,7 +119,8 @@ class SpilledKv:
     # ---- out
 
     def take(self, child: Sequence) -> bool:
-        """Swaps a sequence out. Returns False, without any change, if recomputing is better."""
+        """Swaps a sequence out. Returns False, without any change, if the sequence should be
+        recomputed later instead."""
         cause = self.spills.refusal(child) if self._loop.failure is None else "off"
         if not cause:
             spill = self._new_spill(child)
@@ -164,14 +165,13 @@ class SpilledKv:
         return [self._pieces.copy_out(piece.offer, pages) for piece in spill.batches[number]]
 
     def _pages_before(self, spill: Spill, number: int) -> int:
-        """Returns how many pages of the sequence lie before a batch."""
         return spill.batches[number][0].offer.start // self._mesh.page_size
 
     async def _write(
         self, spill: Spill, copies: "list[asyncio.Future[StepResult]]", pages: tuple[int, ...]
     ) -> None:
-        """Copies batch by batch, so that few tokens are staged. Pages become free after each
-        batch."""
+        """Copies a sequence's KV to host memory in batches, so that little device memory is needed
+        for staging. Pages become free after each batch."""
         for number, batch in enumerate(spill.batches):
             try:
                 if number:
@@ -191,7 +191,7 @@ class SpilledKv:
         self._changed()
 
     def _let_go(self, spill: Spill, pages: int) -> None:
-        """Releases all but the first `pages` of the pages held for copies."""
+        """Releases the pages held for copies, except the first `pages` pages."""
         ledger, before = self._state.ledgers[spill.rank], spill.guest
         if before:
             spill.guest = self._state.residency.guest() if pages else 0
@@ -202,7 +202,7 @@ class SpilledKv:
     # ---- back
 
     def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
-        """Swaps a sequence in. `pages` hold its first `cached_tokens` positions already."""
+        """Swaps a sequence in. The first `cached_tokens` positions are in `pages` already."""
         returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
         self._moving[spill.child.key] = returning
 
@@ -230,7 +230,8 @@ class SpilledKv:
     # ---- gone
 
     def settle(self) -> None:
-        """Drops the KV of ended sequences and cancels their copies, before pages are reused."""
+        """Drops the host-memory KV of ended sequences and cancels their copies. Called before their
+        pages are reused."""
         for spill in self.spills.ended() if len(self.spills) else ():
             if task := self._moving.pop(spill.child.key, None):
                 task.cancel()
@@ -238,7 +239,7 @@ class SpilledKv:
             self._pieces.release(spill.offer_ids)
 
     def sweep(self, now: float) -> None:
-        """Ends sequences that waited or were suspended beyond their deadline."""
+        """Ends sequences that waited for pages, or were paused, beyond their deadline."""
         for spill in self.spills:
             if spill.child.stage is Stage.SPILLED and spill.until < now:
                 late = spill.child.group.suspended_until is None

@@ -1,9 +1,9 @@
 """Issues the commands of one mesh in order and reads their results in order.
 
-The loop takes a turn when the result of a planned command has arrived and when `wake` was called.
-It applies the finished results and plans commands until `depth` of them are in flight. Other
-commands (pulls, inserts, copies, releases) are issued by `submit` and `fire` and take their place
-in the mesh's order at the moment of the call."""
+The loop runs when the result of a planned command (prefill or decode) has arrived and when `wake`
+was called. It processes finished results and plans commands until `depth` of them are in flight.
+Other commands (pulls, inserts, copies, releases) are issued by `submit` and `fire`, which append
+them to the mesh's queue before returning."""
 
 import asyncio
 import logging
@@ -31,11 +31,11 @@ class StepLoop:
     """Issues commands to one executor until it is stopped or the mesh fails.
 
     Args:
-        plan: Returns the next planned command, given its number, or None if there is nothing to do.
-        apply: Called with each planned command and its result, in order of issue.
+        plan: Given a command number, returns the next command, or None if no work is ready.
+        apply: Called with each command from `plan` and its result, in order of issue.
         failed: Called once, when the mesh has failed.
         now: Clock in seconds.
-        depth: Largest number of planned commands in flight.
+        depth: Largest number of commands from `plan` in flight.
     """
 
     def __init__(
@@ -68,17 +68,19 @@ class StepLoop:
         self.wake()
 
     async def stop(self) -> None:
-        """Stops planning. Commands in flight end on the mesh, and their results are not read."""
+        """Stops planning. Commands in flight still run on the mesh, but their results are not
+        read."""
         self._events = None
 
     def wake(self) -> None:
-        """Schedules a turn."""
+        """Schedules a run of the loop, because new work may be ready."""
         if not self._turn_due and self._events is not None:
             self._turn_due = True
             self._events.call_soon(self._take_turn)
 
     def has_finished(self) -> bool:
-        """Returns whether the oldest planned command has a result that is not applied yet."""
+        """Returns whether the oldest planned command is finished, but its result is not processed
+        yet."""
         return bool(self._flight) and self._flight[0][1].done()
 
     def next_number(self) -> int:
@@ -86,7 +88,8 @@ class StepLoop:
         return self._steps
 
     def in_flight(self, kind: type) -> bool:
-        """Returns whether a planned command of this kind is issued and not yet applied."""
+        """Returns whether a planned command of this kind is issued and its result is not processed
+        yet."""
         return any([isinstance(command, kind) for command, _ in self._flight])
 
     def newest(self, kind: type) -> int:
@@ -97,12 +100,12 @@ class StepLoop:
         return 0
 
     def check(self) -> None:
-        """Raises a new UnavailableError if the mesh has failed."""
+        """Raises UnavailableError if the mesh has failed."""
         if self.failure is not None:
             raise UnavailableError(self.failure.message) from self.failure
 
     def submit(self, command: StepCommand) -> "asyncio.Future[StepResult]":
-        """Issues a command now. Raises UnavailableError if the mesh has failed."""
+        """Appends a command to the mesh's queue. Raises UnavailableError if the mesh has failed."""
         if self.failure is not None:
             self.check()
         result = self._executor.run(command)
@@ -151,7 +154,8 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Declares the mesh failed, because its contents may be wrong, and reports that once."""
+        """Declares the mesh failed, because its contents may be wrong. Calls `failed` the first
+        time."""
         if self.failure is not None:
             return
         text = (
