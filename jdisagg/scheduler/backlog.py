@@ -20,15 +20,13 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0) -> None:
-        """Adds or replaces a prompt of `tokens` tokens. Its first `cached_tokens` tokens are cached
-        and need no computing."""
+        """Adds or replaces a prompt. Its first `cached_tokens` tokens need no computing."""
         self.forget(key)
         self._prompts[key] = (cached_tokens, tokens)
         self._count(cached_tokens, tokens, 1)
 
     def computed(self, key: int, tokens: int) -> None:
-        """Records that the next `tokens` tokens of a prompt were computed. Ignores an unknown
-        key."""
+        """Records that a prompt's next `tokens` tokens were computed. Ignores unknown keys."""
         known = self._prompts.get(key)
         if known is None:
             return

@@ -90,8 +90,6 @@ class DecodeBatches:
         return CopyPages(step, copies, states) if copies or states else None
 
     def _state_copies(self, group: SequenceGroup) -> tuple[tuple[int, int, int], ...]:
-        """Returns (rank, source slot, destination slot) of each copy of the group's recurrent state
-        to another child."""
         rank, states = group.rank, self._state.states
         source = states.slot(rank, group.key)
         own = [states.slot(rank, child.key) for child in group.alive]
@@ -248,8 +246,7 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Makes `apply` ignore the results of a sequence's steps in flight, even if the sequence
-        runs again before these results arrive."""
+        """Makes `apply` ignore the results of a sequence's steps that are now in flight."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [

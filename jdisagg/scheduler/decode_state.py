@@ -75,13 +75,11 @@ class DecodeState:
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """Applies an event to the state machine of a group's KV transfer (hand-off). The new state
-        must be left by `deadline`."""
+        """Changes the state of a group's KV transfer. The new state must be left by `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
-        """Returns the groups whose KV transfer (hand-off) exceeded the deadline of its current
-        state."""
+        """Returns the groups whose KV transfer exceeded the deadline of its state."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
 
@@ -113,8 +111,8 @@ class DecodeState:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, for each rank, the total number of tokens of all children that are neither ended
-        nor swapped out."""
+        """Returns, for each rank, the number of tokens of all sequences not ended or swapped
+        out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -124,8 +122,7 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of pages reserved for sequences whose KV has not
-        arrived completely."""
+        """Returns, for each rank, the number of pages of sequences that still receive KV."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -246,8 +243,7 @@ class DecodeState:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
     def release_root(self, group: SequenceGroup) -> None:
-        """Releases the pages that the group itself owns. Its children own the pages that they
-        need."""
+        """Releases the pages that the group itself owns, apart from those that its children own."""
         if group.root_held:
             group.root_held = False
             self.ledgers[group.rank].free(group.key)

@@ -73,8 +73,7 @@ class DiskBlocks:
         return name in self._blocks
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in the block's sequence, whether it is in use) for each block,
-        least recently used block first."""
+        """Yields (rank, name, index in its sequence, whether in use) of each block by last use."""
         for block in self._blocks.values():
             in_use = block.readers > 0 or not block.written
             yield block.rank, block.name, block.index, in_use
@@ -180,16 +179,14 @@ class DiskBlocks:
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Records that reads of these blocks ended. Marks the blocks as used, in an order that
-        evicts the first block of a sequence last."""
+        """Records that reads of these blocks ended, and marks the blocks as just used."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block whose file has wrong contents or is missing. Returns False if the block was
-        dropped before."""
+        """Drops a block whose file is wrong or missing. Returns False if already dropped."""
         if not self.knows(block):
             return False
         self._forget(block.name)

@@ -1,5 +1,4 @@
-"""Defines the interface of an executor, which runs step commands on one device mesh, and the limits
-of a mesh (pages, slots, compiled sizes)."""
+"""The interface of an executor, which runs commands on one device mesh, and a mesh's limits."""
 
 from collections.abc import Awaitable
 from dataclasses import replace
@@ -91,8 +90,7 @@ class MeshLimits:
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that a query at position `end` attends to in the layer with
-        the widest sliding window."""
+        """Returns the first position that the widest window includes for a query at `end`."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
@@ -102,26 +100,24 @@ class MeshLimits:
         return tuple([first + column % size for column in range(-(-tokens // self.page_size))])
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the range of layer groups that each transfer block of `block_tokens` tokens
-        contains."""
+        """Returns the range of layer groups in each transfer block of `block_tokens` tokens."""
         return bands(self.layer_groups, block_tokens * self.sent.bytes_per_token, self.block_bytes)
 
     @property
     def window_groups(self) -> int:
-        """Number of layer groups into which sliding-window layers are split for transfer; 0 if they
-        are not sent separately."""
+        """Number of layer groups of separately sent sliding-window layers; 0 if there are none."""
         count = len(self.kv_spec.windowed.positioned) if self.windows_apart else 0
         return min(self.layer_groups, count)
 
     def window_bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the same as `bands` for sliding-window layers that are sent separately: the range
-        of layer groups in each block."""
+        """Returns the range of layer groups in each block of separately sent sliding-window
+        layers."""
         nbytes = block_tokens * self.kv_spec.windowed.bytes_per_token
         return bands(self.window_groups, nbytes, self.block_bytes)
 
     def window_shapes(self) -> list[tuple[range, int]]:
-        """Returns (layer groups, tokens) of every possible transfer block, for sliding-window
-        layers that are sent separately."""
+        """Returns (layer groups, tokens) of every block of separately sent sliding-window
+        layers."""
         if not self.windows_apart:
             return []
         longest = min(self.kv_spec.widest_window - 1, self.context_tokens)
@@ -131,8 +127,7 @@ class MeshLimits:
         return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
     def block_shapes(self) -> list[tuple[range, int]]:
-        """Returns (layer groups, tokens) of every possible transfer block. The numbers of tokens
-        double from `granule_tokens` up to the largest chunk."""
+        """Returns (layer groups, tokens) of every possible transfer block."""
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:
@@ -160,8 +155,7 @@ def sequences_ahead(slots: int, asked: int | None) -> int:
 
 
 class Executor(Protocol):
-    """Runs step commands on the device mesh of one instance, in the order in which `run` is
-    called."""
+    """Runs commands on the device mesh of one instance, in the order of the calls of `run`."""
 
     limits: MeshLimits
     card: MeshCard  # description of this mesh for peers

@@ -73,16 +73,14 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 
 @plain
 class Handoff:
-    """The sender's or the receiver's view of one KV transfer: its state, and the deadline for
-    leaving the state."""
+    """The sender's or the receiver's state of one KV transfer, and the state's deadline."""
 
     handoff_id: int
     state: HandoffState
     deadline: float
 
     def advance(self, event: HandoffEvent, deadline: float) -> "Handoff":
-        """Returns the hand-off in the state that follows `event`, with the deadline for leaving the
-        new state."""
+        """Returns the hand-off after `event`. The new state must be left by `deadline`."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             raise HandoffStateError(
@@ -92,8 +90,7 @@ class Handoff:
         return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
-        """Returns the hand-off with its deadline moved to `deadline`, unless the current one is
-        later. Called after progress that does not change the state."""
+        """Returns the hand-off with the later of its deadline and `deadline`, after progress."""
         return (
             self
             if self.state.final

@@ -82,8 +82,7 @@ class HostBlocks:
         return name in self._blocks
 
     def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in the block's sequence, whether it is in use) for each block,
-        least recently used block first."""
+        """Yields (rank, name, index in its sequence, whether in use) of each block by last use."""
         for block in self._blocks.values():
             offer, in_use = block.pieces[0].offer, block.held or not block.written
             yield offer.rank, block.name, offer.start // block_tokens, in_use
@@ -111,22 +110,19 @@ class HostBlocks:
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """Records that all pieces of a block are in host memory. Returns False if the block was
-        dropped meanwhile."""
+        """Records that a block is in host memory. Returns False if it was dropped meanwhile."""
         if self._blocks.get(block.name) is not block:
             return False
         block.pieces, block.written = pieces, True
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name, or None if it is missing or still being copied to host
-        memory."""
+        """Returns the block of this name, or None if it is not completely in host memory."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int) -> int:
-        """Returns the number of consecutive blocks of the chain, from index `first` on, that can be
-        restored."""
+        """Returns the number of restorable blocks in sequence, from index `first` on."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -141,8 +137,7 @@ class HostBlocks:
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Ends a restore of these blocks. Marks them as used, in an order that evicts the first
-        block of a sequence last."""
+        """Records that a restore of these blocks ended, and marks the blocks as just used."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:

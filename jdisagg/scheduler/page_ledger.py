@@ -41,8 +41,7 @@ class PageLedger:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that can be given to an owner. Includes idle pages: cached pages without
-        an owner."""
+        """Number of pages without owner, including idle (cached) pages."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -50,8 +49,7 @@ class PageLedger:
         return len(self._idle)
 
     def idle(self) -> Iterator[int]:
-        """Iterates over idle pages (cached pages without an owner), the page to be reused next
-        first."""
+        """Iterates over cached pages without owner, in the order in which they are reused."""
         return iter(self._idle)
 
     def owners(self) -> Iterator[int]:
@@ -68,8 +66,7 @@ class PageLedger:
         return tuple(self._held.get(owner) or self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` with `count` free pages. Returns the pages, or None if fewer than `count`
-        are free."""
+        """Creates `owner` with `count` free pages. Returns these, or None if fewer are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -80,8 +77,7 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner`, which holds these cached pages in this order. Other owners may hold
-        them, too."""
+        """Creates `owner`, which shares these cached pages with any other owners."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -93,8 +89,7 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` free pages to `owner`. Returns all pages of `owner`, or None if fewer
-        than `count` are free."""
+        """Appends `count` free pages to `owner`. Returns all its pages; None if fewer are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -141,8 +136,7 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Removes `owner` and releases its pages. Returns the number of pages that became free.
-        Later commands may use them."""
+        """Removes `owner`. Returns the number of pages that became free."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -166,8 +160,7 @@ class PageLedger:
         self._given_away = given_away
 
     def keep(self, page: int) -> None:
-        """Marks a held page as cached, so that its contents stay after all owners have released
-        it."""
+        """Marks a page as cached: its contents stay after all owners have released it."""
         if not self._references[page] or page in self._kept:
             raise LedgerError(f"page {page} has no owner or is kept already")
         self._kept.add(page)

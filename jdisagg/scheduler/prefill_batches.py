@@ -87,8 +87,7 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job in order of arrival, but never before a job that has rows in an issued
-        chunk."""
+        """Queues a job by arrival, but never before a job that is partly issued."""
         queue = self._queues[job.rank]
         place = len(queue)
         while place and not queue[place - 1].begun and queue[place - 1].arrival > job.arrival:
@@ -172,8 +171,7 @@ class PrefillBatches:
         return self._rows(picked)
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        """Returns the number of a job's tokens that fit into `room_tokens` tokens; 0 if the job
-        cannot be split there."""
+        """Returns the number of a job's next tokens that fit; 0 if it cannot be split there."""
         if job.left_tokens <= room_tokens or not self._cut_tokens:
             return min(job.left_tokens, room_tokens)
         end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens

@@ -33,8 +33,7 @@ class Prices:
             self._computed = now if before is None else before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
-        """Records that a complete or failed restore of `tokens` tokens took `seconds`. Ignores
-        restores of no token."""
+        """Records that a complete or failed restore of `tokens` tokens took `seconds`."""
         if tokens < 1:
             return
         sums = self._count, self._x, self._y, self._xx, self._xy
@@ -44,8 +43,7 @@ class Prices:
         )
 
     def seconds(self, tokens: int) -> float | None:
-        """Returns the estimated seconds of a restore of `tokens` tokens, or None before the first
-        measurement."""
+        """Returns the estimated seconds of a restore, or None before the first measurement."""
         if not self._count:
             return None
         spread = self._count * self._xx - self._x * self._x

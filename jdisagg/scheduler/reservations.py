@@ -147,8 +147,7 @@ class Reservations:
         self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Returns the tickets of waiting requests that are earlier attempts of the same request and
-        include any of the children `indices`."""
+        """Returns the tickets of waiting earlier attempts of the same request and children."""
         return [
             waiting.ticket
             for waiting in self._queue
@@ -177,8 +176,7 @@ class Reservations:
         return granted
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Returns whether any request waits that is earlier than `before`, an (arrival, ticket)
-        pair. None includes all requests."""
+        """Returns whether any request waits, or any that arrived before `before` if given."""
         return bool(self._queue) and (before is None or self._queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
@@ -246,7 +244,6 @@ class Reservations:
         return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
-        """Returns the number of pages that all children together need. Shared pages count once."""
         size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.known_tokens
         shared = pages_for(known, size)

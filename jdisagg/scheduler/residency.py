@@ -130,8 +130,7 @@ class ResidencyTree:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """Returns the number of leading blocks of the chain that are cached. Does not change the
-        eviction order."""
+        """Returns the number of leading blocks of the chain that are cached."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
@@ -147,8 +146,7 @@ class ResidencyTree:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Creates `owner`, which holds the pages of the chain's cached blocks, and returns the
-        pages."""
+        """Creates `owner`, which holds the pages of the chain's blocks. Returns the pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def let_go(self, owner: int, chain: Chain) -> None:
@@ -242,15 +240,13 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Identifies how this mesh names its blocks, so that routers can compute the names; None if
-        the cache is off."""
+        """Description of this mesh's block names for routers; None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns `BlockNames.digest`: a hash of the model, keyed with the secret. It changes only
-        with the model or the secret."""
+        """Returns a hash of the model and `parts`, keyed with the secret (`BlockNames.digest`)."""
         assert self._names is not None, "nothing stays"
         return self._names.digest(purpose, *parts)
 
@@ -279,14 +275,12 @@ class Residency:
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
-        """Returns a new page owner for temporary use. The number is negative, whereas sequences
-        have positive keys."""
+        """Returns a new page owner for temporary use: a negative number, unlike sequence keys."""
         self._guests -= 1
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Creates `owner`, which holds the chain's cached blocks to prevent their eviction. Returns
-        their pages."""
+        """Creates `owner`, which prevents eviction of the chain's blocks. Returns their pages."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
@@ -323,8 +317,7 @@ class Residency:
         return tokens // multiple * multiple // self.block_tokens * self.block_tokens
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
-        """Returns the number of pages among those of the first `tokens` cached positions that some
-        owner holds already."""
+        """Returns how many pages of the first `tokens` cached positions have an owner."""
         return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(

@@ -86,8 +86,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the newest token that was read back from the device. Its KV is not written
-        yet."""
+        """Position of the newest token read back from the device. It has no KV yet."""
         return self.group.prompt_tokens + len(self.generated) - 1
 
     @property

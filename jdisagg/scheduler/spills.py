@@ -124,16 +124,14 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns the swapped-out sequences that have ended, for example by
-        cancellation."""
+        """Removes and returns swapped-out sequences that have ended (cancelled, expired)."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
         return tuple(gone)
 
     def waiting(self) -> int:
-        """Returns the number of swapped-out sequences that wait for pages. Those of suspended
-        requests do not."""
+        """Returns the number of swapped-out sequences that wait for pages."""
         suspended = [one.child.group.suspended_until is not None for one in self._spills.values()]
         return len(suspended) - sum(suspended)
 

@@ -1,15 +1,13 @@
 """The decode worker: receives the KV of prompts and generates tokens on one mesh.
 
-In modes CHUNKED and UNIFIED the mesh computes prompts itself: `generate` is called without a source
-of KV. In mode DISAGGREGATED a prompt's KV comes from a prefill worker. The only exceptions are
-prompts with few uncached tokens, which the mesh may compute itself (`MeshLimits.append_buckets`).
-`scheduler/step_policy.py` chooses the next command; `scheduler/reservations.py` and
-`decode_batches.py` assign pages and slots. Other decode workers take over running sequences through
-`PeerPort`, and prefill workers fetch cached blocks. If a source of KV fails, the reservation stays
-and waits for another source.
+In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
+their KV from prefill workers, except for prompts with few uncached tokens, which the mesh may
+compute itself (`MeshLimits.append_buckets`). `scheduler/step_policy.py` chooses the next command;
+`scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
+take over running sequences through `PeerPort`, and prefill workers fetch cached blocks. If a source
+of KV fails, the reservation stays and waits for another source.
 
-`_settle` runs after each change: it forwards progress to the streams, grants freed pages to waiting
-reservations and wakes the loop."""
+`_settle` runs after each change of state."""
 
 import asyncio
 import contextlib
@@ -83,8 +81,8 @@ class DecodeWorker(MeshWorker):
     """Implements `DecodePort`.
 
     Args:
-        peers: Workers from which KV is received: a mapping from worker name to port, or a function
-            that connects to an address.
+        peers: Workers that send KV: a mapping from name to port, or a function that connects to an
+            address.
     """
 
     def __init__(
@@ -197,8 +195,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _settle(self) -> None:
-        """Sends new tokens to callers, grants free pages and wakes the step loop. Called after each
-        change of state."""
+        """Sends new tokens to callers, grants free pages and wakes the step loop."""
         self._spilled.rest()
         for progress in self._state.take_news() if self._state.news else ():
             if (stream := self._streams.get(progress.group_key)) is not None:
@@ -216,8 +213,7 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def _give_pages(self) -> None:
-        """Gives free pages to swapped-out sequences and waiting reservations, oldest request
-        first."""
+        """Gives free pages to swapped-out and waiting sequences, oldest request first."""
         spills = self._spilled.spills
         while (spill := spills.next()) is not None:
             self._grant(spill.order)
@@ -240,16 +236,15 @@ class DecodeWorker(MeshWorker):
             self._tickets.pop(group.key).set_result(group)
 
     def _spill(self, child: Sequence) -> bool:
-        """Swaps out a sequence whose pages are needed. Returns False if it should be recomputed
-        later instead."""
+        """Swaps out a sequence. Returns False if it should be recomputed later instead."""
         if self._migration.moves(child.group) or not self._spilled.take(child):
             return False
         self._batches.forget(child)
         return True
 
     def _span_goes_on(self) -> bool:
-        """Returns whether a command of many steps (span) is running and nothing waits for its end.
-        The step loop then has nothing to plan. This is the most frequent case."""
+        """Returns whether a command of many steps runs and nothing waits for its end. The step loop
+        then has nothing to plan."""
         return (
             self._interruptible is not None
             and self._loop.newest(DecodeSteps) > 0
@@ -259,8 +254,8 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """Builds the input of the step policy. To save time between steps, omits fields that the
-        policy would not read."""
+        """Builds the input of the step policy. Omits fields that the policy would not read, to save
+        time."""
         prompts, spans = bool(self._prefills), self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -327,8 +322,7 @@ class DecodeWorker(MeshWorker):
         self._drop(ticket)
 
     def _supersede(self, call: ReserveCall) -> None:
-        """Ends the reservations and streams of earlier attempts of the same request and
-        children."""
+        """Ends earlier attempts of the same request and children."""
         indices = {child.index for child in call.children}
         later = f"was superseded by attempt {call.attempt}"
         for group in self._state.groups_of(call.request.identity):
@@ -441,8 +435,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """Makes the sequences of a group ready to decode, because the group's KV has arrived
-        completely."""
+        """Makes the sequences of a group, whose KV has arrived, ready to decode."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
@@ -476,7 +469,6 @@ class DecodeWorker(MeshWorker):
             self._loop.fire(copies)
 
     def _drop(self, reservation_id: int) -> None:
-        """Cancels a reservation and removes its stream. Idempotent."""
         group = self._state.groups.get(reservation_id)
         if group is not None:
             self._state.end_group(group)
@@ -537,8 +529,8 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or given)
 
     def _hand_on(self) -> None:
-        """Offers running sequences to other decode workers, so that a drain ends sooner. Each
-        sequence is offered a limited number of times."""
+        """Offers running sequences to other decode workers, a limited number of times, during a
+        drain."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

@@ -72,8 +72,8 @@ class GivenKv:
         return len(self._given)
 
     def close_for(self, seconds: float) -> None:
-        """Refuses all requests for `seconds`. Used while all workers reset their caches, so that a
-        worker that has cleared its cache does not fetch old blocks."""
+        """Sends no blocks for `seconds`, so that workers that have just reset their caches do not
+        fetch old blocks."""
         self._closed_until = self._context.clock.now() + seconds
 
     def stop(self) -> None:
