@@ -1,1 +1,2 @@
-"""Scripts that create files shipped with this repository. Nothing here is part of the product."""
+"""Scripts that create files shipped with this repository, such as reference pages, dashboards and
+tiny models. Serving does not import this package."""

@@ -4,8 +4,9 @@ from the names under which jdisagg/observe exports metrics.
 `python -m tools.dashboards`
 
 A query uses counter names with their suffix (_total) and histogram names with _bucket. Queries are
-summed over processes. `$model` selects a model, `$pool` prefill or decode workers. Alert thresholds
-that depend on a service's objectives are constants at the top; change them in your copy."""
+summed over processes. The dashboard variable `$model` selects a model, and `$pool` selects prefill
+or decode workers. Alert thresholds that depend on a service's objectives are constants at the top
+of this file. Operators change them in their copy."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ OURS = "UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|UNKNOWN"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph with its `queries`, pairs of (legend, PromQL)."""
+    """A graph of the dashboard. `queries` are pairs of (legend, PromQL)."""
 
     title: str
     unit: str
@@ -39,7 +40,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """Fires when `expression` has held for `minutes`."""
+    """An alert that fires when the PromQL `expression` has been true for `minutes`."""
 
     name: str
     expression: str
@@ -50,7 +51,7 @@ class Alert:
 
 
 def rate(metric: str, *by: str, where: str = "") -> str:
-    """Returns the rate of a counter, by labels."""
+    """Returns the PromQL query for the rate of a counter, summed by the labels `by`."""
     chosen = f'model_name=~"$model"{"," + where if where else ""}'
     return f"sum{_by(by)}(rate({metric}{{{chosen}}}[$__rate_interval]))"
 
@@ -366,7 +367,7 @@ ALERTS = (
 
 
 def grafana() -> dict[str, Any]:
-    """A dashboard as Grafana imports it."""
+    """Returns the dashboard as the JSON object that Grafana imports."""
     panels: list[dict[str, Any]] = []
     top = 0
     for row, members in ROWS.items():
@@ -438,7 +439,7 @@ def _graph(panel: Panel, x: int, y: int) -> dict[str, Any]:
 
 
 def alerts() -> dict[str, Any]:
-    """Rules as Prometheus loads them."""
+    """Returns the alert rules in the structure of a Prometheus rules file."""
     rules = [
         {
             "alert": f"Jdisagg{alert.name}",
@@ -453,7 +454,8 @@ def alerts() -> dict[str, Any]:
 
 
 def yaml(value: Any, indent: int = 0) -> str:
-    """Mappings and lists of mappings in block style, scalars as JSON strings, which are YAML."""
+    """Formats mappings, and lists of mappings, as YAML in block style. Scalars are written as JSON,
+    which is valid YAML."""
     pad = "  " * indent
     if isinstance(value, dict):
         lines = []
@@ -467,7 +469,7 @@ def yaml(value: Any, indent: int = 0) -> str:
 
 
 def files() -> dict[str, str]:
-    """Their texts by name."""
+    """Returns the texts of the generated files, by file name."""
     return {
         "grafana.json": json.dumps(grafana(), indent=1) + "\n",
         "alerts.yaml": "# Written by `python -m tools.dashboards`.\n" + yaml(alerts()),

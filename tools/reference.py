@@ -2,9 +2,9 @@
 
     python -m tools.reference
 
-Flags come from `launch/flags.py` and the commands that take them, configuration fields from the
-dataclasses and their docstrings, metrics from the calls in the source that define them. A test
-holds that the committed pages are fresh."""
+Flags are read from `launch/flags.py` and from the commands that accept them. Configuration fields
+are read from dataclasses and their docstrings, and metrics from the calls in the source that define
+them. A test checks that the committed pages are up to date."""
 
 import ast
 import dataclasses
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def pages() -> dict[str, str]:
-    """Returns the text of each page by its file name."""
+    """Returns the text of each reference page, by file name."""
     return {"flags.md": flags(), "configuration.md": configuration(), "metrics.md": metrics()}
 
 
@@ -97,7 +97,8 @@ def configuration() -> str:
 
 
 def _config_tables(prefix: str, config: object, rows: list[tuple[str, str, str]]) -> list[str]:
-    """Appends the plain fields of `config` to `rows`; returns the tables of its nested parts."""
+    """Appends the fields of the configuration class `config` to `rows`, and returns the tables of
+    fields that are configuration classes themselves."""
     lines: list[str] = []
     meanings = field_texts(type(config).__doc__ or "")
     for field in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
@@ -207,7 +208,8 @@ def _metric(name: str, kind: str, labels: list[str], text: str) -> tuple[str, st
 
 
 def _counter_rows() -> Iterator[tuple[str, str]]:
-    """Counters of `jdisagg.telemetry.Counters`, by the calls that add to them."""
+    """Yields the name and the labels of each counter in `jdisagg.telemetry.Counters`. Finds
+    counters by the calls that add to them."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "jdisagg").rglob("*.py")):
         if "simulator" in path.parts:
@@ -228,7 +230,8 @@ def _counter_rows() -> Iterator[tuple[str, str]]:
 
 
 def _of(found: dict[str, list[str]]) -> str:
-    """Formats the one text of all commands, or each text with its commands."""
+    """Formats a flag's text, such as its default, which may differ between commands. A text that
+    all commands share is returned alone; otherwise each text is followed by its commands."""
     if len(found) == 1:
         return next(iter(found))
     common = max(found.values(), key=len)

@@ -2,13 +2,13 @@
 decode worker. Sender and receiver compute the same sum whatever their sharding, page size and block
 size.
 
-A row is one (component, head, position) of H values, read as the integers of their bits. Its term
-is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod 2^32, with odd
-weights and a bijective `mix`. The sum of rows is the sum of their terms mod 2^32. Two independent
-lanes give 64 bits. The sum is additive over components, heads and positions, and hence over any
-shards and blocks. A single changed bit always changes it, because an odd weight times a power of
-two is not zero mod 2^32. Swapped rows, another key, several changed bits or missing rows go
-undetected with chance 2^-64. All weights depend on the secret key.
+A row is the H values of one (component, head, position), read as the integers of their bits. The
+term of a row is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod
+2^32, with odd weights and a bijective `mix`. The sum of rows is the sum of their terms mod 2^32.
+Two independent lanes give 64 bits. The sum is additive over components, heads and positions, and
+hence over any shards and blocks. A single changed bit always changes it, because an odd weight
+times a power of two is not zero mod 2^32. Swapped rows, another key, several changed bits or
+missing rows go undetected with chance 2^-64. All weights depend on the secret key.
 
 Coordinates are global: the component's index over all layers, the kv head's index in the model, the
 absolute position. All functions are pure and traceable and use 32-bit integer arithmetic only.

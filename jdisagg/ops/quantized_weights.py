@@ -10,8 +10,8 @@ On an accelerator q is an array of XLA's int8, int4 or fp8 type, and XLA convert
 inside the product. XLA:CPU would write the widened matrices of a whole program to memory at once.
 On a CPU the product therefore runs over tiles of columns, fp8 is stored as bytes, and two adjacent
 int4 inputs share a byte (the first in its low half), because XLA:CPU copies whole arrays of its own
-narrow types before it cuts a tile. int4 experts on a GPU share bytes too, because their kernels do
-not support int4."""
+narrow types before it cuts a tile. int4 experts on a GPU are packed in the same way, because the
+expert kernels do not support int4."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

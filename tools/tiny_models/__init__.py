@@ -1,5 +1,6 @@
 """Creates the shipped tiny models (models/tiny/), two checkpoints in Hugging Face format.
 
-`corpus` writes the text from `stories.json`, `tokenizer` splits it, `network` is the training form
-of both families, `training` the loop, `export` the checkpoint folder, and `train` runs them all.
-Serving needs none of this code."""
+`corpus` generates training text from `stories.json`, and `tokenizer` trains the tokenizer.
+`network` implements both models for training, and `training` is the training loop. `export` writes
+the checkpoint folder, and `train` is the command that runs all steps. Serving does not import this
+code."""

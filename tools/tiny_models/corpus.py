@@ -3,8 +3,8 @@ templates.
 
 A document is the text of one training sequence, special tokens included but without BOS: a story
 and `</s>`, or a conversation in the form of the chat template. `document(seed, index)` is a pure
-function, so any part of the endless corpus is available without the rest, and the held-out part has
-other indices. Knows nothing of tokens or arrays."""
+function, so any part of the endless corpus can be generated without the rest. Held-out documents
+have other indices than training documents."""
 
 import random
 import re
@@ -24,8 +24,8 @@ _HELD_OUT = 1 << 40
 
 
 def document(seed: int, index: int, *, held_out: bool = False) -> str:
-    """Returns document `index` of the corpus of this seed. Held-out documents come from the same
-    grammar and are never trained on."""
+    """Generates document number `index` of the corpus with this seed. Held-out documents come from
+    the same templates but are not used for training."""
     rng = random.Random(seed * (1 << 42) + index + (_HELD_OUT if held_out else 0))
     if rng.random() < 0.68:
         return story(rng) + END_OF_TEXT
@@ -33,7 +33,7 @@ def document(seed: int, index: int, *, held_out: bool = False) -> str:
 
 
 def documents(seed: int, *, held_out: bool = False) -> Iterator[str]:
-    """Yields the endless corpus from its first document."""
+    """Yields the documents of the endless corpus, from the first on."""
     index = 0
     while True:
         yield document(seed, index, held_out=held_out)
@@ -41,14 +41,15 @@ def documents(seed: int, *, held_out: bool = False) -> Iterator[str]:
 
 
 def vocabulary_of(texts: list[str]) -> set[str]:
-    """Returns the words (letters only, as written) of some documents."""
+    """Returns the set of words that occur in the documents. A word consists of letters only and
+    keeps its case."""
     return {
         word for text in texts for word in re.findall(r"[A-Za-z]+", re.sub(r"<[^>]*>", " ", text))
     }
 
 
 def story(rng: random.Random) -> str:
-    """Returns a story of one to three plots around the same hero."""
+    """Generates a story of one to three plots around the same hero."""
     cast = _cast(rng)
     return _tell(rng, cast, _plots(rng))
 
@@ -86,7 +87,8 @@ def _tell(rng: random.Random, cast: dict[str, str], plots: list[Plot]) -> str:
 
 
 def _write(rng: random.Random, cast: dict[str, str], template: str) -> str:
-    """Chooses among the alternatives, innermost first, then inserts the cast's names."""
+    """Expands a template: replaces each `[a|b]` by a random alternative, innermost first, and then
+    each `{slot}` by its value in `cast`."""
     while (match := _INNERMOST_CHOICE.search(template)) is not None:
         template = (
             template[: match.start()] + rng.choice(match[1].split("|")) + template[match.end() :]
@@ -141,7 +143,7 @@ def _cast(rng: random.Random) -> dict[str, str]:
 
 
 def _person(rng: random.Random, others: tuple[str, ...]) -> tuple[str, str, str]:
-    """Draws (kind, name, pronoun) of a character unlike `others`."""
+    """Draws kind, name and pronoun of a character that differs from `others`."""
     while True:
         kind = (
             rng.choice(sorted(WORDS.children)) if rng.random() < 0.5 else rng.choice(WORDS.animals)
@@ -163,8 +165,8 @@ def _pronouns(prefix: str, he: str) -> dict[str, str]:
 
 
 def _talk(rng: random.Random) -> str:
-    """Returns a conversation in the form of the chat template: mostly a request for a story, then
-    perhaps questions about it."""
+    """Generates a conversation in the format of the chat template. Most conversations are a request
+    for a story, optionally followed by questions about the story."""
     turns: list[tuple[str, str]] = []
     cast = _cast(rng)
     if rng.random() < 0.3:

@@ -24,7 +24,7 @@ def write_checkpoint(network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -
 
 
 def config(shape: TinyShape) -> dict[str, object]:
-    """Returns the config.json of a shape."""
+    """Returns the fields of config.json for a model of this shape."""
     common: dict[str, object] = {
         "architectures": ["Qwen3MoeForCausalLM" if shape.experts else "LlamaForCausalLM"],
         "model_type": shape.family,
@@ -60,7 +60,7 @@ def config(shape: TinyShape) -> dict[str, object]:
 
 
 def tensors(network: TinyNetwork) -> dict[str, np.ndarray]:
-    """Returns all weights under their published names."""
+    """Returns all weights under the tensor names that transformers uses."""
     named = {
         "model.embed_tokens.weight": _array(network.embedding[...]),
         "model.norm.weight": _array(network.norm[...]),

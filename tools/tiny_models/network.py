@@ -1,10 +1,10 @@
-"""The training form of the two tiny families: Llama, and Qwen3-MoE with its experts as one dense
-mixture.
+"""The two tiny models, Llama and Qwen3-MoE, implemented for training.
 
-It computes whole batches of packed rows, without cache or sharding. Every expert is computed and
-unchosen ones have weight zero, so that everything has gradients: the serving form
-(`models/blocks.py`) routes with loops that have none. The two are separate on purpose, so that
-equal logits test both. R rows of T tokens; other letters as everywhere, G query heads of a kv head.
+It computes whole batches of packed rows, without cache or sharding. Every expert is computed for
+every token, and unchosen experts have weight zero, so that gradients exist. The serving
+implementation (`models/blocks.py`) routes tokens in loops that have no gradients. The two are
+separate on purpose: a test that compares their logits checks both. Axis letters: R rows of T
+tokens, and G query heads per kv head.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ _QUERY_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes that tp in {1, 2, 4} and ep in {1, 2, 4, 8} divide. `experts` is 0 for the dense
-    family."""
+    """Sizes of a tiny model. They can be divided by tp in {1, 2, 4} and ep in {1, 2, 4, 8}.
+    `experts` is 0 for the dense model."""
 
     family: Family
     layers: int
@@ -48,8 +48,8 @@ SHAPES: dict[str, TinyShape] = {
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Rows of concatenated whole documents: int32 [R, T] each. A token attends only to its own
-    document, from position 0. `documents` is 0 for padding, and `targets` is -1 where nothing is
-    predicted."""
+    document, from position 0. `documents` holds each token's document number, or 0 for padding.
+    `targets` holds the next token, or -1 where none is to be predicted."""
 
     tokens: jax.Array
     targets: jax.Array
@@ -61,8 +61,8 @@ jax.tree_util.register_dataclass(PackedRows, ["tokens", "targets", "documents", 
 
 
 class Block(nnx.Module):
-    """One layer. Kernels are [in, out]. Those of the experts are concatenated, expert-major: [D, E
-    * F] and [E * F, D]."""
+    """One layer. Weight matrices are [in, out]. Matrices of all experts are concatenated, expert
+    after expert: [D, E * F] and [E * F, D]."""
 
     def __init__(self, shape: TinyShape, rngs: nnx.Rngs) -> None:
         width, head = shape.width, shape.head_dim
@@ -84,8 +84,8 @@ class Block(nnx.Module):
         self.shape = shape
 
     def __call__(self, x_RTD: jax.Array, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
-        """Returns the next x, and the router's load imbalance: 1 if even, E / k at worst, 0 in a
-        dense layer."""
+        """Returns the layer's output, and the router's load imbalance: 1 if all experts are used
+        equally, E / k at worst, and 0 in a dense layer."""
         epsilon = self.shape.norm_epsilon
         x_RTD = x_RTD + self._attention(_norm(x_RTD, self.attention_norm[...], epsilon), rows)
         y_RTD = _norm(x_RTD, self.mlp_norm[...], epsilon)
@@ -121,8 +121,9 @@ class Block(nnx.Module):
     def _route(
         self, y_RTD: jax.Array, router_DE: jax.Array, valid_RT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the weights of the experts, which sum to one over the chosen few, and the
-        imbalance of Fedus et al. (2021), equation 4."""
+        """Returns each token's expert weights, and the load imbalance of Fedus et al. (2021),
+        equation 4. The weights of a token's chosen experts sum to one, and other weights are
+        zero."""
         chosen, experts = self.shape.experts_per_token, self.shape.experts
         share_RTE = jax.nn.softmax(y_RTD @ router_DE, axis=-1)
         _, top_RTC = jax.lax.top_k(share_RTE, chosen)
@@ -150,7 +151,8 @@ class TinyNetwork(nnx.Module):
         self.shape = shape
 
     def __call__(self, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
-        """Returns logits float32 [R, T, V], and the layers' mean load imbalance."""
+        """Returns logits, float32 [R, T, V], and the load imbalance of the router, averaged over
+        layers."""
         x_RTD = self.embedding[...][rows.tokens]
         imbalance = jnp.zeros(())
         for block in self.blocks:
@@ -171,8 +173,8 @@ def _matrix(
 
 def _attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
     """Computes attention of one row, causal and within documents: q [T, N, H] (scaled), k and v [T,
-    K, H], documents [T] -> [T, N, H]. It proceeds by blocks of queries, so that little of the upper
-    triangle is computed."""
+    K, H], documents [T] -> [T, N, H]. Queries are processed in blocks, so that little of the masked
+    upper triangle is computed."""
     q_TNH, k_TKH, v_TKH, documents_T = row
     T, K, H = k_TKH.shape
     q_KGTH = q_TNH.reshape(T, K, -1, H).transpose(1, 2, 0, 3)

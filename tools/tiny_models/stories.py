@@ -2,8 +2,8 @@
 randomness.
 
 Words are characters, places and things. A name has one fixed set of pronouns (a small model cannot
-guess it), and a place has its own hiding spots, so that a story drawn from these tables is coherent
-by construction.
+infer them from a name), and a place has its own hiding spots, so that a story drawn from these
+tables is coherent by construction.
 
 Frames (text around a plot: openings, habits, friends, bridges, endings), conversations and plots
 are templates. `[a|b|c]` is a free choice (nested, possibly empty). `{slot}` is a member of the cast
@@ -21,7 +21,8 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A place. `inside` states whether `name` follows 'in' or 'to'. Things can hide in `spots`."""
+    """A place. `inside` states whether `name` follows 'in' or 'to'. `spots` are the hiding places
+    for things there."""
 
     name: str
     inside: str
@@ -51,7 +52,7 @@ class Words(msgspec.Struct, frozen=True):
 
     @property
     def children(self) -> dict[str, Texts]:
-        """Returns the names of each kind of child."""
+        """Returns the given names for each kind of child, such as "girl" or "prince"."""
         return {"girl": self.girls, "boy": self.boys, "princess": self.girls, "prince": self.boys}
 
     @property

@@ -1,9 +1,9 @@
 """Trains the tokenizer of the tiny models and writes its two files: byte-level BPE, so that any
 UTF-8 text round-trips.
 
-Ids 0 and 1 are `<s>` and `</s>`, then the marks of the chat template's turns. The post-processor
-puts `<s>` first; the chat template writes it itself, so templated text is encoded without added
-special tokens."""
+Ids 0 and 1 are `<s>` and `</s>`. The next ids are the tokens that delimit turns in the chat
+template. The post-processor adds `<s>` at the start of a text. The chat template writes `<s>`
+itself, so rendered conversations are encoded without added special tokens."""
 
 import json
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Trains a tokenizer of exactly `vocabulary` ids. The same texts give the same tokenizer."""
+    """Trains a tokenizer with exactly `vocabulary` ids. The same texts give the same tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

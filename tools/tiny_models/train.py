@@ -1,17 +1,16 @@
 """Trains one of the shipped tiny models on generated stories and writes it in Hugging Face form.
 
-    python -m tools.tiny_models.train --family=llama --destination=models/tiny/llama
-    python -m tools.tiny_models.train --family=qwen3_moe --destination=models/tiny/qwen3_moe
+    python -m tools.tiny_models.train --family=llama --destination=models/tiny/llama python -m
+    tools.tiny_models.train --family=qwen3_moe --destination=models/tiny/qwen3_moe
 
-Needs the `train` extra (Optax). The shipped weights: seed 0, Python 3.12, JAX 0.12.0.1, Flax
-0.12.12, Optax 0.2.8, on one or two AMD Zen 5 cores shared with other work, so that the CPU times
-are rough; no run was repeated at full length. The MoE was stopped after step 1600 and taken up
-again with --keep. Held-out loss:
+Needs the `train` extra (Optax). The shipped weights were trained with seed 0, Python 3.12, JAX
+0.12.0.1, Flax 0.12.12 and Optax 0.2.8. The machine had one or two AMD Zen 5 cores shared with other
+work, so CPU times are rough. No run was repeated at full length. The MoE run was stopped after step
+1600 and resumed with --keep. Loss on held-out text, next to unigram and bigram baselines:
 
-| family | steps | CPU time | nats a token | bigram counts | unigram counts |
-| --- | --- | --- | --- | --- | --- |
-| llama | 4000 (4 million tokens) | about 12 minutes | 0.332 | 2.381 | 5.584 |
-| qwen3_moe | 3000 (3 million tokens) | about 14 minutes | 0.279 | 2.381 | 5.584 |"""
+| family | steps | CPU time | nats a token | bigram counts | unigram counts | | --- | --- | --- |
+--- | --- | --- | | llama | 4000 (4 million tokens) | about 12 minutes | 0.332 | 2.381 | 5.584 | |
+qwen3_moe | 3000 (3 million tokens) | about 14 minutes | 0.279 | 2.381 | 5.584 |"""
 
 import json
 from pathlib import Path
@@ -50,8 +49,8 @@ def main() -> None:
 
 
 def places_to_write(destination: str, keep: str | None) -> tuple[Path, Path | None]:
-    """Returns the destination folder and the state file, created before the training starts. Raises
-    ConfigError."""
+    """Returns the destination folder and the path of the training state. Creates the folders of
+    both before the training starts, so that an invalid path fails early. Raises ConfigError."""
     folder = made_folder("--destination", destination)
     if keep is None:
         return folder, None

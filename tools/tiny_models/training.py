@@ -1,8 +1,8 @@
 """The training loop of the tiny models: packs the endless corpus into rows and trains on them.
 
-Deterministic: the same seed, steps and versions give the same weights on the same machine. The last
-part of the run has rows of the whole context, so that all positions are trained. Flax NNX and
-Optax, one device, donated parameters and state."""
+Deterministic: the same seed, steps and versions give the same weights on the same machine. In the
+last part of the run a row is as long as the model's context, so that all positions are trained.
+Uses Flax NNX and Optax on one device, and donates parameters and optimizer state."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,11 +30,12 @@ _IMBALANCE_WEIGHT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up, a constant rate, and a linear decay over the last `end_share` of the steps.
+    """Learning-rate schedule and batch sizes. The rate warms up, stays constant, and decays
+    linearly over `end_share`, the last fraction of the steps.
 
-    The text comes in rows of `row_tokens`, as many as fit `tokens_per_step`, and at the end in rows
-    of the whole context. The first part does not depend on `steps`, so that a saved state can
-    continue to another number of steps with the same result."""
+    A batch has as many rows of `row_tokens` tokens as fit into `tokens_per_step`. During the decay
+    a row is as long as the model's context. Steps before the decay do not depend on `steps`, so a
+    run can be resumed with a larger `steps` and gives the same result as an uninterrupted run."""
 
     steps: int
     seed: int = 0
@@ -74,11 +75,11 @@ def train(
     every: int = 100,
     keep: Path | None = None,
 ) -> TinyNetwork:
-    """Trains from random weights. Calls `on_progress` every `every` steps and after the last. Stops
-    early when time is over.
+    """Trains from random weights. Calls `on_progress` after every `every` steps and after the last
+    step. Stops early after `schedule.seconds_at_most`.
 
-    `keep` is a file for the state, saved at each progress report. Training resumes from it if it
-    exists."""
+    `keep` is a file for the training state, which is saved at each call of `on_progress`. If the
+    file exists, training resumes from the saved state."""
     graph, parameters = nnx.split(TinyNetwork(shape, schedule.seed))
     weights_V = jnp.asarray(token_weights(tokenizer))
     optimizer = _optimizer(schedule)
@@ -131,7 +132,7 @@ def train(
 def mean_loss(
     logits_RTV: jax.Array, targets_RT: jax.Array, weights_V: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the weighted mean cross-entropy in nats over the tokens to predict."""
+    """Returns the weighted mean cross-entropy, in nats, over all tokens that have a target."""
     known_RT = jnp.maximum(targets_RT, 0)
     losses_RT = optax.softmax_cross_entropy_with_integer_labels(logits_RTV, known_RT)
     weights_RT = (targets_RT >= 0).astype(jnp.float32) * (
@@ -141,9 +142,9 @@ def mean_loss(
 
 
 def token_weights(tokenizer: Tokenizer) -> np.ndarray:
-    """Returns token weights: four for names, two for other words that a story must remember. The
-    phrases around them are learned soon, while the relations of characters are learned late and
-    make a story coherent."""
+    """Returns each token's weight in the loss: four for names, two for other words that recur in a
+    story, and one otherwise. A model learns common phrases early. It learns late which character
+    did what, which makes a story coherent."""
     weights_V = np.ones(tokenizer.get_vocab_size(), np.float32)
     known = STORIES.words
     for words, weight in ((known.remembered, 2.0), (known.girls + known.boys, 4.0)):
@@ -157,8 +158,8 @@ def token_weights(tokenizer: Tokenizer) -> np.ndarray:
 def held_out_losses(
     network: TinyNetwork, tokenizer: Tokenizer, seed: int, row_count: int = 64
 ) -> dict[str, float]:
-    """Returns nats per token on held-out text, of the network and of unigram and bigram counts as
-    baselines."""
+    """Returns the loss on held-out text, in nats per token, of the network and of two baselines:
+    unigram and bigram counts."""
     graph, parameters = nnx.split(network)
     evaluate = jax.jit(
         lambda parameters, rows: mean_loss(nnx.merge(graph, parameters)(rows)[0], rows.targets)
@@ -194,8 +195,9 @@ def encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
 
 
 def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[PackedRows]:
-    """Yields rows of whole documents as NumPy arrays [T]. The longest waiting document that still
-    fits comes next. Longer ones are dropped."""
+    """Yields rows of whole documents as NumPy arrays [T]. Each row starts with the document that
+    has waited longest, and is filled with the longest waiting documents that still fit. Documents
+    longer than a row are dropped."""
     pool: list[list[int]] = []
     while True:
         while len(pool) < _POOL_DOCUMENTS:
@@ -240,8 +242,8 @@ def _stack(rows: list[PackedRows]) -> PackedRows:
 
 
 def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    """Returns Muon (Jordan et al., 2024) for the inner matrices, which then needs half the text,
-    and AdamW for embedding, router and norms."""
+    """Returns the optimizer: Muon (Jordan et al., 2024) for the layers' matrices, which halves the
+    text needed, and AdamW for embedding, router and norms."""
     return optax.partition(
         {
             "matrix": optax.contrib.muon(schedule.rate(schedule.matrix_rate), weight_decay=0.02),
