@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model whose parameters are global arrays on `mesh`, with axes ("dp", "kv", "rep")."""
+    """A loaded model. Its parameters are global arrays on `mesh`, which has the axes ("dp", "kv",
+    "rep")."""
 
     model: Decoder
     mesh: Mesh

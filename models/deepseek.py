@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3, R1 and models of their form (Kimi K2, GLM-4.7-Flash, Mistral 4): latent
-attention, experts in groups beside a shared expert, and dense first layers."""
+"""DeepSeek-V2, V3, R1 and models with the same architecture (Kimi K2, GLM-4.7-Flash, Mistral 4):
+latent attention, routed experts in groups with a shared expert, and dense first layers."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def read_v3_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_flash_config(hf: HfConfig) -> DecoderConfig:
-    """Reads GLM-4.7-Flash."""
+    """Reads the config.json of GLM-4.7-Flash."""
     config = _read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
@@ -55,7 +55,8 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_v2_config(hf: HfConfig) -> DecoderConfig:
-    """Reads V2, which routes by softmax and scales expert weights without normalising them."""
+    """Reads the config.json of DeepSeek-V2, which routes by softmax and scales expert weights
+    without normalising them."""
     config = _read_latent(hf, V2_DEFAULTS, SIZES)
     method = hf.raw("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -117,7 +118,7 @@ def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]
 
 def _check_turned_part(hf: HfConfig) -> None:
     """Checks that `partial_rotary_factor`, at the top level or among the rotary parameters, agrees
-    with the rotated part of a head."""
+    with the size of the part of a head that has rotary positions."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     inner = given.get("partial_rotary_factor") if isinstance(given, dict) else None
     turned = hf.count("qk_rope_head_dim", MISTRAL_SIZES.rope_dim)
@@ -172,8 +173,8 @@ def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
 
 
 def _yarn_scale(hf: HfConfig) -> float:
-    """Returns the YaRN factor for the scores' scale, from `mscale_all_dim`. As in transformers it
-    applies to every type of extended rope."""
+    """Returns YaRN's factor of the attention scores' scale, computed from `mscale_all_dim`. As in
+    transformers, the factor applies to every type of extended rope."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) in (
         None,

@@ -134,7 +134,8 @@ class SparseMLP(nnx.Module):
         valid_T: jax.Array | None,
         chosen_by_TD: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the block. `chosen_by_TD` is the router's input, or None for `x_TD`."""
+        """Computes the block's output for `x_TD`. `chosen_by_TD` is the router's input, or None if
+        the router also reads `x_TD`."""
         # Experts without a gate have `up` in its place.
         gate = self.up if self.gate is None else self.gate
         gate_scale = self.up_scale if self.gate is None else self.gate_scale
@@ -223,7 +224,8 @@ class ParallelMLP(nnx.Module):
     def __call__(
         self, into_TD: jax.Array, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None
     ) -> jax.Array:
-        """Computes the block. `into_TD` is the residual stream `x_TD` after the layer's norm."""
+        """Computes the block's output. `x_TD` is the residual stream, and `into_TD` is `x_TD` after
+        the layer's norm."""
         dense_TD = self.dense_norm(self.dense(into_TD, shards, valid_T))
         routed_TD = self.routed(self.routed_norm(x_TD), shards, valid_T, chosen_by_TD=x_TD)
         return dense_TD + self.routed_post_norm(routed_TD)

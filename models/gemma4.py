@@ -1,10 +1,11 @@
-"""Gemma 4's text model (31B, 26B-A4B): layers with a window, and layers without one that have
-another head size, kv heads of their own, values that may use the keys' matrix, and partly rotated
-heads. Queries, keys and values have norms, blocks have norms on both sides, and each layer's output
-has a factor. 26B-A4B has experts beside each dense block.
+"""Gemma 4's text model (31B, 26B-A4B): some layers have a window. Layers without a window differ in
+head size and number of kv heads. Their values may be computed with the keys' matrix, and only a
+part of each head has rotary positions. Queries, keys and values have norms. Blocks have norms
+before and after, and each layer's output has a factor. 26B-A4B has experts in parallel with each
+dense block.
 
-Two features of E2B and E4B are refused by name: per-layer embeddings, and layers that share keys
-and values."""
+Two features of the smaller models E2B and E4B raise an error: per-layer embeddings, and layers that
+share keys and values."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +34,8 @@ _BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wi
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the published form of the config or that of transformers 5. Raises CheckpointError."""
+    """Reads config.json, either as published or as transformers 5 writes it. Raises
+    CheckpointError."""
     _refuse_what_the_small_ones_have(hf)
     given = hf.raw("rope_parameters")
     if given is not None and not (isinstance(given, dict) and given.keys() <= _ROPES.keys()):

@@ -1,8 +1,8 @@
 """generation_config.json: end-of-text tokens, and defaults for sampling parameters that a request
 does not set. vLLM and SGLang use the file in the same way.
 
-`do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. Must not
-import JAX, because routers use this module."""
+`do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. This
+module must not import JAX, because router processes use it."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,7 @@ DEFAULTS = FamilyDefaults(
 
 
 def read_glm_config(hf: HfConfig) -> DecoderConfig:
-    """Reads glm-4-9b in the form of transformers."""
+    """Reads the config.json of glm-4-9b as transformers writes it."""
     refuse_windows(hf, "this family uses full attention")
     bias = hf.flag("attention_bias", hf.raw("model_type") == "glm4")
     config = read_decoder(hf, DEFAULTS, qkv_bias=bias, head_dim_default=128)

@@ -18,7 +18,8 @@ from models.model_folder import check_model_folder
 @dataclass(frozen=True, slots=True)
 class FamilyDefaults:
     """Values that transformers assumes for fields missing in config.json. `partial_rotary` is the
-    rotated fraction of a head. None means that whole heads are rotated, whatever the config states.
+    fraction of a head that has rotary positions. None means the whole head, even if config.json
+    states a fraction.
     """
 
     kv_heads: int | None
@@ -106,7 +107,8 @@ class HfConfig:
         return self.fields.get(field)
 
     def count(self, field: str, default: int | None = None, *, least: int = 1) -> int:
-        """Returns an integer. Without a default the field is required. A null counts as absent."""
+        """Returns an integer field. Without a default the field is required. null means that the
+        field is absent."""
         value = self.raw(field)
         if value is None:
             if default is None:
@@ -131,7 +133,7 @@ class HfConfig:
         return value
 
     def counts(self, field: str) -> tuple[int, ...]:
-        """Returns a list of integers, empty if absent."""
+        """Returns a field that is a list of integers, or an empty list if the field is absent."""
         value = self.raw(field)
         if value is None:
             return ()
@@ -142,7 +144,7 @@ class HfConfig:
         return tuple(value)
 
     def names(self, field: str) -> tuple[str, ...] | None:
-        """Returns a list of strings, or None if absent."""
+        """Returns a field that is a list of strings, or None if the field is absent."""
         value = self.raw(field)
         if value is None:
             return None
@@ -209,7 +211,8 @@ def _text_part(
 
 
 def checked_number(value: object, default: float | None, name: str, where: str) -> float:
-    """Checks a finite number. Without a default the number is required."""
+    """Checks that a value is a finite number and returns it. Without a default the value is
+    required."""
     if value is None:
         if default is None:
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """Lists of config.json fields: fields that never change the output, and fields that do.
 
 `HfConfig` checks the fields that a family's reader did not request against these lists. A field in
-neither list is refused by name, unless its value means the same as an absent field."""
+neither list raises an error, unless its value has the same meaning as an absent field."""
 
 
 def names(text: str) -> frozenset[str]:
@@ -115,7 +115,7 @@ _TRUE_WHERE_ABSENT = frozenset({"is_causal"})
 
 
 def says_nothing(name: str, value: object) -> bool:
-    """Whether this value means the same as an absent field."""
+    """Whether this value of a config.json field has the same meaning as an absent field."""
     if name in _TRUE_WHERE_ABSENT:
         return value is None or value is True
     return not value or (name in NEUTRAL and value == NEUTRAL[name])

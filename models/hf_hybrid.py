@@ -1,5 +1,6 @@
-"""Config fields of hybrids of Mamba-2 and attention: the kinds of layers, under the present and
-former names of transformers, and the limits of Mamba-2's step."""
+"""Reads config.json fields of hybrid models, which have Mamba-2 and attention layers: the kind of
+each layer, and the limits of Mamba-2's step size. Accepts present and former names of transformers
+for the kinds."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ NAMES = {
 
 
 def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Returns the kinds of the layers that `field` lists, in their present names. Raises an error
-    for a kind outside `kinds`."""
+    """Returns the kind of each layer from the list in `field`, under the present names of
+    transformers. Raises an error for a kind outside `kinds`."""
     stated = hf.names(field)
     if stated is None or kinds is None:
         return stated
@@ -34,7 +35,8 @@ def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple
 def hybrid_layers(
     hf: HfConfig, field: str, kinds: tuple[str, ...], layers: Mapping[str, LayerConfig]
 ) -> tuple[LayerConfig, ...]:
-    """Returns the layers of these kinds. Raises CheckpointError if none has attention."""
+    """Builds the layer configurations for this list of kinds. Raises CheckpointError if none has
+    attention."""
     if "attention" not in kinds:
         raise hf.error(
             field, "must list a layer with attention", "models without one are not supported"
@@ -53,8 +55,8 @@ def checked_mamba(hf: HfConfig, mamba: MambaConfig, kv_heads: int, groups: str) 
 
 
 def _step_limits(hf: HfConfig) -> tuple[float, float]:
-    """Reads the limits of a step. transformers writes infinity as {"__float__": "Infinity"}, other
-    tools as Python's json does."""
+    """Reads the limits of Mamba-2's step size. transformers writes infinity as {"__float__":
+    "Infinity"}; other tools write Infinity."""
     stated = hf.raw("time_step_limit")
     if stated is None:
         return 0.0, math.inf

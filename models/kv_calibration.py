@@ -30,7 +30,7 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class _Place:
-    """Mesh, layout and dtype of a model."""
+    """Mesh, layout and data type with which a model was loaded."""
 
     mesh: Mesh
     layout: Layout

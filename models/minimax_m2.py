@@ -1,5 +1,5 @@
 """MiniMax M2: experts in every layer, chosen by corrected sigmoid scores; one norm over all heads
-of q and one over those of k; partly rotated heads."""
+of q and another over all heads of k; rotary positions on a part of each head."""
 
 from dataclasses import replace
 

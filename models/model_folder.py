@@ -1,4 +1,5 @@
-"""Checks of a checkpoint's folder. Must not import JAX, because routers use this module."""
+"""Checks a checkpoint's folder without reading weights. This module must not import JAX, because
+router processes use it."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: a pattern makes each layer Mamba-2, attention without
-positions, a feed-forward block, or experts. Feed-forward has a squared ReLU instead of a gate.
-Experts are routed as in DeepSeek-V3, may have a narrower input and output width, and come with a
-shared expert."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one of Mamba-2, attention without
+rotary positions, a feed-forward block, or experts, as a pattern in config.json states. Feed-forward
+has a squared ReLU instead of a gate. Experts are routed as in DeepSeek-V3, may have a narrower
+input and output width, and come with a shared expert."""
 
 from dataclasses import replace
 

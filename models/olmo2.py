@@ -1,5 +1,5 @@
-"""OLMo 2: norms after attention and feed-forward, one norm over all heads of q and one over those
-of k."""
+"""OLMo 2: norms after attention and feed-forward, one norm over all heads of q and another over all
+heads of k."""
 
 from dataclasses import replace
 

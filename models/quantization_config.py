@@ -2,7 +2,7 @@
 CheckpointError, which names the format.
 
 The names of the tensors show which matrices are quantized, so lists of modules are not read.
-Activations and KV keep the model's type, whatever the checkpoint states."""
+Activations and KV are not quantized, even if the checkpoint requests it."""
 
 import re
 from dataclasses import dataclass

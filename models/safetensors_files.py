@@ -121,8 +121,8 @@ class SafetensorsFiles:
         )
 
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
-        """Returns the same tensors with these prefixes replaced in their names, one prefix after
-        the other."""
+        """Returns a view of the tensors under other names: prefixes of names are replaced as
+        `beginnings` lists, one replacement after the other."""
         names = {name: name for name in self._tensors}
         for old, new in beginnings:
             for name, called in names.items():

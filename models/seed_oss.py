@@ -1,5 +1,5 @@
-"""Seed-OSS: Llama with biases on q, k and v, and an option of its own for the output projection's
-bias."""
+"""Seed-OSS: Llama with biases on q, k and v, and a separate option for the bias of the output
+projection."""
 
 from dataclasses import replace
 

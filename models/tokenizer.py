@@ -196,8 +196,9 @@ def _eos_ids(
 
 def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str, str]:
     """Returns a checkpoint's chat templates by name, from the same places as transformers:
-    chat_template.jinja and additional_chat_templates/NAME.jinja; otherwise tokenizer_config.json (a
-    string, a list of named templates, or an object); otherwise chat_template.json."""
+    chat_template.jinja and additional_chat_templates/NAME.jinja; if these are missing,
+    tokenizer_config.json (a string, a list of named templates, or an object), and last
+    chat_template.json."""
     found = {
         path.stem: path.read_text(encoding="utf-8")
         for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))

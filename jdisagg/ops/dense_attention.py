@@ -1,8 +1,8 @@
 """Dense causal attention over whole sequences without a cache, for tests (as an oracle) and
 training.
 
-The tokens are one sequence, in order. The softmax is in float32. Memory is T x T per head, so this
-is not for serving."""
+The tokens must be one sequence, in order. The softmax is in float32. Memory is T x T per head, so
+this is not for serving."""
 
 import jax
 import jax.numpy as jnp

@@ -6,9 +6,9 @@ contiguous. All functions are pure and take LOCAL shards. The caller's jit must 
 that writes are in place: a copy of the pool would cost more than the whole step. Tokens are
 addressed by page and slot only; this module has no notion of sequences.
 
-Invariants: a page id of `P` or more means padding, and its row is dropped. Negative ids are not
-allowed, because indexing would count them from the end. Pages must hold finite values only, because
-attention multiplies stale slots by zero.
+Invariants: a page id of `P` or more marks padding, and writes to it are dropped. Negative ids are
+not allowed, because indexing would count them from the end. Pages must hold finite values only,
+because attention multiplies stale slots by zero.
 
 Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to the
 narrower type first (`as_kept`), and attention reads rounded values both from pages and from the
@@ -36,9 +36,9 @@ def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Converts finite values to the array type in which pages store them.
 
     uint16 holds the bits of bfloat16 (`kept_dtype`). uint8 holds fp8 (e4m3fn: 3 bits of mantissa,
-    smallest 2^-9): values beyond +-448 are clipped, and the marker of a broken sequence becomes
-    NaN. Bytes are used because XLA widens fp8 arrays, which turned a write of one row into a copy
-    of the pool."""
+    smallest 2^-9): values beyond +-448 are clipped, and the marker of a sequence with non-finite
+    values (`ops/quarantine.py`) becomes NaN. Bytes are used because XLA widens fp8 arrays, which
+    turned a write of one row into a copy of the pool."""
     if values.dtype == dtype:
         return values
     if dtype == jnp.uint16:

@@ -57,8 +57,8 @@ class BlockPlan(NamedTuple):
     pairs of other devices come last, and blocks of rows cover the local pairs.
 
     Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
-    are valid; start and end of the others are 0. The loop always computes a full block. The results
-    of rows beyond the block's end are overwritten by the next expert's block or never read."""
+    are valid; start and end of the others are 0. The CPU loop always computes a full block. Results
+    beyond a block's end are overwritten by the next expert's block or never read."""
 
     order_P: jax.Array
     expert_B: jax.Array

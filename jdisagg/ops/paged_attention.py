@@ -131,8 +131,8 @@ def _loop(
     """Computes the attention in a loop over page columns. `values` is the array of value pages. For
     latent attention it is the number of leading elements of each key that serve as the value.
 
-    Processes whole steps of 256 or 128 positions or a page, then the rest of the longest sequence
-    in parts of a step, so that a nearly empty last page is not read whole."""
+    Each step covers 256 or 128 positions or a page. The end of the longest sequence is processed in
+    fractions of a step, so that a nearly empty last page is not read whole."""
     batch, query_heads, width = q_BNH.shape
     _, heads, slots, _ = k_pages_PKSH.shape
     positions = (

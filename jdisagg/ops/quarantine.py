@@ -1,11 +1,11 @@
 """Keeps a sequence with non-finite activations from affecting other sequences through attention.
 
-Attention multiplies masked values by zero, and zero times NaN is NaN. A broken sequence would break
-sequences that share its chunk or later receive its pages. So non-finite keys are stored as zero,
-and non-finite values as a marker: a finite number far beyond any real value. For other sequences
-the marker is masked and contributes exactly zero. The broken sequence itself attends to the marker,
-which stays visible in the residual stream even with a tiny weight. `reveal` detects it before the
-logits.
+Attention multiplies masked values by zero, and zero times NaN is NaN. A sequence with non-finite
+values would thus spoil sequences that share its prefill chunk or later receive its pages. Therefore
+non-finite keys are stored as zero, and non-finite values as a marker: a finite number far beyond
+any real value. For other sequences the marker is masked and contributes exactly zero. The faulty
+sequence itself attends to the marker, which stays visible in the residual stream even with a tiny
+weight. `reveal` detects it before the logits.
 
 In latent attention one vector is both key and value. If it is not finite, the whole vector is
 replaced by the marker, and `seen_scores` replaces its score by zero.

@@ -1,10 +1,10 @@
 """Applies recurrences to a prefill chunk. The tokens of each row (sequence) are cut into runs of
-`grain` tokens. A run is a few matrix products, and only the state is passed between runs.
-`gated_delta` and `state_space` define a run's effect on a state, and this module applies the runs
-in order.
+`grain` tokens. Each run takes a few matrix products, and only the state is passed from run to run.
+`gated_delta` and `state_space` define a run's effect on a state. This module applies the runs in
+order.
 
-A row's first run selects the row's own state by `where`, never by a product with zero, so that a
-non-finite row affects no other row."""
+At the first run of a row, the row's state is selected by `where`, never by a product with zero, so
+that a row with non-finite values affects no other row."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -57,7 +57,8 @@ class SamplingRows(NamedTuple):
 
 class VocabularyShard(NamedTuple):
     """The part of the vocabulary that a device's logits cover inside `shard_map`: ids from `first`
-    on. The other devices of `axes` hold the rest. Without axes it is the whole vocabulary."""
+    on. The other devices along `axes` hold the remaining ids. If `axes` is empty, the logits cover
+    the whole vocabulary."""
 
     axes: tuple[str, ...] = ()
     first: jax.Array | int = 0
@@ -127,7 +128,7 @@ def _best(
     value_B: jax.Array, local_B: jax.Array, shard: VocabularyShard
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the largest of the candidates of all vocabulary shards and its id. Ties go to the
-    smallest id. One number and one id per row are exchanged."""
+    smallest id. Devices exchange one number and one id per row."""
     if not shard.axes:
         return value_B, local_B
     best_B = lax.pmax(value_B, shard.axes)

@@ -2,7 +2,7 @@
 of size K, the state is the inputs of the last K - 1 tokens.
 
 Masking uses `where`, never a product with zero, so that a sequence with non-finite inputs affects
-no other. Sums are computed in float32 and rounded once."""
+no other sequence. Sums are computed in float32 and rounded once."""
 
 import jax
 import jax.numpy as jnp

@@ -9,8 +9,9 @@ Frames (text around a plot: openings, habits, friends, bridges, endings), conver
 are templates. `[a|b|c]` is a free choice (nested, possibly empty). `{slot}` is a member of the cast
 that stays the same through a story: H the hero, F the friend, M the helper, with the pronouns
 he/him/his, fhe/fhim/fhis, mhe/mhim/mhis (capitalised at a sentence's start). A plot is a list of
-paragraphs, each a list of sentences. `topic` completes "a story about ...", and `questions` have
-answers in the story. Invariant: a sentence only uses facts of earlier sentences or the opening."""
+paragraphs, each a list of sentences. A plot's `topic` completes "a story about ...", and its
+`questions` have answers in the story. Invariant: a sentence only uses facts of earlier sentences or
+the opening."""
 
 from pathlib import Path
 
@@ -21,8 +22,8 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A place. `inside` states whether `name` follows 'in' or 'to'. `spots` are the hiding places
-    for things there."""
+    """A place in a story. `inside` is its name with a preposition ("in the park"). `spots` are its
+    hiding places for things."""
 
     name: str
     inside: str
