@@ -224,8 +224,8 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scale is None else x * self.layer_scale[...][None, :]
 
     def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
-        """Returns a block's contribution to the residual stream: its output y, after the norm and
-        factor that the model has there."""
+        """Returns a block's contribution to the residual stream: its output y after an optional
+        norm and an optional constant factor."""
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
 

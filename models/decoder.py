@@ -118,11 +118,11 @@ def abstract_model(
     tp: int = 1,
     weights: Weights = "",
 ) -> Decoder:
-    """Builds the model with shapes instead of arrays.
+    """Builds the model with shapes instead of arrays, without allocating memory.
 
     Args:
         tp: Tensor-parallel size. The vocabulary is padded to a multiple of it.
-        weights: Quantized type of the layers' matrices. Empty means `dtype`.
+        weights: Type to which the layers' matrices are quantized. Empty means no quantization.
     """
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:

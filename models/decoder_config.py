@@ -52,7 +52,7 @@ class DeltaConfig:
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     def state(self) -> tuple[KVComponent, ...]:
-        """State per sequence."""
+        """Components of the recurrent state that each sequence has."""
         inputs = KVComponent("inputs", self.key_heads, (self.taps - 1) * self.group_channels)
         size = self.key_dim * self.value_dim
         return inputs, KVComponent("recurrent", self.value_heads, size, "float32")
@@ -99,7 +99,7 @@ class MambaConfig:
         return heads // size, size
 
     def state(self) -> tuple[KVComponent, ...]:
-        """State per sequence."""
+        """Components of the recurrent state that each sequence has."""
         kept, shared = self.taps - 1, self.groups * self.group_channels
         return (
             KVComponent("inputs", self.heads, kept * self.head_dim),
@@ -215,7 +215,7 @@ class LayerConfig:
 
     @property
     def recurrent(self) -> DeltaConfig | MambaConfig | None:
-        """The recurrent layer's configuration, or None for attention."""
+        """Sizes of the layer's recurrent module, or None if the layer has none."""
         return self.delta or self.mamba
 
 

@@ -22,7 +22,8 @@ from models.linear import Linear, Norm, own_heads, rows_of
 
 
 class GatedDeltaNet(nnx.Module):
-    """Gated DeltaNet layer. `recur` loads and stores the state of each sequence."""
+    """Gated DeltaNet module. The caller's `recur` function loads and stores the state of each
+    sequence."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, delta: DeltaConfig, form: KernelForm

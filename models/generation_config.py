@@ -23,7 +23,7 @@ _FIELDS = {
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Reads the defaults. Raises CheckpointError for a field out of its range."""
+    """Reads the sampling defaults of a model. Raises CheckpointError for a value out of range."""
     path = directory / "generation_config.json"
     fields = read_object(path)
     given: dict[str, Any] = {

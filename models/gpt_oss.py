@@ -1,5 +1,6 @@
-"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, and biased experts
-behind a clamped gate, chosen by a softmax over their logits."""
+"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, and experts with
+biases and a clamped gate function. Expert weights are a softmax over the logits of the chosen
+experts."""
 
 from dataclasses import replace
 

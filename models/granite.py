@@ -1,6 +1,6 @@
-"""Granite 3 and 4: Llama with scales on embeddings, residuals, attention scores and logits. Granite
-4 models are dense or hybrid. Hybrids have Mamba-2 in most layers, and optionally routed experts
-with a shared expert, and rotary positions."""
+"""Granite 3 and 4: Llama with constant factors on embeddings, residuals, attention scores and
+logits. Granite 4 models are dense or hybrid. Hybrids have Mamba-2 in most layers, and optionally
+routed experts with a shared expert, and rotary positions."""
 
 from dataclasses import replace
 

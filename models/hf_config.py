@@ -59,8 +59,9 @@ class HfConfig:
     def __init__(
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
-        """Wraps the fields. With `sizes_only`, unsupported options are ignored, which suffices for
-        cost estimates. `nested` is set if the fields are the text part of a multimodal model."""
+        """Wraps the fields of a config.json. With `sizes_only`, unsupported options are ignored,
+        which suffices for cost estimates. `nested` is set if the fields are the text part of a
+        multimodal model."""
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
         self.nested = outer is not None and isinstance(inner, dict)

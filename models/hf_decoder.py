@@ -86,14 +86,16 @@ def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> Decode
 
 
 def read_window(hf: HfConfig, default: int | None = None) -> int | None:
-    """Returns `sliding_window`: `default` if the field is absent, None if it is null."""
+    """Reads the field `sliding_window`. Returns `default` if the field is absent, and None if the
+    field is null."""
     if "sliding_window" not in hf.fields:
         return default
     return hf.count("sliding_window") if hf.has("sliding_window") else None
 
 
 def with_one_window(hf: HfConfig, config: DecoderConfig, window: int | None) -> DecoderConfig:
-    """Sets one window for all layers. Raises an error if `layer_types` contradicts it."""
+    """Sets one window for all layers. Raises an error if `layer_types` gives some layers no
+    window."""
     windows = (window,) * len(config.layers)
     if read_layer_types(hf, len(windows), window, [True] * len(windows)) != windows:
         raise hf.error("layer_types", "must agree with sliding_window", "one window serves all")
@@ -138,7 +140,7 @@ def refuse_windows(hf: HfConfig, reason: str) -> None:
 
 
 def _kv_heads_default(hf: HfConfig, heads: int, defaults: FamilyDefaults) -> int:
-    """Returns the default number of kv heads: one per query head if the field is null, the family's
-    default if it is absent."""
+    """Returns the number of kv heads if config.json gives none: one per query head if the field is
+    null, or the family's default if the field is absent."""
     explicit_null = "num_key_value_heads" in hf.fields
     return heads if explicit_null or defaults.kv_heads is None else defaults.kv_heads

@@ -35,7 +35,7 @@ def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple
 def hybrid_layers(
     hf: HfConfig, field: str, kinds: tuple[str, ...], layers: Mapping[str, LayerConfig]
 ) -> tuple[LayerConfig, ...]:
-    """Builds the layer configurations for this list of kinds. Raises CheckpointError if none has
+    """Builds one layer configuration per entry of `kinds`. Raises CheckpointError if no layer has
     attention."""
     if "attention" not in kinds:
         raise hf.error(

@@ -161,8 +161,8 @@ def _proportional(
 
 
 def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:
-    """Returns the number of rotated dimensions of a head. `given` is the value in the rotary
-    parameters, or 0 if absent."""
+    """Returns the number of dimensions of a head that have rotary positions. `given` is the
+    partial_rotary_factor in the rotary parameters, or 0 if absent."""
     part = hf.number("partial_rotary_factor", given or defaults.partial_rotary or 1.0)
     if given and part != given:
         raise CheckpointError(

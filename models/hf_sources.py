@@ -70,8 +70,8 @@ class PerExpert:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A matrix that consists of the rows from `first_row` on of one tensor [rows, in]. `flipped`
-    means that the parameter is [in, out]."""
+    """A matrix that consists of consecutive rows of one tensor [rows, in], from `first_row` on.
+    `flipped` means that the parameter is [in, out]."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,8 +90,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """A parameter [N, in, out] whose heads are interleaved with others in one tensor [N x rows of a
-    head, in]. Each head's part starts at row `first_row` of the head's rows."""
+    """A parameter [N, in, out] taken from one tensor [N x rows per head, in], which has further
+    rows in each head. The parameter's part starts at row `first_row` of each head."""
 
     name: str
     shape: tuple[int, ...]
@@ -113,8 +113,8 @@ class HeadRows:
 @dataclass(frozen=True, slots=True)
 class SomeRows:
     """A parameter that consists of the listed rows of one tensor [rows, ...], in the listed order.
-    `flipped` means that the parameter is [in, out]. Only these rows are read. Dimensions of the
-    tensor beyond the second have size one."""
+    `flipped` means that the parameter is [in, out]. Only the listed rows are read. Dimensions of
+    the tensor beyond the second must have size one."""
 
     name: str
     shape: tuple[int, ...]
@@ -160,7 +160,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class EverySecond:
-    """A parameter made of every second column of a tensor, from `first` on."""
+    """A parameter that consists of every second column of a tensor, from column `first` on."""
 
     name: str
     shape: tuple[int, ...]

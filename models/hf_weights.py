@@ -219,8 +219,8 @@ def _first(prefix: str, names: tuple[str, ...], found: Shapes) -> str:
 def _gated_queries(
     name: str, key: str, config: DecoderConfig, parameter: ParameterShape
 ) -> SomeRows:
-    """Returns the source of queries or gate in a tensor that holds, for each head, the query's rows
-    before the gate's."""
+    """Returns where queries or gates are stored. One tensor holds, for each head, the rows of the
+    query followed by the rows of the gate."""
     heads, size = config.attention.query_heads, config.attention.head_dim
     first = size if key == "attention.gate.kernel" else 0
     rows = tuple(2 * size * head + first + row for head in range(heads) for row in range(size))
@@ -228,8 +228,8 @@ def _gated_queries(
 
 
 def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
-    """Returns the source of keys or values in a tensor that holds, for each head, the key's rows
-    before the value's."""
+    """Returns where the key or value matrices of latent attention are stored. One tensor holds, for
+    each head, the rows of the key followed by the rows of the value."""
     attention, latent = config.attention, config.attention.latent
     assert latent is not None
     rows = latent.nope_dim + latent.value_dim

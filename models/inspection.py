@@ -46,7 +46,8 @@ class Inspection:
 
 
 def inspect(path: Path) -> Inspection:
-    """Inspects a folder or a config.json. Raises CheckpointError if there is neither."""
+    """Inspects a checkpoint folder or a config.json file. Raises CheckpointError if `path` is
+    neither."""
     bare = path.is_file()
     hf = HfConfig.from_file(path) if bare else HfConfig.from_directory(path)
     found = Inspection(

@@ -59,7 +59,8 @@ def scale_parameters(make: Make, config: DecoderConfig, **kv_heads: int) -> nnx.
 def find_kv_scales(
     directory: Path, config: DecoderConfig, files: CheckpointTensors | None
 ) -> tuple[KVScales, str]:
-    """Returns the scales of a model and their source, which is "" if all are one by default.
+    """Returns the KV scales of a model and the name of their source, which is "" if all scales are
+    one by default.
 
     Args:
         files: Tensors of the model, or None for the Orbax format, which holds no scales.

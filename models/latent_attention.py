@@ -23,7 +23,7 @@ _EPSILON = 1e-6
 
 class MultiHeadLatentAttention(nnx.Module):
     """Latent attention. For each head, `keys` maps the latent to the part of the key without rotary
-    positions, and `values` maps it to the value."""
+    positions, and `values` maps the latent to the value."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm

@@ -70,7 +70,7 @@ class GroupNorm(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """Mamba-2 layer. `recur` loads and stores the state of each sequence."""
+    """Mamba-2 module. The caller's `recur` function loads and stores the state of each sequence."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, mamba: MambaConfig, form: KernelForm

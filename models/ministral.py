@@ -1,5 +1,5 @@
-"""Ministral 8B of 2024: Mistral with windows in some layers. Ministral 3 and Devstral 2: Mistral
-with queries that are scaled by their position."""
+"""Ministral and Devstral 2. Ministral 8B (2024) is Mistral with windows in some layers. Ministral 3
+and Devstral 2 are Mistral with queries that are scaled by their position."""
 
 from dataclasses import replace
 

@@ -77,7 +77,7 @@ class QuantizedFiles:
         return whole
 
     def kept(self, names: Iterable[str], weights: Weights) -> bool:
-        """Whether all of these matrices are already stored in the quantized type `weights`, so that
+        """Whether all matrices `names` are already stored in the quantized type `weights`, so that
         they can be used without dequantizing."""
         matrices = [self._matrices.get(name) for name in names]
         return all(

@@ -2,8 +2,9 @@
 quantized in the requested format, its values are used as stored.
 
 Each output of a matrix has one scale, computed over all inputs. A device that holds only some of
-the inputs therefore still reads all, so that quantized values do not depend on the layout. Peak
-extra memory while reading: one quantized parameter, and one of its matrices in float32."""
+the inputs therefore still reads all, so that quantized values do not depend on the layout. While
+reading, the peak of additional memory is one quantized parameter and one of its matrices in
+float32."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -101,9 +102,9 @@ def quantized_sources(
     floats: Mapping[ParameterPath, tuple[ParameterShape, Source]],
     files: CheckpointTensors,
 ) -> list[Source]:
-    """Returns the source of each parameter of a quantized model, in the order of `jax.tree.leaves`,
-    in which quantized values come before their scales. `floats` are the sources of the same model
-    in float."""
+    """Returns where each parameter of a quantized model is read from. The result is in the order of
+    `jax.tree.leaves`, where quantized values come before their scales. `floats` are the sources of
+    the model without quantization."""
     stored = files if isinstance(files, QuantizedFiles) else None
     matrices: dict[ParameterPath, _Matrix] = {}
     sources: list[Source] = []

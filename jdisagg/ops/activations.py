@@ -24,7 +24,7 @@ class SquaredRelu:
 
 @dataclass(frozen=True, slots=True)
 class GeluGate:
-    """Experts gated by the tanh form of gelu (Gemma 4)."""
+    """Expert gate of Gemma 4: gelu(gate) * up, with the tanh form of gelu."""
 
 
 ExpertGate = ClampedGate | SquaredRelu | GeluGate

@@ -8,8 +8,8 @@ u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t
 A decode step computes exactly these equations. A prefill chunk is processed in runs of `grain`
 tokens. Within a run, with cumulative gates G, the vectors u solve a triangular system, (I + A) U =
 B (V - exp(G) K S), A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i. Each run thus takes a few matrix
-products, and only the state is passed from run to run. All arithmetic is float32. q and k must have
-length one."""
+products, and only the state is passed from run to run. All arithmetic is float32. The vectors q and
+k must have norm one."""
 
 from typing import NamedTuple
 

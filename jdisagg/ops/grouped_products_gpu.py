@@ -67,8 +67,8 @@ def by_wgmma(
         rows_PD: Rows sorted by expert. Rows whose expert is on another device come last.
         sizes_E: Number of rows of each expert.
         gate_EDF, up_EDF, down_EFD: Expert matrices.
-        biases_PF: Biases of each row's gate and up.
-        clamp: Gate function. None means silu.
+        biases_PF: Gate bias and up bias of each row's expert.
+        clamp: Gate function of the experts. None means silu.
     """
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
@@ -253,7 +253,8 @@ def _products(
 
 
 def _tile_of(of_EN: Ref, expert: jax.Array, tile: jax.Array) -> jax.Array:
-    """Loads an expert's scales or biases of one tile of columns: float32 [1, TILE]."""
+    """Loads the part of an expert's scales or biases that belongs to one tile of columns: float32
+    [1, TILE]."""
     column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     at = jnp.full((TILE,), expert, jnp.int32), column_N
     loaded_N = triton.load(of_EN.at[at], mask=column_N < of_EN.shape[1], other=0.0)

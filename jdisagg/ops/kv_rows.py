@@ -63,7 +63,8 @@ def block_of(
     *,
     scatter: bool = True,
 ) -> jax.Array:
-    """Returns all rows [R, K, T, H] of some layers' components. `scatter` as in `to_rows`."""
+    """Returns one block with the rows [R, K, T, H] of all KV components of the given layers. For
+    `scatter`, see `to_rows`."""
     return jnp.concatenate(
         [
             to_rows(array, part, spec, scatter=scatter)
@@ -76,8 +77,8 @@ def block_of(
 def components_of(
     block_RKTH: jax.Array, layers: Sequence[KVLayer], spec: KVSpec, *, gather: bool = True
 ) -> Iterator[jax.Array]:
-    """Yields the components of some layers, in order, from all their rows. `gather` as in
-    `from_rows`."""
+    """Yields the KV components of the given layers, in order, from a block with all of their rows.
+    For `gather`, see `from_rows`."""
     first = 0
     for layer in layers:
         for part in layer.components:

@@ -87,8 +87,8 @@ def block_rows(pairs: int, experts: int) -> int:
 
 
 def plan_blocks(local_P: jax.Array, experts: int, rows: int) -> BlockPlan:
-    """Plans the blocks. `local_P` is the local expert of each pair, or `experts` for padding and
-    pairs of other devices."""
+    """Sorts the pairs and divides them into blocks. `local_P` is the local expert of each pair, or
+    `experts` for padding and for pairs of other devices."""
     pairs = local_P.shape[0]
     order_P = jnp.argsort(local_P, stable=True)
     pairs_E = _sizes(local_P, experts)

@@ -19,8 +19,8 @@ def rms_norm(
 
     Args:
         weight_D: Weight, or None for a weight of one.
-        over: Mesh axes over which the last axis is sharded in equal parts (replication leaves the
-            mean unchanged).
+        over: Mesh axes over which the last axis is sharded in equal parts (axes over which x is
+            replicated may be included).
         above_one: Whether the result is multiplied by one plus the weight.
     """
     wide = x.astype(jnp.float32)

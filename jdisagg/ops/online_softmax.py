@@ -24,7 +24,7 @@ class Softmax(NamedTuple):
 
 
 def empty(shape: tuple[int, ...]) -> Softmax:
-    """Returns the state before any score, for an output of this shape."""
+    """Returns the initial state, before any score, for an attention output of this shape."""
     rows = (*shape[:-1], 1)
     return Softmax(
         jnp.full(rows, MASKED, jnp.float32),
@@ -78,7 +78,7 @@ def capped(scores: jax.Array, cap: float) -> jax.Array:
 
 
 def grouped_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
-    """Groups sinks of query heads by kv head: float32 [K, G, 1, 1]."""
+    """Groups the attention sinks of query heads by kv head: float32 [K, G, 1, 1]."""
     if sinks_N is None:
         return None
     return sinks_N.astype(jnp.float32).reshape(heads, -1, 1, 1)

@@ -70,10 +70,10 @@ def prefill_attention(
     packed: bool = True,
     rows: int = 16,
 ) -> jax.Array:
-    """Computes the attention of a chunk.
+    """Computes the attention of a prefill chunk to itself and to earlier tokens in pages.
 
     Args:
-        segment_T: Row of each token, -1 for padding.
+        segment_T: Sequence of each token, as its row in the step's page table; -1 for padding.
         positions_T: Absolute positions. Used only if both `past` and `window` are given.
         past: Pages with earlier tokens. None if no sequence has earlier tokens. On a GPU only row
             0, which comes first in the chunk, may have earlier tokens.
@@ -81,7 +81,7 @@ def prefill_attention(
         cap, sinks_N, latent: See `model_api.Attend`.
         packed: Whether the chunk may hold several sequences. If False, all valid tokens must belong
             to row 0 and come first.
-        rows: Largest number of segments.
+        rows: Largest number of sequences in the chunk.
 
     Returns:
         o_TNH in q's dtype, 0 for padding.

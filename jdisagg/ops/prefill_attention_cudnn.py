@@ -52,8 +52,8 @@ def attend(
     implementation: Implementation = "cudnn",
 ) -> jax.Array:
     """Computes the attention of a chunk like `ops.prefill_attention.prefill_attention`, except that
-    the output for padding is undefined. `rows` is the largest number of segments. Only segment 0,
-    which comes first, may have earlier tokens in pages."""
+    the output for padding is undefined. `rows` is the largest number of segments (sequences in the
+    chunk). Only segment 0, which comes first, may have earlier tokens in pages."""
     how = {"scale": scale, "window": window, "implementation": implementation}
     first = jnp.sum(segment_T == 0, dtype=jnp.int32)
     if not packed:

@@ -120,7 +120,7 @@ def halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sums(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """Returns the unscaled product, float32 [T, out]."""
+    """Multiplies x with the quantized values, without scales: float32 [T, out]."""
     inputs = kernel.shape[1 if transposed else 0]
     if kernel.dtype == jnp.uint8 and 2 * inputs == x_TD.shape[1]:
         low, high = (half.astype(x_TD.dtype) for half in halves(kernel))

@@ -42,7 +42,8 @@ class Rope:
     turned_pairs: int = 0
 
     def frequencies(self) -> np.ndarray:
-        """Returns radians per position of each pair of dimensions: float32 [R / 2]."""
+        """Returns the rotation frequency of each pair of dimensions, in radians per position:
+        float32 [R / 2]."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         plain = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         match self.type:

@@ -68,8 +68,8 @@ WHOLE = VocabularyShard()
 
 
 def greedy(logits_BV: jax.Array, shard: VocabularyShard = WHOLE) -> jax.Array:
-    """Returns the id of each row's largest logit, int32 [B], ties to the smallest id, or
-    INVALID_TOKEN if none is finite."""
+    """Returns the id of each row's largest logit, int32 [B], ties to the smallest id. Returns
+    INVALID_TOKEN for a row whose largest logit is not finite."""
     logits_BV = _nan_to_inf(logits_BV)
     token_B = selection.argmax(logits_BV)
     value_B, token_B = _best(_at(logits_BV, token_B), token_B, shard)
@@ -87,8 +87,8 @@ def sample(
     otherwise sampled under the row's filters. Deterministic for given coordinates. Works under jit
     and on local shards in `shard_map`.
 
-    On a GPU, and with a sharded vocabulary, both filters find their bound by a fixed number of
-    passes (`selection.last_value`) instead of loops with early exit."""
+    On a GPU, and with a sharded vocabulary, top-k and top-p find their thresholds by a fixed number
+    of passes (`selection.last_value`) instead of loops with early exit."""
     largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
@@ -149,7 +149,8 @@ def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array
 
 
 def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: VocabularyShard) -> jax.Array:
-    """Computes `_top_k_threshold` by a fixed number of passes."""
+    """Computes the same threshold as `_top_k_threshold` by a fixed number of passes, without a
+    loop."""
 
     def kth() -> jax.Array:
         def reached(values: Sequence[jax.Array]) -> list[jax.Array]:

@@ -34,5 +34,5 @@ def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) ->
 
 
 def _each(scale_K: jax.Array, group: int = 1) -> jax.Array:
-    """Repeats each scale for every query head of its group: [1, heads, 1]."""
+    """Repeats each kv head's scale for all query heads that share the kv head: [1, heads, 1]."""
     return jnp.repeat(scale_K, group)[None, :, None]

@@ -91,9 +91,9 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
 
 
 def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows: int) -> jax.Array:
-    """Returns the largest number t, float32 [rows], for which a monotone condition holds, which is
-    true for -inf and for all numbers up to t. `holds` tests a list of float32 [rows] and returns
-    one bool [rows] for each.
+    """Returns the largest number t, float32 [rows], for which a monotone condition holds. The
+    condition must hold for -inf, and for all numbers below any number for which it holds. `holds`
+    tests a list of arrays, float32 [rows], and returns one bool [rows] for each array.
 
     Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. Unrolling avoids a
     loop, which the host would drive on a GPU."""

@@ -29,8 +29,8 @@ class TokenScores(NamedTuple):
 def token_scores(
     logits_TV: jax.Array, token_T: jax.Array, shard: VocabularyShard, top: int
 ) -> TokenScores:
-    """Computes log-probability and rank of each given token, and the most likely tokens at its
-    position.
+    """Computes log-probability and rank of each given token, and the most likely tokens at the
+    token's position.
 
     Args:
         logits_TV: float32 logits for this device's part of the vocabulary. Padding ids have -inf.
@@ -39,7 +39,7 @@ def token_scores(
         top: Number of most likely tokens.
 
     Returns:
-        The same scores on every device of `shard.axes`.
+        Scores of all tokens, equal on every device along `shard.axes`.
     """
 
     def over_all(reduce: Callable[..., jax.Array], x_T: jax.Array) -> jax.Array:

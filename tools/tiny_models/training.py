@@ -196,8 +196,8 @@ def encoded(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[list[int]]:
 
 def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[PackedRows]:
     """Yields rows of whole documents as NumPy arrays [T]. Each row starts with the document that
-    has waited longest, and is filled with the longest waiting documents that still fit. Documents
-    longer than a row are dropped."""
+    has waited longest, and is filled up with other waiting documents, the longest that fits first.
+    Documents longer than a row are dropped."""
     pool: list[list[int]] = []
     while True:
         while len(pool) < _POOL_DOCUMENTS:
