@@ -1,2 +1,3 @@
-"""Simulates a cluster in virtual time: workloads, executor and channel priced by the cost model,
-reports, planner. Imports neither JAX nor gRPC."""
+"""Simulates a cluster in virtual time: the live request path on simulated meshes and transfers,
+whose durations come from the cost model. Also generates workloads, reports results and plans
+deployments. Imports neither JAX nor gRPC."""

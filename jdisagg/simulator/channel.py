@@ -1,15 +1,15 @@
-"""The simulated transfer channel: blocks on offer, and the seconds of pulls that share links.
+"""Simulates KV transfers: the published KV blocks, and the duration of pulls that share links.
 
-Each worker has one way out and one way in for each kind of link. A way's bandwidth is the sum of
-the links of the worker's devices. A pull's rate is the lesser of its fair shares of two ways
-(bandwidth divided by the number of flows), and at most that of the links of one dp rank. Rates are
-recomputed whenever a flow begins or ends on a way. Bandwidth that a flow cannot use is not
-redistributed, unlike in max-min fairness.
+Each worker has one `Way` out and one `Way` in for each kind of link. The bandwidth of a `Way` is
+the sum over the links of the worker's devices, and concurrent pulls share it equally. A pull's rate
+is the lesser of its shares at the sender and at the receiver, and at most the bandwidth of one dp
+rank's links. Rates are recomputed whenever a pull begins or ends. Bandwidth that one pull cannot
+use is not redistributed, unlike in max-min fairness.
 
-Blocks are offered before they are computed. With `overlap` n > 1 a chunk's layers are sent in n
-groups, and all but the last may be transferred while the chunk computes, as with the live layer
-groups. With 1 the transfer waits for the whole chunk. Independent of requests; workers are names.
-Invariant: flows never exceed a way's bandwidth."""
+A prefill worker publishes blocks before their KV is computed. With `overlap` n > 1 the layers of a
+chunk are sent in n groups, as in the live system. All groups but the last may be transferred while
+the chunk computes. With `overlap` 1 the transfer waits for the whole chunk. Workers are identified
+by name. Invariant: the pulls of a `Way` never exceed its bandwidth."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """One direction of one kind of link of one worker. `slowed`: speed factor, < 1 during a
-    fault."""
+    """All links of one kind of one worker, in one direction. `slowed`: factor on the bandwidth,
+    below 1 during an injected fault."""
 
     bytes_per_second: float
     flows: "dict[_Flow, None]" = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class SimulatedOffer:
-    """A block of `tokens` that `owner` computes from `begins_at` to `ready_at`."""
+    """The KV of `tokens` tokens, which worker `owner` computes from `begins_at` to `ready_at`."""
 
     owner: str
     tokens: int
@@ -60,12 +60,12 @@ class SimulatedOffer:
 
 @dataclass(frozen=True, slots=True)
 class ChannelEnd:
-    """A worker on the channel.
+    """A worker as an endpoint of transfers.
 
     Attributes:
-      place: "rack/host/domain/process".
+      place: Location of the worker, "rack/host/domain/process".
       links: Number of devices, each with its own link.
-      lanes: Number of devices that hold one sequence (a dp rank); 0 for all.
+      lanes: Number of devices of one dp rank, which hold one sequence; 0 means all devices.
     """
 
     place: str
@@ -74,15 +74,15 @@ class ChannelEnd:
 
 
 class SimulatedChannel:
-    """Blocks on offer, and their pulls over shared links.
+    """Holds the published KV blocks and simulates their pulls over shared links.
 
     Attributes:
-      stalled: Workers with a fault by which their pulls never end.
-      gone: Workers that died.
+      stalled: Names of workers whose pulls never end, because of an injected fault.
+      gone: Names of workers that died.
 
     Args:
       link: Returns the link between two places.
-      overlap: Number of layer groups of a hand-off.
+      overlap: Number of layer groups in which a chunk's KV is sent.
     """
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
@@ -97,7 +97,7 @@ class SimulatedChannel:
         self._links: dict[tuple[str, str], tuple[Link, tuple[Way, ...], float]] = {}
 
     def lose(self, owner: str) -> None:
-        """Removes a dead worker's offers."""
+        """Marks a worker as dead and removes the blocks that it published."""
         self.gone.add(owner)
         self.offered = {
             offer_id: offered
@@ -106,7 +106,7 @@ class SimulatedChannel:
         }
 
     def slow(self, worker: str, factor: float) -> None:
-        """Sets the speed of all ways of a worker to `factor` of the normal speed; 1 restores it."""
+        """Sets the speed of all links of a worker to `factor` of the normal speed."""
         self._slowed[worker] = factor
         for (name, _, _), way in self._ways.items():
             if name == worker:
@@ -114,7 +114,7 @@ class SimulatedChannel:
                 self._share_again((way,))
 
     def moved_bytes(self, worker: str) -> float:
-        """Returns the bytes that the worker has sent so far."""
+        """Returns the number of bytes that the worker has sent so far."""
         return sum(
             way.moved_bytes
             for (name, _, outward), way in self._ways.items()
@@ -124,7 +124,8 @@ class SimulatedChannel:
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
-        """Starts the pull of an offered block and calls `done` when the whole block has arrived."""
+        """Starts the transfer of a published block to `receiver`, and calls `done` when the whole
+        block has arrived."""
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return
@@ -180,7 +181,8 @@ class SimulatedChannel:
         flow.done()
 
     def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
-        """Returns (link, (sender's way out, receiver's way in), cap on a pull in bytes/s)."""
+        """Returns the link, the sender's outgoing and the receiver's incoming `Way`, and the most
+        bytes per second that one pull can reach."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]

@@ -1,8 +1,8 @@
-"""The simulated cluster: live workers on simulated meshes, a live membership that receives their
-heartbeats, and the live request path.
+"""The simulated cluster: the code of the live workers, membership and request path, on simulated
+meshes.
 
-It assembles a `LocalCluster` (`jdisagg/assembly.py`) and makes no decisions. Use it on a virtual
-loop."""
+It assembles a `LocalCluster` (`jdisagg/assembly.py`) and makes no decisions of its own. It must run
+on the event loop of `virtual_time`."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ NEWS_A_BEAT = 4
 
 @dataclass(frozen=True, slots=True)
 class _NoText:
-    """Detokenizer without text, because simulated tokens have none."""
+    """Detokenizer that returns no text, because simulated tokens have no text."""
 
     stopped: bool = False
 
@@ -60,10 +60,11 @@ _NOTHING, _NO_TEXT = TextDelta("", 0, False), _NoText()
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One process of one worker, from its start to its death.
+    """One process of a worker. A restart of the worker creates another `Process`.
 
     Attributes:
-        mark: Position in the prefix cache's change log up to which the router has received changes.
+        mark: Position in the worker's log of prefix cache changes, up to which the router has
+            received the changes.
     """
 
     worker: Worker
@@ -75,7 +76,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker's name, role and place, which stay the same when its process is restarted."""
+    """A worker's name, role, pool and place, which do not change when the worker is restarted."""
 
     name: str
     role: WorkerRole
@@ -84,13 +85,13 @@ class Seat:
 
 
 class SimulatedCluster:
-    """A fleet of live workers on simulated meshes, behind the live request path.
+    """Runs the code of the live workers and request path for a fleet of simulated meshes.
 
     Studies of other engines subclass it and pass the subclass to `simulate`
     (benchmarks/simulator_engines/cluster.py).
 
     Args:
-      mortal: Whether workers may be killed, which makes every call slightly slower.
+      mortal: Whether workers may be killed. Support for this makes every call slightly slower.
     """
 
     executor: Callable[..., SimulatedExecutor] = SimulatedExecutor
@@ -196,14 +197,14 @@ class SimulatedCluster:
         self._beat_later(process)
 
     async def kill(self, name: str) -> None:
-        """Ends a worker as `kill -9` does: it stops answering at once."""
+        """Ends a worker as `kill -9` does: the worker stops answering at once."""
         process = self.processes[name]
         if process.beating is not None:
             process.beating.cancel()
         await self.local.kill(name, lambda: self.channel.lose(name))
 
     def usage(self) -> tuple[WorkerUsage, ...]:
-        """Returns the device use of each worker, summed over all processes of that name."""
+        """Returns the device use of each worker, summed over the worker's restarts."""
         busy: dict[str, float] = {}
         for process in (*self.former, *self.processes.values()):
             busy[process.card.name] = busy.get(process.card.name, 0.0) + process.mesh.busy_seconds
@@ -242,7 +243,6 @@ class SimulatedCluster:
         return DecodeWorker
 
     def _policy(self) -> PlacementPolicy:
-        """Returns the placement policy for the network of the simulated fleet."""
         rules = rules_of(self.fleet.routing, self.fleet.limits.timeouts)
         return replace(rules, far=self.fleet.far)
 
@@ -252,17 +252,18 @@ class SimulatedCluster:
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Returns middleware to wrap the ports of `worker`; subclasses override it."""
+        """Returns a wrapper for the calls from `caller` to `worker`, or none by default. Subclasses
+        override this method."""
         return ()
 
     async def switch_role(
         self, name: str, role: WorkerRole, seconds: float, drain_seconds: float | None = None
     ) -> None:
-        """Moves a worker to the other pool: it drains, takes `seconds` to reshard its weights, and
-        returns under the same name.
+        """Moves a worker to the other pool. The worker drains, is unavailable for `seconds` while
+        it reshards its weights, and returns under the same name.
 
         Raises:
-          ConfigError: The pools do not allow it.
+          ConfigError: The pools do not allow the change.
           UnavailableError: The worker's process ended in the meantime.
         """
         self.fleet.check_roles_change()
@@ -296,7 +297,7 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat. Called by timers, because a task for each worker would be slower."""
+        """Sends a heartbeat and sets a timer for the next one, which is faster than a task."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
@@ -307,8 +308,8 @@ class SimulatedCluster:
         self._beat_later(process)
 
     def _send_kept_news(self, process: Process) -> None:
-        """Sends changes of a worker's prefix cache to the router, at most NEWS_A_BEAT messages a
-        heartbeat as live workers do."""
+        """Sends the changes of a worker's prefix cache to the router. Like a live worker, it sends
+        at most NEWS_A_BEAT messages with each heartbeat."""
         for _ in range(NEWS_A_BEAT):
             news = process.worker.kept_news(process.mark)
             if news is None:
@@ -326,7 +327,7 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """Yields the workers' seats in the order of the pools. Names count through a role's pools."""
+    """Yields one seat for each instance, pool by pool. Workers of one role are numbered from 0."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL
@@ -337,7 +338,6 @@ def _seats(fleet: Fleet) -> Iterator[Seat]:
 
 
 def _names(fleet: Fleet, book: PromptBook) -> PromptNames | None:
-    """Returns the namer of prompt blocks, or None without a prefix cache."""
     prefix = fleet.prefix
     if not prefix.reuse:
         return None

@@ -1,8 +1,8 @@
 """Generates workloads of conversations: each prompt starts with all earlier turns and answers.
 
-The blocks of prompts and answers have names, so that prefix caches find earlier turns. All
-conversations may share one system prompt. The loop is open: a turn arrives one think time after the
-previous turn's arrival, however long the answer takes."""
+The blocks of prompts and answers are named, so that prefix caches find the earlier turns. All
+conversations may share one system prompt. Arrivals are an open loop: each turn arrives one think
+time after the arrival of the previous turn, however long the answer takes."""
 
 import math
 from dataclasses import dataclass
@@ -17,15 +17,17 @@ BLOCKS_OF_ONE = 24  # bits of a block name that number the blocks of one convers
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurns:
-    """Distribution of conversations.
+    """Describes how conversations are drawn.
 
     Args:
-        mean: Mean number of turns of a conversation, geometrically distributed, at least 1.
-        think_seconds: Mean seconds between arrivals of consecutive turns, exponential.
-        system_tokens: Tokens of the shared system prompt.
-        block_tokens: Block size in tokens.
-        context_tokens: Context length; a conversation ends before the first turn that would exceed
-            it. None means no limit.
+        mean: Mean number of turns of a conversation, at least 1. The number has a geometric
+            distribution.
+        think_seconds: Mean seconds between the arrivals of two consecutive turns. The time has an
+            exponential distribution.
+        system_tokens: Number of tokens of the shared system prompt.
+        block_tokens: Number of tokens in one named block.
+        context_tokens: Context length in tokens; a conversation ends before the first turn that
+            would exceed it. None means no limit.
 
     Raises:
         WorkloadError: A value is out of range.
@@ -62,7 +64,7 @@ def conversations(
     seed: int = 0,
 ) -> list[Arrival]:
     """Returns `count` requests at about `rate` a second in steady state. Conversations begin as a
-    Poisson process. `lengths`: distribution of (message, answer) tokens of a turn."""
+    Poisson process. `lengths`: distribution of a turn's (message, answer) lengths in tokens."""
     begins = poisson(rate / turns.mean, count, lengths, seed)
     random = np.random.default_rng((seed, 1))
     found: list[Arrival] = []

@@ -1,11 +1,11 @@
-"""The live elastic controller in a simulated cluster: a hook for `simulate`.
+"""Runs the live elastic controller, which changes the roles of workers, in a simulated cluster.
 
     result = simulate(fleet, arrivals, hooks=[elastic(ElasticConfig(slo=...), switch_seconds=20.0)])
 
-The controller, its inputs and its loop are the live router's (router/elastic.py,
-dispatch/roles/elastic_pools.py). Only the role change is simulated: the worker drains and is
-unavailable for `switch_seconds`, the time that a real worker takes to reshard its weights and to
-warm up (measured in benchmarks/results/role_switch.json)."""
+The controller, its inputs and its loop are the code of the live router (router/elastic.py,
+dispatch/roles/elastic_pools.py). Only the role change is simulated. The worker drains, and is then
+unavailable for `switch_seconds`. A real worker needs this time to reshard its weights and to warm
+up (measured in benchmarks/results/role_switch.json)."""
 
 from collections.abc import Awaitable, Callable
 
@@ -23,8 +23,8 @@ DRAIN_SECONDS = 30.0
 
 
 class SimulatedSwitcher:
-    """Replaces the live `RoleSwitcher`. A worker that changes its role uses the layout of its new
-    pool; the `layout` argument is ignored."""
+    """Stands in for the live `RoleSwitcher`. A worker with a changed role uses its new pool's
+    layout."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False
@@ -34,8 +34,8 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Switches a worker's role; raises the live switcher's errors. Ignores the timeout
-        `seconds`."""
+        """Changes a worker's role, and raises the same errors as `RoleSwitcher`. Ignores `layout`
+        and the timeout `seconds`."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()

@@ -1,19 +1,20 @@
 """A simulated mesh: an `Executor` (scheduler/executor.py) whose commands take the seconds that a
 cost model estimates.
 
-Commands run one after the other, as on a device, and pulls run beside them on the channel. Tokens
-are synthetic (`timeline`). Decode steps run as spans: a `DecodeSteps` of k steps is one event, and
-`interrupt` ends the span early, at a step's boundary, when a sequence waits to join. The
-simulator's work therefore does not grow with the number of tokens.
+Commands run one after the other, as on a device. Only pulls of KV run beside other commands, on the
+simulated channel. Token ids are synthetic (`timeline`). A `DecodeSteps` command of k steps, called
+a span, is one event. `interrupt` ends a span early, between two steps, when a sequence waits to
+join the batch. The simulator's work therefore does not grow with the number of tokens.
 
-The live loop issues a step ahead of the running one (worker/step_loop.py), so that a command
-submitted during a step takes effect `run_ahead` steps after the next boundary. Insertions and
-interruptions are simulated with the same wait, and insertions delay the following steps. With
-pipeline stages a step takes the time of the fullest batch (`turns`). With `fused`, a prefill chunk
-and the decode step issued with it run as one step (chunked prefill as in Sarathi-Serve), not in
-turns as on the live mesh.
+The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
+during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation
+delays insertions of received KV and interruptions in the same way, and insertions delay the steps
+behind them. With pipeline stages a step takes as long as the fullest batch needs (`turns`). With
+`fused`, a prefill chunk and the decode step issued with the chunk run as one step, as in
+Sarathi-Serve. The live mesh alternates chunks and decode steps instead.
 
-Independent of requests, pages and schedulers. Invariant: commands except pulls end in order."""
+Must not depend on requests, pages or schedulers. Invariant: all commands except pulls end in the
+order in which they were submitted."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -56,8 +57,8 @@ ISSUE_TURNS = 8
 
 @dataclass(slots=True, eq=False)
 class RunningSpan:
-    """Decode steps that run. `steps`: their number, reduced by an interruption. `delay`: seconds
-    that insertions between the steps add."""
+    """A running `DecodeSteps` command. `steps`: number of steps that the span runs; an interruption
+    reduces it. `delay`: seconds that insertions of received KV add between steps."""
 
     command: DecodeSteps
     future: Result
@@ -77,8 +78,9 @@ class EngineTraits:
 
     Attributes:
       fused: A prefill chunk and a decode step run as one step.
-      stages: Pipeline stages.
-      longest_span_seconds: Cap on a span's seconds, to distinguish a busy mesh from a hung one.
+      stages: Number of pipeline stages.
+      longest_span_seconds: Cap on the duration of one span, so that a long span is not mistaken for
+        a hung mesh.
     """
 
     fused: bool = False
@@ -89,7 +91,7 @@ class EngineTraits:
 class SimulatedExecutor:
     """Implements `InterruptibleExecutor` with a cost model on a virtual clock.
 
-    Subclasses model other engines by overriding `_pace` and `_insert`
+    Subclasses simulate other engines by overriding `_pace` and `_insert`
     (benchmarks/simulator_engines/executor.py)."""
 
     # Decode commands issued before the first result is read, as the live step loop does.
@@ -144,7 +146,7 @@ class SimulatedExecutor:
         return future
 
     def interrupt(self) -> None:
-        """Ends the running decode steps at the boundary where a command issued now would run."""
+        """Ends the running span at the end of the step after which a new command would run."""
         span = self._span
         if span is not None:
             steps = self._boundary(span)
@@ -163,7 +165,7 @@ class SimulatedExecutor:
         self._drop_span()
 
     def close(self) -> None:
-        """Does nothing: there is nothing to free."""
+        """Does nothing, because a simulated mesh holds no resources."""
 
     # ---- prefill
 
@@ -177,8 +179,8 @@ class SimulatedExecutor:
             self._run_chunk(command, future, *self._prefill_seconds(command))
 
     def _release_held(self, command: PrefillChunk, turns: int) -> None:
-        """Runs a held chunk alone once the mesh is free and no decode step has joined within
-        `turns` more turns of the event loop."""
+        """Runs a held prefill chunk by itself, once the mesh is free and no decode step has been
+        issued within the next `turns` iterations of the event loop."""
         if self._held is None or self._held[0] is not command:
             return
         if self._loop.time() < self._free_at:
@@ -225,7 +227,8 @@ class SimulatedExecutor:
                 )
 
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
-        """Returns the slowest rank's (seconds until the tokens, seconds until the next batch)."""
+        """Returns the seconds until the chunk's tokens are sampled and the seconds until the next
+        batch may begin, both for the slowest dp rank."""
         if self.limits.ranks == 1:
             return self._costs.prefill(_sizes(command.rows))
         ranks: dict[int, list[PrefillRow]] = {}
@@ -258,7 +261,7 @@ class SimulatedExecutor:
         self._reschedule(span)
 
     def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
-        """Returns (pace, number of steps) of a span that begins at `start`."""
+        """Returns the steps' duration and number for a span that begins at `start`."""
         sequences, tokens, longest = map(max, zip(*loads, strict=True))
         return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
 
@@ -267,8 +270,8 @@ class SimulatedExecutor:
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
     def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
-        """Runs the held chunk in the span's first step, which lasts as long as the slowest
-        rank's."""
+        """Runs the held prefill chunk within the first step of the span. The step lasts as long as
+        the slowest dp rank needs."""
         assert self._held is not None
         chunk, future = self._held
         self._held = None
@@ -295,7 +298,7 @@ class SimulatedExecutor:
         span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
     def _boundary(self, span: RunningSpan) -> int:
-        """Returns the number of steps of the span that run before a command issued now."""
+        """Returns the number of steps of the span that run before a command that is issued now."""
         begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
         return min(span.steps, max(1, begun) + self.run_ahead)
 
@@ -327,8 +330,8 @@ class SimulatedExecutor:
             self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a due command may complete. On a broken mesh the command's future fails;
-        on a hanging mesh it stays pending."""
+        """Returns whether a command whose time is over may complete. On a broken mesh the command's
+        future fails. On a hanging mesh the future stays pending."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -395,7 +398,8 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """Copies pages out: between steps for a running sequence, after its chunks for a prompt."""
+        """Copies KV out of pages: of a decoding sequence between steps, of a prompt after its
+        chunks."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)
@@ -417,17 +421,15 @@ class SimulatedExecutor:
 
 
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-    """Returns (tokens to compute, earlier tokens of the prompt) of each row."""
+    """Returns for each row the number of tokens to compute and of prompt tokens before them."""
     return [(len(row.tokens), row.start) for row in rows]
 
 
 def admitted(command: DecodeSteps, rank: int) -> list[int]:
-    """Returns the slots of `rank` into which the command admits sequences."""
     return [admit.slot for admit in command.admits if admit.rank == rank]
 
 
 def _do_nothing(command: StepCommand, future: Result) -> None:
-    """Completes at once a command that has no effect on a simulated mesh."""
     future.set_result(Done(command.step))
 
 

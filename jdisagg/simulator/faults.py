@@ -1,10 +1,12 @@
-"""Injects faults into a run by hooks: a worker dies, hangs or breaks, a link slows, clients cancel.
+"""Injects faults into a simulated run: a worker dies, hangs or fails, a link slows down, clients
+cancel requests.
 
     simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0),
     SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
 
-Each fault names a worker and the virtual time in seconds at which it begins. Live code handles the
-consequences. The cluster counts faults under `faults`, so that tests can check them."""
+Each fault names a worker and the virtual time in seconds at which it begins. The code of the live
+system handles the consequences. The cluster's counter `faults` has the number of injected faults,
+so that tests can check it."""
 
 import asyncio
 import random
@@ -18,8 +20,7 @@ from jdisagg.simulator.run import Hook
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Kills a worker as `kill -9` does, and restarts it `back_after` seconds later (None:
-    never)."""
+    """Kills a worker as `kill -9` does. `back_after`: seconds until the restart; None for never."""
 
     worker: str
     at_seconds: float
@@ -28,8 +29,9 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Stops all commands and pulls of a mesh, which the live code detects by `limits.step_seconds`.
-    The process is restarted `back_after` seconds after the stall began; None never restarts it."""
+    """Makes all commands and pulls of a worker's mesh hang. The code of the live worker detects a
+    command that runs longer than `limits.step_seconds`. `back_after`: seconds from the beginning of
+    the fault until the worker's restart, or None for no restart."""
 
     worker: str
     at_seconds: float
@@ -38,7 +40,8 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Makes all programs of a mesh fail; `back_after` is as in `Stall`."""
+    """Makes all programs of a worker's mesh fail. `back_after`: seconds until the worker's restart,
+    or None for no restart."""
 
     worker: str
     at_seconds: float
@@ -47,7 +50,7 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """Runs all links of a worker at `factor` of their speed for `seconds`."""
+    """Runs all links of a worker at `factor` times their speed for `seconds` seconds."""
 
     worker: str
     at_seconds: float
@@ -61,7 +64,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Cancels:
-    """Each client with a running request cancels that request with probability `part`."""
+    """Cancels each request that runs at `at_seconds`, with probability `part`."""
 
     at_seconds: float
     part: float = 0.1
@@ -85,7 +88,7 @@ _ENDS = {"death": Death, "stall": Stall, "broken": Broken}
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses `kind:worker:at_seconds[:more]`. Raises ConfigError for another form."""
+    """Parses `kind:worker:at_seconds[:more]`. Raises ConfigError if the text is invalid."""
     kind, *parts = text.split(":")
     try:
         if kind in _ENDS and len(parts) in (2, 3):
@@ -105,7 +108,8 @@ def schedule(faults: Sequence[Fault]) -> Hook:
     """Returns a hook of `simulate` that causes the faults at their times.
 
     Raises:
-      ConfigError: A fault names a worker that the cluster lacks; names are "prefill-0", "mixed-2".
+      ConfigError: A fault names a worker that the cluster lacks; examples of names are "prefill-0"
+        and "mixed-2".
     """
 
     async def strike(cluster: SimulatedCluster) -> None:
@@ -145,7 +149,8 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
 async def _replace(
     cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
 ) -> None:
-    """Kills a worker's current process and starts another, unless it was replaced meanwhile."""
+    """Kills a worker's current process after `after` seconds and restarts the worker `back_after`
+    seconds later. Does nothing if the process has been replaced by then."""
     process = cluster.processes[worker]
     if after is None:
         return

@@ -1,8 +1,8 @@
 """Describes a simulated fleet: a model, pools of identical instances, their places, the links
 between instances, and the workers' configuration.
 
-Workers are configured with the live `InstanceConfig` and `LimitsConfig`; the other fields describe
-hardware. Constructors raise ConfigError for impossible combinations. Pure data."""
+`InstanceConfig` and `LimitsConfig` configure the workers, as in the live system. The other fields
+describe hardware. Constructors raise ConfigError for impossible combinations. Pure data."""
 
 import math
 from collections.abc import Callable
@@ -41,14 +41,15 @@ LIMITS = LimitsConfig(
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A number of identical instances.
+    """A pool of identical instances.
 
     Attributes:
       count: Number of instances.
-      hardware: Accelerator of every instance.
+      hardware: Kind of all accelerators in the pool.
       instance: Configuration of one instance, as a live worker reads it.
-      stages: Pipeline stages; an instance has `stages` x `instance.layout.devices` devices.
-      costs: Step costs to use instead of the cost model's; None uses the cost model.
+      stages: Number of pipeline stages; an instance has `stages` x `instance.layout.devices`
+        devices.
+      costs: Durations of steps; None takes the durations from the cost model.
     """
 
     count: int
@@ -63,7 +64,7 @@ class Pool:
 
     @property
     def devices(self) -> int:
-        """Devices of one instance."""
+        """Number of devices of one instance."""
         return self.instance.layout.devices * self.stages
 
 
@@ -71,21 +72,24 @@ class Pool:
 class Fleet:
     """A model, its pools, and the network between them.
 
-    Methods that a study may override are plain methods: `benchmarks/simulator_engines` adds sites
-    and mixed pools that way.
+    Studies of other engines override methods: `benchmarks/simulator_engines` adds sites and mixed
+    pools in this way.
 
     Attributes:
-      decode: Decode pool, or the only pool in the one-mesh modes.
-      prefill: Prefill pool; None in the one-mesh modes, where `decode` also prefills.
-      host_devices: Devices that share the scale-up link; 0 means as the hardware's description.
-      link: Link between any two instances; None means scale-up within a host, else scale-out.
-      overlap: Layer groups in which a hand-off is sent.
+      decode: Pool of decode instances. In the unified and chunked modes, where each instance both
+        prefills and decodes, it is the only pool.
+      prefill: Pool of prefill instances; None in the unified and chunked modes.
+      host_devices: Number of devices that share the scale-up link; 0 takes the number from the
+        description of the hardware.
+      link: Link between any two instances; None selects the scale-up link within a host and the
+        scale-out link between hosts.
+      overlap: Number of layer groups in which the KV of a prompt chunk is sent.
       fused: Whether a prefill chunk and a decode step run as one step.
       context_tokens: Context length in tokens; None uses the model's.
-      block_tokens: Tokens that one block name of the workload covers.
+      block_tokens: Number of tokens in one named block of the workload's prompts.
       prefix: Prefix cache settings of the workers.
-      memory_reserve: Fraction of device memory left for activations.
-      heartbeat_seconds: Interval between a worker's heartbeats.
+      memory_reserve: Fraction of device memory that is kept free for activations.
+      heartbeat_seconds: Seconds between two heartbeats of a worker.
     """
 
     geometry: CostGeometry
@@ -139,12 +143,12 @@ class Fleet:
 
     @property
     def kept_dtype(self) -> str:
-        """Dtype of the KV cache."""
+        """Data type of the KV cache."""
         return self.kv_dtype or self.geometry.kv_dtype or self.dtype
 
     def check_roles_change(self) -> None:
-        """Raises ConfigError unless both pools' instances have equal hardware and numbers of
-        devices, so that a worker of each pool could serve in the other."""
+        """Raises ConfigError unless the instances of both pools have equal hardware and equal
+        numbers of devices. Otherwise a worker of one pool could not serve in the other pool."""
         if self.prefill is None:
             raise ConfigError(
                 f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use"
@@ -169,7 +173,8 @@ class Fleet:
         return sum(pool.count * pool.devices for pool in self.pools)
 
     def hardware_of(self, pool: Pool) -> Accelerator:
-        """Returns the pool's accelerator with the fleet's scale-up domain."""
+        """Returns the description of the pool's accelerator, changed to the fleet's number of
+        devices that share the scale-up link."""
         return (
             replace(pool.hardware, domain_devices=self.host_devices)
             if self.host_devices
@@ -191,8 +196,7 @@ class Fleet:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """Returns an instance's scheduler limits. Raises ConfigError if weights leave no room for
-        KV."""
+        """Returns an instance's scheduler limits. Raises ConfigError without memory for KV."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)
@@ -221,19 +225,19 @@ class Fleet:
 
     @property
     def tiers(self) -> TierRoom:
-        """Sizes of each worker's prefix cache tiers in host memory and on disk."""
+        """Sizes of each worker's prefix cache in host memory and on disk."""
         return TierRoom(self.prefix.host_bytes, always=self.prefix.restores == "always")
 
     def host_link(self, pool: Pool) -> HostLink:
-        """Returns the host link of one dp rank's devices."""
+        """Returns the links between host memory and the devices of one dp rank."""
         kept = self.geometry.kv_bytes_per_token(self.kept_dtype)
         return HostLink(pool.hardware.host, pool.devices // pool.instance.layout.dp, kept)
 
     def places(self) -> tuple[tuple[str, ...], ...]:
-        """Returns each pool's instance places, "rack/host/domain/process".
+        """Returns for each pool the places of its instances, written "rack/host/domain/process".
 
-        Hosts of equal hardware are filled with instances of all pools in proportion to their
-        counts, so that a prefill and a decode instance share a host where both fit."""
+        Pools of equal hardware share hosts. Their instances alternate in proportion to the pools'
+        sizes, so that a prefill and a decode instance share a host where both fit."""
         turns = sorted(
             ((index + 0.5) / pool.count, number, index)
             for number, pool in enumerate(self.pools)
@@ -259,14 +263,13 @@ class Fleet:
         )
 
     def hosts_of(self, pool: Pool) -> str:
-        """Returns the kind of host that `pool` uses; pools with equal kinds may share a host."""
         return pool.hardware.name
 
     def rack_of(self, pool: Pool, host: int) -> str:
         return f"rack{host // HOSTS_PER_RACK}"
 
     def link_between(self) -> Callable[[str, str], Link]:
-        """Returns a function that maps two places to the link between them."""
+        """Returns a function that maps the places of two instances to the link between them."""
         out = self._slowest(lambda hardware: hardware.scale_out)
         up = self._slowest(lambda hardware: hardware.scale_up)
 
@@ -286,7 +289,7 @@ class Fleet:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """Returns the KV layout of one token, which workers compare at their hand-shake."""
+    """Returns the layout of one token's KV. Workers compare layouts when they connect."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         return KVSpec.latent(geometry.layers, attention.kv_values, dtype)

@@ -1,10 +1,10 @@
-"""Records the gaps between one request's tokens compactly, so that a hundred thousand requests of
-hundreds of tokens fit into memory.
+"""Stores the times between consecutive tokens of a request in compact form, so that the gaps of a
+hundred thousand requests fit into memory.
 
-Exact are count, sum, first, longest and the mean of the longest tenth. A histogram with bounds that
-grow by 2 % holds all gaps. Percentiles over many requests are then within 1 %
-(`merged_percentile`). Gaps are passed as runs of equal gaps, (seconds, count), so that a span of k
-equal steps is one entry."""
+The count, the sum, the first gap, the longest gap and the mean of the longest tenth are exact. All
+gaps are counted in a histogram whose bucket bounds grow by 2 %, so that percentiles over many
+requests are within 1 % (`merged_percentile`). Callers pass gaps as runs of equal gaps, (seconds,
+count). A span of k equal decode steps is one such run."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,13 @@ SHORTEST = 1e-6
 
 @plain
 class Gaps:
-    """The gaps of one request.
+    """The times between consecutive tokens of one request, in seconds.
 
     Attributes:
       first: Seconds from the first to the second token.
-      slowest_tenth: Mean of the longest 10 % of gaps, at least of one gap.
-      buckets, counts: Histogram of all gaps.
+      slowest_tenth: Mean of the longest 10 % of the gaps, or the longest gap if 10 % is less than
+        one gap.
+      buckets, counts: Histogram of all gaps: bucket numbers, and number of gaps in each.
     """
 
     count: int
@@ -36,8 +37,8 @@ class Gaps:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[float, int]]) -> "Gaps | None":
-        """Builds a record from runs of (seconds, number of gaps) in order of time, or returns None
-        for a request of one token."""
+        """Builds a record from runs of (seconds, number of gaps) in order of time. Returns None if
+        there are no gaps."""
         listed = [run for run in runs if run[1] > 0]
         if not listed:
             return None
@@ -61,15 +62,15 @@ class Gaps:
 
     @classmethod
     def of_times(cls, times: Sequence[float]) -> "Gaps | None":
-        """Builds a record from the tokens' times in seconds; None for fewer than two tokens."""
+        """Builds a record from the times of the tokens, in seconds; None for less than two."""
         return cls.of(
             (later - earlier, 1) for earlier, later in zip(times, times[1:], strict=False)
         )
 
 
 def bucket_of(seconds: float) -> int:
-    """Returns the bucket of a gap: 0 below SHORTEST, else b > 0 for [SHORTEST x 1.02^(b-1),
-    SHORTEST x 1.02^b)."""
+    """Returns the histogram bucket of a gap. Bucket 0 has the gaps below SHORTEST, and bucket b > 0
+    those in [SHORTEST x 1.02^(b-1), SHORTEST x 1.02^b)."""
     return 0 if seconds < SHORTEST else 1 + int(math.log(seconds / SHORTEST) / GROWTH)
 
 
@@ -79,8 +80,8 @@ def bucket_seconds(bucket: int) -> float:
 
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
-    """Returns percentiles over the gaps of all requests: the middle of the nearest rank's bucket,
-    at most the longest gap. Needs at least one gap."""
+    """Returns percentiles, in seconds, over the gaps of all requests. Each is the middle of a
+    histogram bucket, and at most the longest gap. Needs at least one gap."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

@@ -1,8 +1,8 @@
-"""Host memory of a simulated mesh: the blocks that it holds, and the end times of copies.
+"""Simulates the host memory of a mesh: which KV blocks it holds, and when copies end.
 
-Each dp rank uses its devices' links to the host, with separate directions. Copies in one direction
-run one after the other, in parallel to the mesh's steps. A block has the size of its KV in pages.
-The live host tier (`worker/`) decides which blocks are copied."""
+Each dp rank copies over the links between its devices and the host. Copies in one direction run one
+after the other; the two directions are independent, and the mesh computes meanwhile. The live code
+in `worker/` decides which blocks are copied."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """The host links of one dp rank: `devices` links of one kind. `bytes_per_token`: KV bytes of a
-    token over all devices of the rank."""
+    """The links between host memory and one dp rank of `devices` devices. `bytes_per_token`: KV
+    bytes of one token, summed over the devices of the rank."""
 
     link: Link
     devices: int
@@ -25,7 +25,7 @@ class HostLink:
 
 
 class HostMemory:
-    """The host memory of one mesh with `ranks` dp ranks."""
+    """Holds the copied KV blocks of one mesh with `ranks` dp ranks, and the copies under way."""
 
     def __init__(self, link: HostLink, ranks: int) -> None:
         self._link = link
@@ -37,13 +37,14 @@ class HostMemory:
         return len(self._tokens)
 
     def copied_out(self, offer_id: int, rank: int, tokens: int, now: float) -> float:
-        """Records a copy to the host that is requested at `now`; returns the copy's end time."""
+        """Starts a copy of a block to the host at time `now`; returns the copy's end time."""
         self._tokens[offer_id] = tokens
         self._out[rank] = max(now, self._out[rank]) + self._link.seconds(tokens)
         return self._out[rank]
 
     def copied_back(self, offer_id: int, rank: int, now: float) -> float | None:
-        """Returns the end time of a copy to the device, or None if the host lacks the block."""
+        """Starts a copy of a block to the device at time `now`; returns the time when the copy
+        ends, or None if the host memory does not hold the block."""
         tokens = self._tokens.get(offer_id)
         if tokens is None:
             return None

@@ -1,8 +1,8 @@
 """Plots runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
 
-matplotlib (extra `notebooks`) is imported only when drawing. Its object interface is used, so that
-a caller's pyplot state does not change. Plots are returned as a Figure, which `save` writes in the
-format of the suffix (.png, .svg, .pdf). Must not depend on clusters."""
+matplotlib (extra `notebooks`) is imported only when drawing. This module uses the object interface
+of matplotlib, so that a caller's pyplot state does not change. Functions return a Figure, which
+`save` writes as .png, .svg or .pdf. Must not depend on clusters."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ def goodput_curves(
     wanted: float = 0.9,
     unit: str = "requests a second",
 ) -> "Figure":
-    """Plots SLO attainment over rate, one line for each name. The legend has the rate at which each
-    line crosses the attainment `wanted`."""
+    """Plots SLO attainment over request rate, one line for each name in `curves`. The legend gives
+    the rate at which each line crosses the attainment `wanted`."""
     figure, axes = _figure()
     for name, points in curves.items():
         rates, met = zip(*sorted(points), strict=True)
@@ -44,8 +44,8 @@ def goodput_curves(
 
 
 def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the cumulative distribution of TTFT over all requests; curves end below 1 if some
-    requests have no token."""
+    """Plots the cumulative distribution of TTFT over all requests; a curve ends below 1 if some
+    requests received no token."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
@@ -60,8 +60,7 @@ def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots, for each gap length between tokens, the fraction of gaps that are longer, on
-    logarithmic axes."""
+    """Plots the fraction of gaps between tokens that exceed a given time, on logarithmic axes."""
     figure, axes = _figure()
     for name, outcomes in runs.items():
         merged: dict[int, int] = {}
@@ -81,8 +80,8 @@ def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
-    """Plots a row for each of the first `limit` requests: waiting and prefill, then decode. A cross
-    marks a request that did not finish."""
+    """Plots a bar for each of the first `limit` requests: first the time before the first token,
+    then decode. A cross marks a request that did not finish."""
     figure, axes = _figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):
@@ -99,7 +98,7 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
-    """Plots over time the numbers of requests that wait for their first token and that decode."""
+    """Plots the numbers of waiting and of decoding requests over time."""
     figure, axes = _figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)
@@ -127,7 +126,6 @@ def save(figure: "Figure", path: str | Path) -> None:
 
 
 def _figure() -> "tuple[Figure, Axes]":
-    """Returns an empty plot; raises ConfigError if matplotlib is not installed."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -1,13 +1,13 @@
-"""Computes block names of simulated prompts, which have no tokens, from the workload's names.
+"""Names the blocks of simulated prompts, so that the live prefix caches work without tokens.
 
-A simulated prompt has a length and no text. A trace names a prompt's blocks of `block_tokens`
-positions; equal names mean that all tokens up to the block's end are equal. `PromptNames` converts
-these names to the keyed chain that live workers compute from tokens (`scheduler/residency.py`), in
-the fleet's block size, for the live prefix caches and the router's index. A block's name is made of
-all trace blocks that the block overlaps. If the workload also names the answer's blocks, decode
-workers cache generated tokens.
+A simulated prompt has a length and no tokens. A workload names the blocks of `block_tokens` tokens
+of each prompt; equal names mean that all tokens up to the block's end are equal. Live workers
+compute a chain of keyed hashes from tokens (`scheduler/residency.py`). `PromptNames` computes the
+chain from the workload's names instead, in the fleet's block size. The name of a block is made of
+all workload blocks that the block overlaps. If the workload also names the blocks of answers,
+decode workers cache generated tokens.
 
-Invariant: blocks beyond the workload's names have no name."""
+Invariant: blocks that the workload does not name have no name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from jdisagg.simulator.workloads import Arrival
 
 
 class PromptBook:
-    """Trace blocks of `block_tokens` tokens, and computed chains, by id of running request."""
+    """Holds the workload's block names, and the chains computed from them, by id of running
+    request. A workload's block has `block_tokens` tokens."""
 
     def __init__(self, block_tokens: int = 512) -> None:
         self.block_tokens = block_tokens
@@ -31,12 +32,12 @@ class PromptBook:
             self._arrivals[request_id] = arrival
 
     def forget(self, request_id: str) -> None:
-        """Drops a request that has ended. Idempotent."""
         self._arrivals.pop(request_id, None)
         self.chains.pop(request_id, None)
 
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], int]:
-        """Returns the names of a request's blocks and the positions that they cover."""
+        """Returns the workload's names of a request's blocks, and the number of positions
+        covered."""
         arrival = self._arrivals.get(request_id)
         if arrival is None:
             return (), 0
@@ -47,15 +48,15 @@ class PromptBook:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames(BlockNames):
-    """Implements `BlockNames` for a simulated fleet. `book`: blocks of the running requests."""
+    """Implements `BlockNames` for a simulated fleet. `book`: the workload's block names."""
 
     book: PromptBook = field(default_factory=PromptBook)
 
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """Implements `BlockNames.chain`, but uses only the number of `tokens`. Returns `known` for
-        a request that has ended."""
+        """Implements `BlockNames.chain`. Of `tokens` only the number matters. Returns `known`, the
+        chain so far, for a request that has ended."""
         whole = self.book.chains.get(request.request_id)
         if whole is None:
             whole = self._named(request)
@@ -66,7 +67,6 @@ class PromptNames(BlockNames):
         return named if len(named) >= len(known[:count]) else known[:count]
 
     def _named(self, request: Request) -> Chain:
-        """Returns the chain of all blocks that the workload names."""
         blocks, tokens = self.book.blocks(request.request_id)
         if not blocks:
             return ()

@@ -2,12 +2,12 @@
 and live runs use the same definitions.
 
 TTFT: arrival to first token. TPOT: (finish - first token) / (output tokens - 1), undefined for one
-token. TBT: each gap between tokens at the receiver, with equal weight for all gaps of all requests.
-Hand-off gap: first to second token. A percentile is numpy's "linear" (between order statistics,
-Hyndman and Fan's type 7). TBT percentiles come from histograms (`gaps`). A request attains its SLO
-when it finished and each limit holds; attainment is over all requests that arrived, refused ones
-included. Goodput is attainment x the rate of arrivals. Request rates are per second from first to
-last arrival; token rates and utilisation are over the time from first arrival to last finish.
+token. TBT: every gap between two tokens at the client, with equal weight for all gaps of all
+requests. Hand-off gap: first to second token. Percentiles interpolate linearly between order
+statistics (numpy's "linear"). TBT percentiles come from histograms (`gaps`). A request attains its
+SLO if it finished and met each limit. Attainment is the fraction of all requests that arrived,
+refused requests included. Goodput is attainment x the rate of arrivals. Request rates are taken
+from first to last arrival, token rates and utilisation from first arrival to last finish.
 
 Pure data; all times are in seconds. Must not depend on clusters."""
 
@@ -29,15 +29,16 @@ PERCENTILES = (50, 90, 95, 99)
 
 @plain
 class RequestOutcome:
-    """One request that ended, with times in seconds on the run's clock.
+    """The result of one request that ended. Times are in seconds on the run's clock.
 
     Attributes:
-      first_token: Time of the first token, or None if there was none.
+      first_token: Time of the first token, or None if the request received no token.
       output_tokens: Number of delivered tokens.
-      prefill, decode: Names of the prefill and the decode worker, empty if unknown.
-      reason: Reason why the request did not finish or, if it did, the reason for its placement.
-      queue_seconds: Wait before the prefill, if the request finished.
-      cached_tokens: Prompt tokens found in the prefix cache, if the request finished.
+      prefill, decode: Names of the workers that prefilled and decoded the request; empty if
+        unknown.
+      reason: Why the request did not finish. For a finished request, why these workers were chosen.
+      queue_seconds: Seconds that a finished request waited for its prefill.
+      cached_tokens: Number of prompt tokens of a finished request that the prefix cache held.
     """
 
     request_id: str
@@ -73,8 +74,8 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SloLimits:
-    """Limits in seconds; None means no limit. A request of one token meets the limits on TPOT and
-    gaps, since it has neither."""
+    """Latency limits of one request in seconds; None means no limit. A request with a single output
+    token has no TPOT and no gaps, and meets the limits on both."""
 
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
@@ -103,8 +104,8 @@ class SloLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """Device use of one worker. `busy_seconds`: time in which the worker's devices were busy.
-    `dollars_per_hour`: price of one device, or None if unknown."""
+    """Use of one worker's devices during a run. `busy_seconds`: seconds in which the devices were
+    busy. `dollars_per_hour`: price of one device, or None if unknown."""
 
     worker: str
     role: str
@@ -116,7 +117,7 @@ class WorkerUsage:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles in seconds of `count` values; all are None if `count` is 0."""
+    """Percentiles of `count` durations, in seconds. All are None if `count` is 0."""
 
     count: int
     mean: float | None
@@ -146,8 +147,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The figures of a run. `attainment` and `utilisation` are fractions. Figures that need a
-    missing input (SLO, usage, price) are None."""
+    """The figures of a run. `attainment` and `utilisation` are fractions. A figure is None if it
+    needs an SLO, device usage or a price that was not given."""
 
     requests: int
     ends: Mapping[str, int]
@@ -232,9 +233,9 @@ def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
 
 
 def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
-    """Returns the highest rate up to which attainment is at least `wanted`, interpolating (rate,
-    attainment) points linearly. Returns 0 if the lowest rate fails, and the highest if none
-    fails."""
+    """Returns the highest rate up to which the attainment is at least `wanted`. Interpolates
+    linearly between `points`, (rate, attainment). Returns 0 if the lowest rate misses `wanted`, and
+    the highest rate if no rate misses it."""
     good = 0.0
     ordered = sorted(points)
     for index, (rate, met) in enumerate(ordered):
@@ -249,7 +250,6 @@ def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.
 
 
 def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, float]:
-    """Returns the attainment of each tenant's requests."""
     mine: dict[str, list[bool]] = {}
     for item in outcomes:
         mine.setdefault(item.tenant, []).append(slo.attained(item))
@@ -257,7 +257,6 @@ def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, fl
 
 
 def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, float]:
-    """Returns the busy fraction of device-seconds for each role."""
     busy: dict[str, float] = {}
     there: dict[str, float] = {}
     for item in usage:
@@ -267,8 +266,7 @@ def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, flo
 
 
 def _dollars(usage: Sequence[WorkerUsage], duration: float) -> float | None:
-    """Returns the dollars for all accelerators over `duration` seconds; None if a price is
-    unknown."""
+    """Returns the dollars for all accelerators over `duration` seconds; None without prices."""
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):
         return None

@@ -1,4 +1,4 @@
-"""Writes a simulation's results to one folder: a table of requests, all figures, and plots."""
+"""Writes the results of a simulation to a folder: a request table, a report and plots."""
 
 import dataclasses
 import importlib.util
@@ -14,7 +14,8 @@ from jdisagg.simulator.tables import check_table, write_outcomes
 
 
 class ResultFolder:
-    """The output folder; the constructor creates it, so that errors appear before the run.
+    """The folder for the results of a simulation. The constructor creates the folder, so that
+    errors appear before the simulation runs.
 
     Raises:
       ConfigError: The folder cannot be created, or tables of `table_format` cannot be written.
@@ -34,7 +35,8 @@ class ResultFolder:
     def write(
         self, result: Result, report: Report, slo: SloLimits | None, flags: Mapping[str, object]
     ) -> None:
-        """Writes the figures and the table. `flags`: the run's flags, stored with the figures."""
+        """Writes the report and the table of requests. `flags`: command line flags of the run,
+        stored with the report."""
         figures = {
             "report": report.as_fields(),
             "usage": [dataclasses.asdict(item) for item in result.usage],
@@ -45,7 +47,7 @@ class ResultFolder:
         write_outcomes(result.outcomes, self._table, slo)
 
     def draw(self, name: str, result: Result) -> None:
-        """Writes plots titled `name`; needs matplotlib."""
+        """Writes plots of the results, titled `name`. Needs matplotlib."""
         from jdisagg.simulator import plots  # imports matplotlib
 
         runs = {name: result.outcomes}

@@ -5,10 +5,10 @@
     result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
     report.summarise(result.outcomes, report.SloLimits(ttft_seconds=1.0), result.usage)
 
-Each arrival has a client that sends the request at its arrival time and receives all tokens.
-Outcomes are in the order of arrival. Their gaps are those between the steps that computed the
-tokens. Equal arguments give equal results. `hooks` are coroutine functions that receive the cluster
-and run concurrently with the clients: faults (`faults`), controllers, samplers."""
+One client for each arrival sends the request at the arrival time and receives all tokens. Outcomes
+are in the order of arrival. The gaps between tokens are the times between the steps that computed
+the tokens. Equal arguments give equal results. `hooks` are coroutine functions that receive the
+cluster and run concurrently with the clients, such as faults and controllers."""
 
 import asyncio
 import contextlib
@@ -55,11 +55,11 @@ class Result:
       outcomes: One outcome for each request, in the order of arrival.
       usage: Device use of each worker.
       seconds: Virtual seconds until the last request ended.
-      steps: Decode steps of all meshes.
-      counters: Counters of request path and workers, summed over all processes. Names of decode
-        workers' prefix cache counters begin with "decode_".
-      pages_lost: Number of pages that were not free after the run; more than 0 is a leak.
-      stopped: Whether `enough` ended the run. Outcomes are then those of requests that had ended,
+      steps: Total number of decode steps of all workers.
+      counters: Counters of the request path and the workers, summed over all processes. Prefix
+        cache counters of decode workers have the prefix "decode_".
+      pages_lost: Number of KV pages that were not free after the run; more than 0 is a leak.
+      stopped: Whether `enough` ended the run. `outcomes` then has only the requests that had ended,
         and `pages_lost` is 0.
     """
 
@@ -86,21 +86,23 @@ def simulate(
     concurrency: int | None = None,
     cluster: Callable[..., SimulatedCluster] = SimulatedCluster,
 ) -> Result:
-    """Simulates a workload until every request has ended. Blocks.
+    """Simulates a workload on a fleet, and blocks until every request has ended.
 
     Args:
       fleet: The fleet to simulate.
-      arrivals: The workload.
-      seed: Seed of request ids; workloads have seeds of their own.
+      arrivals: Requests of the workload, in the order of arrival.
+      seed: Seed of the request ids. The workload is generated with another seed.
       hooks: Coroutine functions that receive the cluster and run concurrently with the clients.
       mortal: Whether hooks may kill workers.
-      events: Listener of every decision of the router, such as `observe/decision_log.py`.
+      events: Listener that receives every decision of the router, such as
+        `observe/decision_log.py`.
       progress: Called with (ended requests, all requests) after each request.
       settle_seconds: Virtual seconds for which the run continues after the last request.
-      enough: Called with each outcome (id: index of the arrival); returns True to end the run.
-      concurrency: Number of users of a closed loop, each of which sends the next arrival when its
-        previous request has ended; arrival times are ignored. None means an open loop.
-      cluster: Class of the cluster; studies pass a subclass.
+      enough: Called with each outcome, whose request id is the index of the arrival. Returns True
+        to end the run.
+      concurrency: Number of users of a closed loop. A user sends the next request when the user's
+        previous request has ended, and arrival times are ignored. None means an open loop.
+      cluster: Class of the simulated cluster; studies of other engines pass a subclass.
 
     Raises:
       WorkloadError: The workload is empty, or `concurrency` is below 1.
@@ -189,7 +191,8 @@ class _Run:
         return Result(outcomes, usage, seconds, steps, dict(counters), lost, stopped)
 
     def _begin(self, first: int, started: float) -> None:
-        """Starts all due clients from index `first` on, and sets a timer for the next one."""
+        """Starts the clients of all arrivals that are due, from index `first` on, and sets a timer
+        for the next arrival."""
         loop = asyncio.get_running_loop()
         for number in range(first, len(self._arrivals)):
             arrival = self._arrivals[number]
@@ -285,12 +288,12 @@ class _Run:
             self._progress(len(self._arrivals) - self._left, len(self._arrivals))
 
     def _made_by(self, token: int) -> str:
-        """Returns the name of the worker that computed a token."""
+        """Returns the name of the worker that computed a synthetic token."""
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        """Builds a request. Raises InvalidRequestError for a prompt that is too long before
-        building it, because a trace may state lengths that exceed memory."""
+        """Builds the request of an arrival. Raises InvalidRequestError if the prompt is too long.
+        The check comes first, because a trace may state prompts that exceed memory."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
             raise InvalidRequestError(
@@ -307,8 +310,8 @@ class _Run:
 
 
 def _counted(role: WorkerRole, counters: Mapping[str, int]) -> Mapping[str, int]:
-    """Renames prefix counters of decode workers, because their hits save transfer whereas those of
-    prefill workers save computation."""
+    """Adds "decode_" to the names of decode workers' prefix cache counters. A hit on a decode
+    worker saves transfer, whereas a hit on a prefill worker saves computation."""
     if role is not WorkerRole.DECODE:
         return counters
     return {

@@ -1,9 +1,10 @@
 """Estimates the seconds of a simulated executor's commands from a cost model.
 
-Rows and sequences are those of the fullest dp rank, as in `costs/cost_model.py`; ranks step
-together. A span of decode steps is described by its first step's seconds and a constant increase
-per step, since contexts grow by a token a step. This is exact if the cost is linear in the context,
-and otherwise the line through the first and the last step. Pure."""
+Prompts and sequences are those of the dp rank with the most work, as in `costs/cost_model.py`,
+because ranks step together. Contexts grow by one token a step. Consecutive decode steps, a span,
+are therefore described by the duration of the first step and a constant increase per step. This
+description is exact if the cost is linear in the context, and otherwise interpolates between the
+first and the last step. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ MOST_REMEMBERED = 1 << 16  # size of the cache of prefill costs; workloads repea
 
 @plain
 class Pace:
-    """Seconds of a span's first step, and seconds by which each further step is longer."""
+    """The durations of consecutive decode steps: seconds of the first step, and seconds by which
+    each step is longer than the previous step."""
 
     first: float
     growth: float = 0.0
@@ -27,7 +29,7 @@ class Pace:
         return steps * (self.first + self.growth * (steps - 1) / 2)
 
     def steps_begun(self, seconds: float) -> int:
-        """Returns the number of steps that begin in less than `seconds`."""
+        """Returns the number of steps that begin less than `seconds` after the span begins."""
         if seconds <= 0:
             return 0
         # Solves growth/2 n^2 + linear n = seconds in the form without cancellation for small
@@ -42,22 +44,22 @@ class Pace:
 
 
 class StepCosts(Protocol):
-    """Seconds of one instance's commands. `rows`: (uncached tokens, cached tokens before them) of
-    each prompt on the fullest rank."""
+    """Estimates the seconds of one instance's commands. `rows`: number of tokens to compute and of
+    cached tokens before them, for each prompt on the dp rank with the most work."""
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """Returns (seconds until the sampled tokens, seconds until the next batch may begin)."""
+        """Returns the seconds until tokens are sampled and until the next batch may begin."""
         ...
 
     def decode(
         self, sequences: int, context_tokens: float, steps: int, longest: float = 0.0
     ) -> Pace:
-        """Returns the pace of `steps` steps. `context_tokens`: sum of contexts at the first step.
-        `longest`: the longest context; 0 means that all are equally long."""
+        """Returns the durations of `steps` decode steps. `context_tokens`: sum of the context
+        lengths at the first step. `longest`: longest context; 0 if all are equally long."""
         ...
 
     def host(self, sequences: int) -> float:
-        """Returns the seconds of a decode step in which no device computes."""
+        """Returns the seconds of a decode step in which only the host works."""
         ...
 
     def mixed(
@@ -67,8 +69,8 @@ class StepCosts(Protocol):
         context_tokens: float,
         elsewhere: int = 0,
     ) -> float:
-        """Returns the seconds of one step with a prefill chunk and decoding sequences. `elsewhere`:
-        tokens in the step on all other ranks."""
+        """Returns the seconds of one step that runs a prefill chunk together with decoding
+        sequences. `elsewhere`: number of tokens in the step on all other dp ranks."""
         ...
 
     def insert(self, tokens: int) -> float:
@@ -76,21 +78,21 @@ class StepCosts(Protocol):
         ...
 
     def wire_bytes(self, tokens: int) -> float:
-        """Returns the bytes of `tokens` tokens' KV on a link."""
+        """Returns the number of bytes that the KV of `tokens` tokens takes on a link."""
         ...
 
 
 class ModelCosts:
     """Step costs from a cost model.
 
-    A decode step takes one batch through all pipeline stages. The next prefill may begin when the
-    previous one leaves the first stage.
+    With pipeline stages, a decode step takes one batch through all stages. A prefill may begin when
+    the previous prefill leaves the first stage.
 
     Args:
       model: The cost model of the instance.
       codec: Codec of transferred KV.
-      insert_bytes_per_second: Write speed of each device if received KV is written directly into
-        pages; None if it is staged in device memory first.
+      insert_bytes_per_second: Speed at which each device receives KV directly into pages; None if
+        received KV is first stored elsewhere in device memory.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Writes a run's requests as CSV or parquet, and its figures as aligned text.
 
-Column names include units. Parquet needs pyarrow (`pip install jdisagg[parquet]`), which is
-imported only then. Numbers have nine digits, enough for microseconds in a day's trace."""
+Column names include units. Parquet files need pyarrow (`pip install jdisagg[parquet]`), which is
+not imported for CSV. Numbers have nine significant digits."""
 
 import csv
 import importlib
@@ -39,7 +39,8 @@ def row_of(
 def write_outcomes(
     outcomes: Sequence[RequestOutcome], path: str | Path, slo: SloLimits | None = None
 ) -> None:
-    """Writes one row per request to a .csv or .parquet file. Raises the errors of `check_table`."""
+    """Writes one row per request to a .csv or .parquet file. Raises ConfigError like
+    `check_table`."""
     path = Path(path)
     check_table(path)
     if path.suffix == ".parquet":
@@ -51,7 +52,7 @@ def write_outcomes(
 
 
 def check_table(path: Path) -> None:
-    """Checks before a run that the table can be written.
+    """Checks, before a simulation runs, that its table of requests can be written.
 
     Raises:
       ConfigError: The suffix is unknown, the folder does not exist, or pyarrow is missing.
@@ -70,7 +71,7 @@ def check_table(path: Path) -> None:
 
 
 def reuse_text(counters: Mapping[str, int]) -> str:
-    """Returns a line on prefix cache hits, as fractions of prompt tokens looked up."""
+    """Returns a line of text on prefix cache hits, as fractions of the tokens looked up."""
 
     def part(prefix: str) -> str:
         asked = counters.get(f"{prefix}prefix_asked_tokens", 0)
@@ -86,7 +87,7 @@ def reuse_text(counters: Mapping[str, int]) -> str:
 
 
 def fleet_text(fleet: Fleet) -> str:
-    """Returns a line of text on the simulated fleet: model, mode, and each pool's instances."""
+    """Returns a line of text that describes the fleet: model, mode, and instances of each pool."""
     pools = {
         "prefill": fleet.prefill,
         "decode" if fleet.prefill else "prefill and decode": fleet.decode,

@@ -1,8 +1,6 @@
-"""Stores the times of simulated tokens. A synthetic token id encodes its worker's index and the
-number of its step on that worker, so that a token's time is looked up after the run instead of
-being recorded for each token.
-
-Steps of one span share one entry. Pure."""
+"""Stores the times of simulated tokens. A synthetic token id encodes a worker's index and the
+number of the decode step on this worker. The time of a token is looked up after the run instead of
+being recorded for each token."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +12,8 @@ NUMBERS = (1 << NUMBER_BITS) - 1
 
 
 class Timeline:
-    """The steps of one mesh, in the order in which their spans ended."""
+    """Records when the steps of one mesh ran. A span is a group of consecutive steps with one
+    entry; spans are in the order in which they ended."""
 
     def __init__(self, index: int, worker: str = "") -> None:
         self.worker = worker
@@ -27,7 +26,7 @@ class Timeline:
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """Records a span of steps that began at `start`; returns its token ids."""
+        """Records a span of `steps` steps that began at `start`; returns the tokens' ids."""
         first = self._next
         self._next += steps
         self._numbers.append(first)
@@ -37,8 +36,8 @@ class Timeline:
         return tuple(range(self._base + first, self._base + first + steps))
 
     def spans(self, token: int, count: int) -> list[tuple[float, float, int]]:
-        """Returns (time of the first, time of the last, number) of each span's tokens, for `count`
-        tokens of this mesh from the id `token` on."""
+        """Returns the `count` tokens of this mesh from the id `token` on as spans: (time of the
+        first token, time of the last token, number of tokens)."""
         first = token & NUMBERS
         last = first + count - 1
         begin, end = bisect_right(self._numbers, first) - 1, bisect_right(self._numbers, last) - 1
@@ -56,8 +55,9 @@ class Timeline:
 def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, int]]:
     """Returns the gaps between a request's tokens as runs of equal gaps, (seconds, number).
 
-    All gaps of a span count as the span's mean gap. Consecutive spans without a pause and with
-    equal pace (within 1 %) form one run. The first gap is a run of its own."""
+    All gaps within a span of consecutive steps count as the span's mean gap. Spans that follow each
+    other without a pause, with gaps equal within 1 %, form one run. The first gap is always a
+    separate run."""
     gaps: list[tuple[float, int]] = []
     before: float | None = None
     seconds, times = 0.0, 0  # the current run
@@ -93,8 +93,8 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
 
 
 def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, float, int]]:
-    """Returns the spans (first time, last time, number) of a request's tokens, which may come from
-    several meshes in turn."""
+    """Returns a request's tokens as spans: (time of the first token, time of the last token, number
+    of tokens). Several meshes may have computed them, one after the other."""
     spans: list[tuple[float, float, int]] = []
     at, total = 0, len(tokens)
     while at < total:
@@ -105,8 +105,6 @@ def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[f
 
 
 def _consecutive(tokens: Sequence[int], at: int) -> int:
-    """Returns the number of tokens from index `at` on with consecutive ids, by bisection, because
-    ids increase on one mesh."""
     first, low, high = tokens[at], 1, len(tokens) - at
     if tokens[-1] - first == high - 1:
         return high

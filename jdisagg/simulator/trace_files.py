@@ -1,11 +1,11 @@
 """Reads traces of Azure, Mooncake, Splitwise, DistServe and vLLM, and this project's format, as CSV
 or JSONL, plain or gzipped.
 
-`read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag names its source.
-This project's format has columns at_seconds, prompt_tokens, output_tokens, and optionally tenant,
-priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL may omit
-optional fields. Rows are sorted by time, and times start at 0. Files are UTF-8, with or without a
-byte order mark. Errors in rows name file, row and column."""
+`read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag needs to name the
+format. This project's format has columns at_seconds, prompt_tokens, output_tokens, and optionally
+tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL
+may omit optional fields. Rows are sorted by time, and times start at 0. Files are UTF-8, with or
+without a byte order mark. Errors in rows name file, row and column."""
 
 import csv
 import gzip
@@ -63,8 +63,8 @@ Row = Mapping[str, object]
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
-    """Returns the first `limit` (None: all) requests, by time, of a .csv or .jsonl file, or its
-    .gz.
+    """Reads a .csv or .jsonl file, plain or gzipped, and returns its first `limit` requests by
+    time; None returns all.
 
     Raises:
       WorkloadError: The file is missing, unreadable, empty or has unknown columns; a value is not a
@@ -96,7 +96,6 @@ def _opened(path: Path) -> TextIO:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yields (line number, row). Raises WorkloadError for a missing, unknown or broken file."""
     kinds = [suffix for suffix in path.suffixes if suffix in (".csv", ".jsonl")]
     if not kinds:
         raise WorkloadError(
@@ -133,7 +132,6 @@ def _parsed(line: str, path: Path, number: int) -> Row:
 
 
 def _needed(row: Row, path: Path) -> dict[str, str]:
-    """Maps required fields to column names of `row`. Raises WorkloadError if one is missing."""
     names = {}
     for field, known in COLUMNS.items():
         column = next((name for name in known if name in row), None)
@@ -148,7 +146,6 @@ def _needed(row: Row, path: Path) -> dict[str, str]:
 
 
 def _optional(row: Row) -> dict[str, str]:
-    """Maps each optional field that `row` has to its column's name; rows of JSONL may differ."""
     return {field: name for field, known in OPTIONAL.items() for name in known[::-1] if name in row}
 
 
@@ -184,8 +181,8 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
 
 
 def _time(value: object, where: str) -> float:
-    """Parses a number of seconds or an ISO 8601 date and time, and returns seconds. Times without
-    an offset are UTC, and Azure's 7 decimals are cut to 6."""
+    """Parses a number of seconds, or an ISO 8601 date and time, and returns seconds. A time without
+    an offset is UTC. Of Azure's 7 decimals, 6 are used."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
         with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())
@@ -217,7 +214,6 @@ def _count(value: object, where: str, least: int | None) -> int:
 
 
 def _block(value: object, where: str) -> int:
-    """Parses a block's name, an integer of any size."""
     name = _integer(value)
     if name is None or name < 0:
         raise WorkloadError(

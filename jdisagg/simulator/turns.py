@@ -1,13 +1,13 @@
-"""Models decode through pipeline stages: which sequences form batches, and the fullest batch.
+"""Models decode with pipeline stages: which sequences form a batch, and which batch is the largest.
 
-With m stages m batches run, each in another stage, and a batch starts its next step when it leaves
-the last stage. Batches do not overtake, so all cycle at the pace of the slowest batch. A new
-sequence joins an empty batch if there is one, else the batch whose turn is next. Since other
-batches follow the slowest one closely, most new sequences arrive before the slowest batch's turn
-and join it, so that batches stay uneven.
+With m stages, m batches run at the same time, each in another stage. A batch starts its next step
+when it leaves the last stage. Batches cannot overtake each other, so all run as slowly as the
+slowest batch. A new sequence joins an empty batch if one exists, else the next batch to enter the
+first stage. Other batches wait behind the slowest batch, so the next batch to enter is most often
+the slowest. New sequences then join the slowest batch, and batches stay uneven.
 
-A new sequence's arrival within a cycle is taken from multiples of the golden ratio, which are
-evenly spread without randomness. Pure; independent of requests."""
+The arrival of a new sequence within a cycle is taken from multiples of the golden ratio, which are
+evenly spread without randomness. Pure; must not depend on requests."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -22,13 +22,15 @@ Load = tuple[int, int, int]
 
 
 def load_of(slots: Collection[int], positions: Sequence[int]) -> Load:
-    """Returns the load of a decode step of the sequences in `slots`."""
+    """Returns the load of a decode step for the sequences in `slots`: their number, the sum of
+    their contexts, and the longest context."""
     held = [positions[slot] for slot in slots]
     return len(held), len(held) + sum(held), max(held, default=-1) + 1
 
 
 class Turns:
-    """The batches of one dp rank. `step_parts(*load)` returns the `Parts` of a batch's step."""
+    """Assigns the sequences of one dp rank to pipeline batches. `step_parts(*load)` returns the
+    device and host seconds of a batch's step."""
 
     def __init__(self, stages: int, step_parts: Callable[[int, int, int], Parts]) -> None:
         self._batches: list[set[int]] = [set() for _ in range(stages)]
@@ -38,8 +40,8 @@ class Turns:
     def fullest(
         self, slots: Sequence[int], admitted: Iterable[int], positions: Sequence[int]
     ) -> Load:
-        """Assigns admitted slots to batches; returns the load of the largest batch. `admitted`: new
-        sequences' slots, a part of `slots`."""
+        """Assigns new sequences to batches and returns the load of the largest batch. `slots`:
+        slots of all sequences. `admitted`: slots of the new sequences."""
         new = set(admitted)
         stay = set(slots) - new
         for batch in self._batches:
@@ -56,7 +58,6 @@ class Turns:
         ]
 
     def _next(self, positions: Sequence[int]) -> int:
-        """Returns the index of the batch that a new sequence joins."""
         for index, batch in enumerate(self._batches):
             if not batch:
                 return index

@@ -5,10 +5,10 @@ and always in the same order.
 task can run and no timer is set, or if time passes `limit_seconds`, so that a lost wake-up fails
 instead of hanging.
 
-For speed the loop has only a queue of ready callbacks and a heap of timers, without selector,
-threads, signals or debugging. Ready callbacks, and timers of the same instant, run in the order in
-which they were scheduled. Time stands still while callbacks run. All callbacks share one context,
-so a context variable set by one is visible to all."""
+For speed the loop has only a queue of ready callbacks and a heap of timers. It has no selector,
+threads, signals or debug mode. Ready callbacks, and timers of the same instant, run in the order in
+which they were scheduled. Virtual time stands still while callbacks run. All callbacks share one
+context, so that a context variable set by one callback is visible to all."""
 
 import asyncio
 import contextlib
@@ -30,12 +30,12 @@ MOST_CANCELLED = 4096
 
 
 class Stuck(AssertionError):
-    """Raised if no task can run and no timer is set, or if the time limit has passed."""
+    """Raised if no task can run and no timer is set, or if virtual time passes the limit."""
 
 
 class _Handle(list[typing.Any]):
-    """A scheduled callback: [when, number, callback, arguments, loop]. `loop` is set while a timer
-    waits.
+    """A scheduled callback: [time, sequence number, callback, arguments, loop]. `loop` is set while
+    a timer waits.
 
     Each simulated request schedules dozens of callbacks. A list is the fastest mutable object in
     Python, and lists compare by time and then number, as the heap of timers needs."""
@@ -63,7 +63,7 @@ _CALLBACK, _ARGUMENTS, _LOOP = 2, 3, 4
 
 
 def _nothing() -> None:
-    """Replaces a cancelled callback."""
+    """Stands in for the callback of a cancelled timer."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -117,7 +117,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle  # type: ignore[return-value]
 
     def count_cancelled(self) -> None:
-        """Counts a cancelled timer, and compacts the heap when most of its timers are cancelled."""
+        """Counts a cancelled timer. Removes cancelled timers from the heap when most are
+        cancelled."""
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
             self._timers = [handle for handle in self._timers if handle[_CALLBACK] is not _nothing]
@@ -154,8 +155,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _run_until_stopped(self) -> None:
-        """Runs ready callbacks in rounds, and advances time to the next timer when none is
-        ready."""
+        """Runs ready callbacks in rounds. If no callback is ready, advances time to the next
+        timer."""
         while not self._stopping:
             timers = self._timers
             if timers:
@@ -236,7 +237,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Does nothing: there is no debug mode."""
 
     async def shutdown_asyncgens(self) -> None:
-        """Closes the generators that are still open."""
+        """Closes the asynchronous generators that are still open."""
         for known in list(self._generators):
             if (generator := known()) is not None:
                 await generator.aclose()
@@ -276,7 +277,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualClock:
-    """Clock of the event loop that runs when the clock is created or, without one, first read."""
+    """Clock with the time of an event loop: the loop that runs when the clock is created or, if no
+    loop runs then, when the clock is first read."""
 
     def __init__(self) -> None:
         if _runs_a_loop():

@@ -1,8 +1,8 @@
 """Generates workloads, which are lists of arrivals, from distributions, and transforms them.
 
-An `Arrival` has lengths but no text. A workload is sorted by time. Every function returns a new
-list. All randomness comes from a seed, so that equal calls give equal lists. Must not depend on
-clusters, models or clocks. `trace_files` reads traces."""
+An `Arrival` is one request, with lengths but no text. A workload is sorted by arrival time. Every
+function returns a new list. All randomness comes from a seed, so that equal calls give equal lists.
+Must not depend on clusters, models or clocks. `trace_files` reads traces."""
 
 import math
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class Arrival:
     """One request of a workload.
 
     Attributes:
-      block_hashes: Non-negative names of the prompt's blocks in order; the last block may be
-        partial. Equal names mean that all tokens up to the block's end are equal.
+      block_hashes: Names of the prompt's blocks in order, as non-negative integers; the last block
+        may be partial. Equal names mean that all tokens up to the block's end are equal.
       priority: Priority as in `Request`.
-      deadline: Seconds after the arrival, or None for no deadline.
+      deadline: Seconds from the arrival to the deadline, or None for no deadline.
     """
 
     at_seconds: float
@@ -61,15 +61,15 @@ class Arrival:
 
 
 class Lengths(Protocol):
-    """A distribution of (prompt, output) lengths. `draw` returns two int arrays [count] of token
-    counts, at least 1."""
+    """A distribution of prompt and output lengths. `draw` returns two int arrays [count] with the
+    numbers of prompt and output tokens, each at least 1."""
 
     def draw(self, random: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Equal lengths for all requests."""
+    """Gives all requests the same prompt length and the same output length."""
 
     prompt_tokens: int
     output_tokens: int
@@ -80,7 +80,8 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Independent log-normal lengths (median, sigma of the logarithm), clipped to 1..`longest`."""
+    """Draws prompt and output lengths from independent log-normal distributions, given as (median,
+    sigma of the logarithm). Clips lengths to 1..`longest`."""
 
     prompt_median: float
     prompt_sigma: float
@@ -114,8 +115,8 @@ class Resampled:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Draws each request from one of `parts`, (weight, lengths), by weight. The weights are
-    normalised."""
+    """Draws the lengths of each request from one of `parts`, (weight, lengths), with probability in
+    proportion to the weight."""
 
     parts: tuple[tuple[float, Lengths], ...]
 
@@ -140,15 +141,16 @@ class Mixture:
 def poisson(
     rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Returns `count` requests at `rate` a second with exponential gaps; the first arrives at 0."""
+    """Returns `count` requests that arrive as a Poisson process with `rate` requests per second.
+    The first arrives at 0."""
     return gamma(rate, count, lengths, 1.0, seed, tenant)
 
 
 def gamma(
     rate: float, count: int, lengths: Lengths, variation: float, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Returns requests with gamma-distributed gaps. `variation`, the gaps' coefficient of
-    variation, is 0 for even spacing, 1 for Poisson, and above 1 for bursts."""
+    """Returns requests with gamma-distributed times between arrivals. `variation`: coefficient of
+    variation of these times; 0 is even spacing, 1 a Poisson process."""
     _check_rate(rate)
     if count < 1:
         raise WorkloadError(f"a workload must have at least 1 request, got {count}")
@@ -170,27 +172,28 @@ def gamma(
 
 
 def merge(*workloads: Sequence[Arrival]) -> list[Arrival]:
-    """Merges workloads by time; equal times keep the order of the arguments."""
+    """Merges workloads by arrival time. Simultaneous requests keep the order of the arguments."""
     return sorted(
         (item for workload in workloads for item in workload), key=lambda item: item.at_seconds
     )
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """Returns the same requests arriving `speed` times as fast, with unchanged deadlines."""
+    """Returns the same requests with all arrival times divided by `speed`. Deadlines, which count
+    from the arrival, do not change."""
     _check_rate(speed)
     return [replace(item, at_seconds=item.at_seconds / speed) for item in arrivals]
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Returns the same requests with times scaled to a mean of `rate` requests a second."""
+    """Returns the same requests, with times scaled to a mean of `rate` requests per second."""
     _check_rate(rate)
     return faster(arrivals, rate / mean_rate(arrivals))
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Returns the mean requests a second: (n - 1) / (last arrival - first arrival). Raises
-    WorkloadError unless two requests have different times."""
+    """Returns the mean number of requests per second: (n - 1) / (last arrival - first arrival).
+    Raises WorkloadError unless two requests have different arrival times."""
     first, last = _some(arrivals)[0].at_seconds, arrivals[-1].at_seconds
     if last <= first:
         raise WorkloadError(
@@ -201,7 +204,8 @@ def mean_rate(arrivals: Sequence[Arrival]) -> float:
 
 
 def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arrival]:
-    """Drops requests whose prompt and output together exceed a model's context."""
+    """Returns the requests whose prompt and output together fit into `context_tokens` tokens.
+    Raises WorkloadError if no request fits."""
     chosen = [
         item for item in arrivals if item.prompt_tokens + item.output_tokens <= context_tokens
     ]
@@ -216,8 +220,8 @@ def within_context(arrivals: Sequence[Arrival], context_tokens: int) -> list[Arr
 def spread_ticks(arrivals: Sequence[Arrival], tick_seconds: float, seed: int = 0) -> list[Arrival]:
     """Spreads the requests of each tick of a trace's clock uniformly at random over the tick.
 
-    Meant for traces with a coarse clock (Mooncake's conversation: 3 s). Within a tick arrivals are
-    then a Poisson process."""
+    Meant for traces whose clock is coarse, such as Mooncake's conversation trace (3 s). Within a
+    tick arrivals are then a Poisson process."""
     _check_rate(tick_seconds)
     random = np.random.default_rng(seed)
     ticks = np.floor(np.array([item.at_seconds for item in _some(arrivals)]) / tick_seconds + 1e-9)

@@ -1,1 +1,1 @@
-"""The planner and the web page's planning guide, which run the simulator."""
+"""The planner, and the planning guide of the web page. Both run the simulator."""

@@ -1,11 +1,12 @@
 """Computes upper bounds on candidates' request rates, to rank candidates before simulation.
 
-Each limit is a request rate of the whole candidate, named by its cause: prefill compute, TTFT,
-TPOT, KV memory, the link. Ranks that prefill share an M/G/c queue whose waiting time has an
-exponential tail. A decode rank runs a batch of mean contexts. In one-pool modes decode steps are
-slowed by the fraction of time that prefill takes, or by fused chunks (`fused`). Bursts within a
-batch, packing and scheduling are ignored; the simulator models those and decides. Pure; depends on
-request lengths (`Demand`), not on arrival times."""
+A candidate is a mode, layouts and numbers of instances. Each limit is the highest request rate of
+the whole candidate for one cause: prefill compute, TTFT, TPOT, KV memory, the link. The dp ranks
+that prefill share an M/G/c queue whose waiting time has an exponential tail. All sequences of a
+decode rank are taken to have the mean context length. Where one pool serves both phases, prefill
+slows decode steps: between them, or fused with them (`fused`). Bursts, packing and scheduling are
+ignored, because the simulator models them afterwards. Pure; depends on request lengths (`Demand`),
+not on arrival times."""
 
 import copy
 import math
@@ -31,7 +32,8 @@ FULL = 0.98  # usable fraction of a server's time
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A plan's goal: at least the fraction `attainment` of requests meets both limits (seconds)."""
+    """The goal of a plan: at least the fraction `attainment` of all requests meets the limits on
+    TTFT and on TPOT, in seconds."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -55,8 +57,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """A workload's request lengths: all of them for means, and an evenly spaced sample of `SAMPLE`
-    requests that are priced one by one."""
+    """The request lengths of a workload, in tokens. Means use all requests. Estimates for single
+    requests use a sample of `SAMPLE` requests, evenly spaced by prompt length."""
 
     prompts: np.ndarray
     outputs: np.ndarray
@@ -83,13 +85,13 @@ class Demand:
 
     @property
     def steps_mean(self) -> float:
-        """Mean decode steps of a request: its output tokens except the first, which prefill
-        computes."""
+        """Mean number of decode steps of a request. Prefill computes the first output token, so a
+        request has one step less than output tokens."""
         return float((self.outputs - 1).mean())
 
     @property
     def context_mean(self) -> float:
-        """Mean context length, in tokens, over all decode steps."""
+        """Mean context length of a sequence over all decode steps, in tokens."""
         steps = self.outputs - 1
         if not steps.sum():
             return self.prompt_mean
@@ -98,8 +100,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Highest requests a second of the whole candidate under each limit. `link_share`: fraction of
-    the link's reached speed that one request a second needs."""
+    """The highest request rate of a whole candidate under each limit, in requests per second.
+    `link_share`: fraction of the link's achieved bandwidth that one request per second needs."""
 
     limits: tuple[tuple[str, float], ...]
     link_share: float = 0.0
@@ -114,8 +116,9 @@ class Bounds:
 
 
 class Estimator:
-    """Computes bounds of candidates for one site and workload, and caches results by layout.
-    `fused`: in one-pool modes a prefill chunk runs within a decode step, not between steps."""
+    """Computes the bounds of candidates for one site and workload, and caches intermediate results
+    by layout. `fused`: whether chunked prefill runs chunks within decode steps, not between
+    them."""
 
     def __init__(
         self,
@@ -136,13 +139,14 @@ class Estimator:
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
-        """Returns an estimator for another goal that shares this one's goal-independent caches."""
+        """Returns an estimator for another goal that shares the goal-independent caches."""
         other = copy.copy(self)
         other.goal, other._known = goal, {}
         return other
 
     def bounds(self, candidate: Candidate) -> Bounds:
-        """Returns the bounds of a candidate. Raises KeyError if a layout does not fit."""
+        """Returns the bounds of a candidate. Raises KeyError if one of its layouts does not fit the
+        model or the memory."""
         decode_ranks = candidate.decode_instances * candidate.decode.dp
         if candidate.prefill is None:
             key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
@@ -180,8 +184,8 @@ class Estimator:
         return self._known[key]
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
-        """Returns the prefill seconds of each sampled prompt. Long prompts are cut into chunks; a
-        short one is assumed to share a chunk with equal prompts."""
+        """Returns the prefill seconds of each sampled prompt. Long prompts are cut into chunks. A
+        short prompt is assumed to share a chunk with prompts of equal length."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
             self._times[layout, chunk] = np.array(
@@ -190,22 +194,22 @@ class Estimator:
         return self._times[layout, chunk]
 
     def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits (name, requests a second) for one of `ranks` dp ranks that alternate
-        between prefill and decode."""
+        """Returns the limits, as (name, requests per second), of one of `ranks` dp ranks that
+        alternate between prefill chunks and decode steps."""
         model, demand, goal = self.models[layout], self.demand, self.goal
         times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
         each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
         chunks = np.ceil(demand.sample_prompts / chunk)
 
         def free(rate: float, step: float) -> float:
-            """Returns the fraction of time left for decode steps. All dp ranks of an instance wait
-            for a chunk on any rank; with few prompts the other ranks are idle meanwhile.
+            """Returns the fraction of time left for decode steps. While one dp rank of an instance
+            runs a chunk, the other ranks run chunks of their own or wait.
             """
             together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
             return 1 - rate * layout.dp * each / together
 
         def batch(rate: float) -> float:
-            """Returns the mean decoding sequences of a rank; inf if `rate` is too high."""
+            """Returns the mean number of sequences that a dp rank decodes, or inf without bound."""
 
             def following(count: float) -> float:
                 step = _step(model, count, context)
@@ -244,8 +248,8 @@ class Estimator:
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns limits (name, requests a second) for one of `ranks` dp ranks with fused
-        chunks."""
+        """Returns the limits, as (name, requests per second), of one of `ranks` dp ranks that run
+        prefill chunks within decode steps."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
         if (layout, chunk) not in self._steps:
             if layout not in self._tables:
@@ -287,9 +291,9 @@ class Estimator:
         return tuple((name, _largest(met, most, 11)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits (name, requests a second) for one of `ranks` dp ranks of prefill
-        instances. All ranks of an instance wait for the slowest rank's chunk; ranks differ more if
-        few prompts share a chunk."""
+        """Returns the limits, as (name, requests per second), of one of the `ranks` dp ranks of all
+        prefill instances. The ranks of an instance wait for the slowest rank's chunk. Chunk times
+        differ more between ranks if few prompts share a chunk."""
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
@@ -343,14 +347,13 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Returns the seconds of a decode step of `count` (rounded up) sequences of `context`
-    tokens."""
+    """Returns the seconds of a decode step of `count` sequences with `context` tokens each."""
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 
 
 def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
-    """Returns the requests a second that a rank completes while it decodes `count` sequences."""
+    """Returns the requests per second that a dp rank with `count` decoding sequences completes."""
     if not demand.steps_mean:
         return math.inf
     return (
@@ -365,7 +368,7 @@ def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str
 
 
 def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
-    """Returns the prefill seconds of one prompt alone, in chunks of `chunk` tokens."""
+    """Returns the seconds to prefill one prompt by itself, in chunks of `chunk` tokens."""
     done, seconds = 0, 0.0
     while done < tokens:
         new = min(chunk, tokens - done)
@@ -382,15 +385,14 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
 
 
 def _longest(times: np.ndarray, count: float) -> float:
-    """Returns the expected maximum of `count` draws from `times`."""
     ordered = np.sort(times)
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
     return float(ordered @ np.diff(below))
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    """Returns the mean number of prompts in a batch, 1 to `ranks`: those that arrive at `rate` a
-    second while the previous batch runs."""
+    """Returns the mean number of prompts in a batch, between 1 and `ranks`. A batch has the prompts
+    that arrived, at `rate` per second, during the previous batch."""
     count = 1.0
     for _ in range(rounds):
         count = min(float(ranks), max(1.0, rate * _longest(times, count)))
@@ -402,9 +404,10 @@ def _attained(
 ) -> float:
     """Returns the fraction of requests whose waiting and service meet the TTFT limit.
 
-    The servers share a queue with `rate` requests a second for each server: M/G/c with Sakasegawa's
-    (1977) probability and mean of waiting, and an exponential tail. `times`: seconds for which each
-    request occupies a server. `spent`: seconds from service to first token; None means `times`."""
+    Models an M/G/c queue with Sakasegawa's (1977) probability and mean of waiting, and an
+    exponential tail. `rate`: requests per second for each of the `servers`. `times`: seconds for
+    which each request occupies a server. `spent`: seconds from the start of each request's service
+    to its first token; None means `times`."""
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:
@@ -418,8 +421,8 @@ def _attained(
 
 
 def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    """Returns the batch size at which a rank admits as many sequences as it completes, found by
-    iterating `next_count`; inf if the batch grows without bound."""
+    """Returns the batch size at which a dp rank admits as many sequences as it completes, or inf if
+    the batch grows without bound. `next_count` maps a batch size to the next."""
     count = 0.0
     for _ in range(rounds):
         following = next_count(count)
@@ -432,7 +435,7 @@ def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
 
 
 def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
-    """Returns the largest value up to `most` for which the monotonic `met` holds, or 0."""
+    """Returns the largest value up to `most` for which the monotonic `met` is true, or 0."""
     if met(most):
         return most
     low, high = 0.0, most

@@ -1,11 +1,11 @@
-"""Enumerates a planner's candidates: modes, layouts and counts of instances on accelerators.
+"""Enumerates the planner's candidates: modes, layouts and numbers of instances.
 
-`Site` describes the accelerators, and `Candidate` one way to use them. `fitting_layouts` lists the
-layouts that divide the model and fit memory, or raises `NothingFits` with the reason. For dense
-models dp is 1, since dp ranks would equal separate instances. Experts are spread over all devices
-of an instance, or cut by tp. tp stays within a scale-up domain. dp ranks that share experts may
-span domains, and then exchange tokens over the slower link. Pure; the only property of the workload
-in use is its longest request."""
+`Site` describes the accelerators that are available, and `Candidate` one way to use them.
+`fitting_layouts` lists the layouts that divide the model and fit memory, or raises `NothingFits`
+with the reason. For dense models dp is 1, since dp ranks would equal separate instances. Experts
+are spread over all devices of an instance, or each expert is sharded by tp. tp stays within the
+devices that share a scale-up link (a domain). dp ranks that share experts may span domains, and
+then exchange tokens over the scale-out link. Pure. Depends on the longest request only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,19 +27,21 @@ PAGE_TOKENS = 64
 
 
 class NothingFits(ConfigError):
-    """No candidate fits the accelerators, model and workload; the message has reason and remedy."""
+    """Raised if no candidate fits the accelerators, model and workload. The message has the reason
+    and a remedy."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """The accelerators of a plan. For None the hardware's description supplies the value.
+    """The accelerators that a plan may use. Fields that are None take their value from the
+    description of the hardware.
 
     Attributes:
-      accelerators: Number of accelerators in all.
-      devices_per_node: Accelerators of a host. By default a domain of up to 8 is one host, and a
-        larger domain consists of hosts of 4.
-      domain_devices: Accelerators joined by the scale-up link (NVLink, ICI).
-      scale_out: Link of each device to other domains.
+      accelerators: Total number of accelerators.
+      devices_per_node: Number of accelerators of a host. By default a domain of up to 8 is one
+        host, and a larger domain consists of hosts of 4.
+      domain_devices: Number of accelerators that share a scale-up link (NVLink, ICI).
+      scale_out: Link of each device to devices with which it shares no scale-up link.
     """
 
     accelerator: Accelerator
@@ -67,7 +69,8 @@ class Site:
 
     @cached_property
     def described(self) -> Accelerator:
-        """The accelerator with the site's domain and links."""
+        """Description of the accelerator, changed to the site's links and number of devices that
+        share a scale-up link."""
         return replace(
             self.accelerator,
             domain_devices=self.domain,
@@ -77,8 +80,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mode with layouts and counts of instances. In the one-pool modes `prefill` is None, and
-    decode instances also prefill."""
+    """A mode, with the layout and the number of the instances of each role. In the unified and
+    chunked modes `prefill` is None, and the decode instances also prefill."""
 
     mode: Mode
     decode: Layout
@@ -101,7 +104,8 @@ class Candidate:
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
-        """Returns the devices of the fewest instances with this ratio of prefill to decode."""
+        """Returns the number of devices of the smallest group of instances with the candidate's
+        ratio of prefill to decode instances."""
         return (
             self.devices // gcd(self.prefill_instances, self.decode_instances)
             if self.prefill
@@ -118,10 +122,11 @@ def short(layout: Layout) -> str:
 
 
 def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
-    """Returns (link, parallel links) for the hand-off of one prompt.
+    """Returns the link over which one prompt's KV is sent from prefill to decode, and the number of
+    such links that are used in parallel.
 
-    The link is scale-up if one domain holds a whole `unit_devices` of prefill and decode instances.
-    Each device has its own link, so the smaller dp rank's devices limit the parallel links."""
+    The scale-up link is used if `unit_devices` accelerators share one. Each device has its own
+    link, so the smaller of both dp ranks limits the number of parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -131,7 +136,8 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """A layout whose weights fit, with memory for `kv_tokens` tokens of KV on each dp rank."""
+    """A layout whose weights fit into memory. `kv_tokens`: number of tokens whose KV fits on each
+    dp rank beside the weights."""
 
     layout: Layout
     model: CostModel
@@ -141,8 +147,8 @@ class Fitting:
 def fitting_layouts(
     geometry: CostGeometry, site: Site, longest_tokens: int, dtype: str = "bfloat16"
 ) -> list[Fitting]:
-    """Returns the layouts of one instance that hold the weights and, on each dp rank, one request
-    of `longest_tokens` tokens. Raises NothingFits if there is none."""
+    """Returns the layouts with enough memory for the weights and, on each dp rank, the KV of one
+    request of `longest_tokens` tokens. Raises NothingFits if no layout has enough."""
     most = site.accelerators if geometry.experts else min(site.accelerators, site.domain)
     weights_least, room_most, refused = float("inf"), 0, ""
     found: list[Fitting] = []
@@ -185,13 +191,13 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Returns whether `found` has a layout of equal cost and memory: spreading whole experts over a
-    tensor-parallel group costs as much as cutting each expert over the group."""
+    """Returns whether `found` has a layout with the same cost and memory as `layout`. Spreading
+    experts over a tensor-parallel group costs as much as sharding each over the group."""
     return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 
 def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
-    """Yields layouts of powers of two, up to `most` devices and tp up to `domain`."""
+    """Yields the layouts of powers of two, with at most `most` devices and tp at most `domain`."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         if tp > domain:
@@ -207,7 +213,7 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
 
 
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
-    """Yields a one-pool candidate for each mode and layout, with as many instances as fit."""
+    """Yields a candidate with one pool for each mode and layout, with as many instances as fit."""
     for item in fitting:
         count = site.accelerators // item.layout.devices
         if Mode.UNIFIED in modes:
@@ -218,8 +224,8 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
 
 
 def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:
-    """Yields every pair of layouts with every count of prefill instances, and as many decode
-    instances as the remaining accelerators hold."""
+    """Yields the candidates with two pools: every pair of layouts with every number of prefill
+    instances. The remaining accelerators get as many decode instances as fit."""
     for prefill in fitting:
         for decode in fitting:
             for count in range(1, site.accelerators // prefill.layout.devices + 1):

@@ -1,7 +1,8 @@
 """Converts a candidate to a simulated fleet and to a configuration of the live system.
 
-Both have the same sizes, so that predictions hold for the configuration. A search uses more slots
-than any candidate needs; a configuration has the fewest that reach the predicted rate (`sized`)."""
+Fleet and configuration have the same sizes, so that predictions hold for the configuration. A
+search simulates more decode slots than any candidate needs. A written configuration has the fewest
+slots that reach the predicted rate (`sized`)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,14 +28,14 @@ MOST_SLOTS = 512
 
 @dataclass(frozen=True)
 class FleetMaker:
-    """Makes fleets and configurations of candidates.
+    """Builds the simulated fleet and the configuration of a candidate.
 
     Attributes:
-      fused: Whether one-pool modes run a prefill chunk and a decode step as one step, as in
-        Sarathi-Serve, instead of alternately as in this engine.
+      fused: Whether the chunked mode runs a prefill chunk and a decode step as one step, as in
+        Sarathi-Serve. This engine alternates chunks and decode steps instead.
       reuse: Whether workers use a prefix cache.
       hardware: Name of the accelerator in a written configuration.
-      slots: Maximum number of sequences that decode on a dp rank at once.
+      slots: Maximum number of sequences that a dp rank decodes at once.
       weights: Quantization of the weights of `geometry`; empty for none.
     """
 
@@ -50,9 +51,9 @@ class FleetMaker:
     weights: str = ""
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """Returns a maker with the fewest slots for which `holds` confirms the finding in
-        simulation. The number is a power of two and at least 1.5 times a rank's mean number of
-        decoding sequences."""
+        """Returns a maker with the fewest slots at which `holds` reports that a simulation still
+        reaches the finding's rate. The number of slots is a power of two, at least 1.5 times the
+        mean number of sequences that a dp rank decodes."""
         decoding = max(
             0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
         )
@@ -92,8 +93,8 @@ class FleetMaker:
     def run(
         self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
     ) -> TrialRun:
-        """Simulates a candidate on arrivals until `lost` reports a lost goal; implements the
-        planner's `Runner`."""
+        """Simulates a candidate on arrivals, and stops early once `lost` returns True. Implements
+        the planner's `Runner`."""
         result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 
@@ -112,8 +113,8 @@ class FleetMaker:
     def engine(
         self, candidate: Candidate, model_directory: str, context_tokens: int
     ) -> EngineConfig:
-        """Returns the configuration for `jdisagg serve` or `cluster`, with one instance per
-        role."""
+        """Returns the candidate's configuration for `jdisagg serve` or `jdisagg cluster`, with one
+        instance of each role."""
         decode = self._instance(candidate, candidate.decode, self.slots)
         prefill = (
             self._instance(candidate, candidate.prefill, max(8, self.slots // 8))

@@ -1,12 +1,12 @@
-"""Estimates one-pool instances whose steps run a prefill chunk together with the decoding
-sequences, the strongest alternative to disaggregation.
+"""Estimates instances that run each prefill chunk in one step with the decoding sequences, which is
+the strongest alternative to disaggregation.
 
-A mean step lasts as long as a decode step, plus the time that a chunk adds if any rank of the
-instance has one. A chunk adds less than its time alone, because weights are read once for both and
-small matrices leave arithmetic idle. Small chunks may therefore allow a higher rate than large
-ones. A chunk holds one prompt or a piece of one, or all prompts that arrive during a step. A
-sequence's time per token varies with the number of chunks during its decode, so that with long
-chunks some short answers miss a limit that the mean meets.
+A step lasts as long as a decode step, plus the time that a chunk adds if any dp rank of the
+instance has a chunk. This time is less than that of the chunk by itself, because weights are read
+once for both, and small batches leave arithmetic units idle. Small chunks may therefore allow a
+higher rate than large chunks. A chunk holds a piece of a prompt, or all prompts that arrive during
+a step. The number of chunks during a sequence's decode varies. With long chunks some short answers
+therefore miss a TPOT limit that the mean meets.
 
 Pure; depends on request lengths and a cost model, not on arrival times."""
 
@@ -24,17 +24,17 @@ ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class FusedPace:
-    """The steady state of one dp rank at a constant request rate.
+    """Steady state of one dp rank at a constant request rate. All times are in seconds.
 
     Attributes:
-      sequences: Mean number of decoding sequences.
-      decode: Seconds of a step without a chunk.
-      step: Mean seconds of a step.
-      chunk: Seconds that a chunk adds to a step.
-      busy: Fraction of the steps in which the rank has a chunk.
-      met: Fraction of the steps in which any rank of the instance has one.
-      held: Seconds of prefill capacity that each sampled prompt takes from the rank.
-      spent: Seconds from first chunk to first token of each sampled prompt.
+      sequences: Mean number of sequences that the rank decodes.
+      decode: Duration of a step without a prefill chunk.
+      step: Mean duration of a step.
+      chunk: Mean time that a prefill chunk adds to a step.
+      busy: Fraction of the steps in which the rank runs a chunk.
+      met: Fraction of the steps in which any rank of the instance runs a chunk.
+      held: Time for which each sampled prompt occupies the rank's prefill capacity.
+      spent: Time from the first chunk to the first token of each sampled prompt.
     """
 
     sequences: float
@@ -48,8 +48,8 @@ class FusedPace:
 
 
 class StepTable:
-    """Interpolated seconds of a layout's steps without attention: steps with a chunk by their
-    tokens, decode steps by their sequences."""
+    """Interpolates the seconds of steps under one layout, without attention: of steps with a
+    prefill chunk by their number of tokens, and of decode steps by their number of sequences."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -63,7 +63,7 @@ class StepTable:
         return float(np.interp(sequences, TOKENS, self._decode))
 
     def decode(self, sequences: float, context: float) -> float:
-        """Returns the seconds of a decode step of sequences with `context` tokens each."""
+        """Returns the seconds of a decode step; every sequence has `context` tokens."""
         whole = max(1, math.ceil(sequences))
         if whole > COARSE * COARSE:
             whole = COARSE * math.ceil(whole / COARSE)  # bounds the cache
@@ -71,7 +71,8 @@ class StepTable:
 
 
 class FusedChunks:
-    """Estimates one layout with chunks of up to `chunk` tokens for a sample of prompt lengths."""
+    """Estimates the steady state of one layout, with chunks of at most `chunk` tokens, for a sample
+    of prompt lengths."""
 
     def __init__(
         self, table: StepTable, chunk: int, prompts: np.ndarray, context: float, steps: float
@@ -84,7 +85,7 @@ class FusedChunks:
         self._known: dict[float, FusedPace | None] = {}
 
     def _attended(self, prompt: int) -> float:
-        """Returns the seconds that attention within the prompt adds to the prompt's chunks."""
+        """Returns the seconds that attention adds to all chunks of a prompt of `prompt` tokens."""
         done, seconds = 0, 0.0
         while done < prompt:
             new = min(self._chunk, prompt - done)
@@ -94,7 +95,7 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the steady state at `rate` requests a second; None if the rate is too high."""
+        """Returns the steady state at `rate` requests per second; None above capacity."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
@@ -115,7 +116,8 @@ class FusedChunks:
         return found if found is not None and found.step <= 1.05 * step else None
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
-        """Returns the state at `rate` if steps took `step` seconds: one fixed-point iteration."""
+        """Returns the state at `rate` if steps took `step` seconds, or None if the rate is too
+        high. `pace` repeats this until the duration of a step converges."""
         count = rate * self._steps * step
         if count > 1e6:
             return None
@@ -145,8 +147,9 @@ class FusedChunks:
         )
 
     def within(self, pace: FusedPace, limit: float, outputs: np.ndarray) -> float:
-        """Returns the fraction of requests whose mean time per token meets `limit`. Each step of a
-        request has a chunk with probability `met` (normal approximation)."""
+        """Returns the fraction of requests whose mean time per token is at most `limit`. Assumes
+        that each step of a request has a chunk with probability `pace.met` (normal approximation).
+        `outputs`: output tokens of each request."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))
         kept = 0.0
         for count in outputs - 1:
@@ -160,7 +163,6 @@ class FusedChunks:
 
 
 def _mixed(model: CostModel, tokens: float) -> float:
-    """Returns the seconds of a step with a chunk and `tokens` tokens in all, without attention."""
     return model.mixed_of(round(tokens), 0.0, 0.0, 1, 0, 0.0).seconds
 
 

@@ -1,12 +1,13 @@
-"""Computes the web page's planning guide: one workload on the same accelerators in three modes.
+"""Computes the planning guide of the web page, which compares three modes on the same workload and
+accelerators.
 
 Unified instances prefill whole prompts between decode steps. Chunked instances prefill in pieces,
-each fused with a step. Disaggregated instances prefill and decode on meshes joined by a link. All
-modes serve the same arrivals, in which every fourth prompt is long and its prefill delays others.
-The answer has percentiles for each mode, and the token times of the first requests.
+each within a decode step. Disaggregated instances prefill and decode on separate meshes joined by a
+link. Every fourth prompt is long, and its prefill delays other requests. The answer has percentiles
+for each mode, and the times of the first requests' tokens.
 
 Pure except for `main`, which reads the question as JSON from stdin and writes the answer to stdout,
-in a process of its own to keep the load off the server."""
+in a separate process that keeps the load off the server."""
 
 import math
 import os
@@ -52,8 +53,8 @@ GUIDE_LINKS = (
 
 
 class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The user's choices. `prompt_tokens`: length of the long prompts. `rate`: requests a second.
-    `link`: name of the link between prefill and decode."""
+    """The user's choices. `prompt_tokens`: number of tokens of each long prompt. `rate`: requests
+    per second. `link`: name of the link between prefill and decode instances."""
 
     prompt_tokens: Annotated[int, msgspec.Meta(ge=256, le=16384)] = 4096
     rate: Annotated[float, msgspec.Meta(ge=0.5, le=16.0)] = 4.0
@@ -67,8 +68,8 @@ class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GuideRequest(msgspec.Struct, frozen=True):
-    """Times of one request in seconds since the first arrival. `gaps`: runs of equal gaps between
-    tokens, (seconds, number), in order."""
+    """Times of one request in seconds since the first arrival. `gaps`: times between consecutive
+    tokens in order, as runs of equal gaps: (seconds, number of gaps)."""
 
     arrival: float
     first_token: float | None
@@ -78,7 +79,8 @@ class GuideRequest(msgspec.Struct, frozen=True):
 
 
 class GuideWay(msgspec.Struct, frozen=True):
-    """Results of one mode. `ttft`, `tbt`: (p50, p99, maximum) in seconds."""
+    """Results of one mode. `ttft`, `tbt`: p50, p99 and maximum of the time to first token and of
+    the time between tokens, in seconds."""
 
     mode: str
     ttft: tuple[float | None, float | None, float | None]
@@ -99,7 +101,7 @@ class GuideAnswer(msgspec.Struct, frozen=True):
 
 
 def parse_question(body: bytes) -> GuideQuestion:
-    """Parses a question in JSON. Raises InvalidRequestError for invalid fields."""
+    """Parses the user's choices from JSON. Raises InvalidRequestError for invalid fields."""
     try:
         return msgspec.json.decode(body, type=GuideQuestion)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -109,7 +111,7 @@ def parse_question(body: bytes) -> GuideQuestion:
 
 
 def answer(question: GuideQuestion) -> GuideAnswer:
-    """Simulates all modes, which takes seconds of processor time."""
+    """Simulates the three modes and returns their results. Takes seconds of processor time."""
     count = max(12, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (
@@ -205,7 +207,8 @@ def _shown(outcome: RequestOutcome, runs: Sequence[tuple[float, int]]) -> GuideR
 
 
 def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Merges the most similar adjacent runs, with their mean gap, until SHOWN_RUNS are left."""
+    """Merges the most similar adjacent runs of gaps until SHOWN_RUNS runs are left. A merged run
+    has the mean gap of its parts."""
     while len(runs) > SHOWN_RUNS:
         at = min(range(len(runs) - 1), key=lambda at: abs(runs[at][0] - runs[at + 1][0]))
         (one, times), (other, more) = runs[at : at + 2]

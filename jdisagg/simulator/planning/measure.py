@@ -1,7 +1,7 @@
-"""Finds the highest rate at which a candidate attains the goal in the simulator.
+"""Finds the highest request rate at which a candidate attains the goal in the simulator.
 
-`Measurer` can be pickled to another process, and measures each candidate independently of others.
-Accesses the simulator only through `Runner`. Deterministic by seed."""
+`Measurer` can be pickled to another process. Its result for a candidate does not depend on other
+candidates. Accesses the simulator only through `Runner`. Deterministic by seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,15 @@ MOST_RUNS = 14  # simulations of one candidate
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A candidate to measure.
+    """A candidate whose highest rate is to be found.
 
     Attributes:
-      bounds: The candidate's bounds by arithmetic.
-      kv_tokens: Tokens whose KV fits a dp rank.
-      rival_rate: Rate to beat; the search stops once the candidate cannot carry more.
-      tolerance: Relative tolerance of the rate at which the search ends.
-      trials: Trials of an earlier search to continue from.
+      bounds: Upper bounds on the candidate's rate from the cost model.
+      kv_tokens: Number of tokens whose KV fits on one dp rank.
+      rival_rate: Rate of the best candidate so far, in requests per second. The search stops once
+        this candidate cannot exceed the rate.
+      tolerance: Relative error of the rate at which the search ends.
+      trials: Trials of an earlier, less precise search, from which this search continues.
     """
 
     candidate: Candidate
@@ -37,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Measurer:
-    """Measures candidates of one site for one goal and workload."""
+    """Finds the highest rates of candidates for one goal and workload, by simulation."""
 
     goal: Goal
     workload: Sequence[Arrival]
@@ -49,14 +50,15 @@ class Measurer:
     seed: int = 0
 
     def trial(self, candidate: Candidate, rate: float, runner: Runner | None = None) -> Trial:
-        """Tries one rate, in requests a second; see `trials`."""
+        """Simulates the candidate at `rate` requests per second (`trials`)."""
         tries = Trier(
             self.goal, self.workload, self.demand, self.most_requests, self.arrivals, self.seed
         )
         return tries.trial(runner or self.runner, candidate, rate)
 
     def measured(self, task: Task) -> Finding | None:
-        """Searches the candidate's highest rate; returns None if below `rival_rate`."""
+        """Searches the candidate's highest rate. Returns None if not above the task's
+        `rival_rate`."""
         trials = list(task.trials)
 
         def trial(rate: float) -> float:
@@ -123,7 +125,7 @@ def highest_rate(
     Assumes that attainment decreases with the rate. Calls `attained` at most MOST_RUNS times.
 
     Args:
-      attained: Returns the attainment at a rate.
+      attained: Returns the fraction of requests that meet the goal's limits at a rate.
       guess: Rate to start from; the result is 0 if a hundredth of this rate fails.
       wanted: Attainment to reach.
       carried: Rate known to reach `wanted`, from which the search starts; 0 if none is known.

@@ -1,15 +1,16 @@
-"""Plans whether to disaggregate, with how many instances of each role in which layouts. Prices all
-candidates by arithmetic and simulates the best few of each mode.
+"""Plans whether to disaggregate, and the number and layout of the instances of each role. Ranks all
+candidates with the cost model and simulates the best few of each mode.
 
-`Planner.plan` lists the layouts that fit (`candidates`), ranks candidates by their bounds
-(`bounds`), and keeps the best `finalists` of each mode. For each finalist, bisection finds the
-highest rate at which the simulator attains the goal (`measure`, `trials`): roughly first, then
-closely for those that may be the best of their mode. Then it tries neighbours of the best
-candidates until none is better. A `Plan` ranks all by their rate per accelerator of the site, idle
-ones included, with each one's binding limit and a verdict as text (`verdict`).
+`Planner.plan` lists the layouts that fit (`candidates`), ranks the candidates by the upper bounds
+on their rates (`bounds`), and keeps the best `finalists` of each mode. For each finalist, bisection
+finds the highest rate at which the simulation attains the goal (`measure`, `trials`). Finalists
+that may be the best of their mode are searched again with a smaller tolerance. Then the planner
+tries neighbours of the best candidates until none is better. A `Plan` ranks the simulated
+candidates by their rate per accelerator of the site, idle accelerators included. It has the binding
+limit of each candidate and a verdict as text (`verdict`).
 
-Unattainable goals are refused by arithmetic first (`never`): no prompt is faster than alone in one
-chunk, and no decode step faster than one of a single sequence.
+Goals that no candidate can attain are refused before any simulation (`never`). No prompt is faster
+than by itself in one chunk, and no decode step is faster than with a single sequence.
 
 Accesses the simulator only through `Runner`; prints nothing. Deterministic by seed."""
 
@@ -48,13 +49,13 @@ ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan.
+    """The result of a planner's search.
 
     Attributes:
       findings: Simulated candidates, best first.
-      considered: Number of candidates priced by arithmetic.
-      verdict: The result as text.
-      left_out: Modes without a candidate, each with the reason.
+      considered: Number of candidates that were ranked with the cost model.
+      verdict: Which mode is best, by how much and why, as text.
+      left_out: Modes without a candidate, each with the reason as text.
     """
 
     findings: tuple[Finding, ...]
@@ -68,13 +69,13 @@ class Search:
     """Settings of a planner's search.
 
     Args:
-        dtype: Type of weights and KV.
-        codec: Codec of KV between two pools.
+        dtype: Data type of weights and KV.
+        codec: Codec of the KV that prefill instances send to decode instances.
         modes: Modes to compare.
         finalists: Number of candidates of each mode to simulate.
-        most_requests: Cap on the requests of one simulated run.
-        fused: Whether chunked prefill runs a chunk and a decode step in one program, the fastest
-            for one pool, not alternately as this engine does. Must equal the runner's.
+        most_requests: Cap on the number of requests of one simulated run.
+        fused: Whether the chunked mode runs a prefill chunk and a decode step as one program. This
+            engine alternates them instead. Must equal the value of the `runner`.
         arrivals: Arrival process.
         seed: Seed of all random numbers.
 
@@ -104,7 +105,7 @@ class Search:
 
 
 class Told:
-    """Callbacks for a planner's progress and preliminary results; these do nothing."""
+    """Receives a planner's progress and preliminary results; this class ignores them."""
 
     def progress(self, text: str, done: int, total: int) -> None: ...
 
@@ -117,18 +118,18 @@ Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None
 
 
 def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-    """Measures tasks one after the other. Yields (index of the task, its finding or None)."""
+    """Runs tasks one after the other. Yields (index of the task, the task's finding or None)."""
     for index, task in enumerate(tasks):
         yield index, measurer.measured(task)
 
 
 class Planner:
-    """Searches the best candidate of a site for a model, goal and workload.
+    """Searches the best use of a site's accelerators for a model, goal and workload.
 
     Args:
       runner: Simulates a candidate.
-      told: Receives progress.
-      spread: Function that measures tasks, possibly on several cores.
+      told: Receives progress and preliminary results.
+      spread: Function that runs the searches of all candidates, possibly on several cores.
     """
 
     def __init__(
@@ -178,10 +179,10 @@ class Planner:
         return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
 
     def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
-        """Simulates every candidate of every mode, the exhaustive search that `plan` avoids.
+        """Simulates every candidate of every mode, to check the result of `plan`.
 
-        Returns the findings of those that carry more than (1 + TOLERANCE) x `rate` requests a
-        second, best first, and the number of candidates."""
+        Returns the number of candidates and, best first, the findings of the candidates whose rate
+        exceeds (1 + TOLERANCE) x `rate`."""
         fitting, estimator = self._estimated(workload)
         tasks = [
             Task(candidate, limits, estimator.rooms[candidate.decode], rate)
@@ -197,7 +198,6 @@ class Planner:
             self._told.progress(found.text, found.count, found.count + len(tasks) - done)
 
     def _estimated(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Estimator]:
-        """Returns the layouts that fit the workload, and the estimator of candidates."""
         demand, site, search = Demand.of(workload), self._site, self._search
         fitting = fitting_layouts(self._geometry, site, demand.longest_tokens, search.dtype)
         return fitting, Estimator(site, demand, self._goal, fitting, search.codec, search.fused)
@@ -205,7 +205,6 @@ class Planner:
     def _priced(
         self, fitting: list[Fitting], estimator: Estimator
     ) -> list[tuple[Candidate, Bounds]]:
-        """Returns all candidates, best first by arithmetic."""
         listed = [*one_pool(fitting, self._site, self._search.modes)]
         listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
         priced: list[tuple[Candidate, Bounds]] = []
@@ -218,8 +217,8 @@ class Planner:
     def _chosen(
         self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
     ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
-        """Returns the best of each mode by arithmetic, and the modes without a candidate. Only the
-        best chunk size of each chunked layout is considered."""
+        """Returns the candidates of each mode with the highest bounds, and the modes without a
+        candidate. Of each chunked layout only the best chunk size is considered."""
         chosen: list[list[tuple[Candidate, Bounds]]] = []
         left_out: list[str] = []
         chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
@@ -257,7 +256,7 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether another `runner` also attains the goal at the finding's rate."""
+        """Returns whether a simulation by `runner` also attains the goal at the finding's rate."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -266,12 +265,13 @@ class Planner:
         return again.lasting_attainment >= self._goal.attainment
 
     def trial(self, candidate: Candidate, workload: Sequence[Arrival], rate: float) -> Trial:
-        """Tries one rate, in requests a second."""
+        """Simulates the candidate at `rate` requests per second."""
         return self._measurer(workload, Demand.of(workload)).trial(candidate, rate)
 
 
 class _Found:
-    """The candidates measured so far, and the findings of those that beat their rival rate."""
+    """Collects the candidates searched so far, and the findings of those that exceeded the best
+    rate known before."""
 
     def __init__(self, site: Site, told: Told) -> None:
         self._told = told
@@ -295,7 +295,8 @@ class _Found:
         )
 
     def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
-        """Returns tasks for closer measurement: candidates that may turn out best of their mode."""
+        """Returns tasks to search again, with a smaller tolerance, the candidates that may be the
+        best of their mode."""
         tasks: list[Task] = []
         best: dict[Mode, float] = {}
         for item in self.ranked:
@@ -310,7 +311,8 @@ class _Found:
 
     @property
     def ranked(self) -> list[Finding]:
-        """Findings, best first. Ties favour one pool, then the higher bound."""
+        """Findings, the highest rate per accelerator first. Of equal findings, modes with one pool
+        come first, then the higher bound."""
         return sorted(
             self._findings.values(),
             key=lambda item: (
@@ -325,9 +327,9 @@ class _Found:
 def neighbours(
     found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
 ) -> list[tuple[tuple[Candidate, Bounds], float]]:
-    """Returns untried neighbours of the best chunked candidate (adjacent chunk sizes) and of the
-    best disaggregated one (one prefill instance more or less), each with the rate to beat.
-    Simulation may rank them higher than arithmetic did."""
+    """Returns untried neighbours of the best candidates as tasks. Neighbours of a chunked candidate
+    have an adjacent chunk size, and those of a disaggregated candidate one prefill instance more or
+    less. Simulation may rank them higher than the cost model did."""
     chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
     for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
         best = next((item for item in found.ranked if item.candidate.mode is mode), None)
@@ -342,8 +344,8 @@ def neighbours(
 
 
 def beside(one: Candidate, other: Candidate) -> bool:
-    """Returns whether two candidates have the same mode and layouts and differ by one chunk size or
-    one prefill instance."""
+    """Returns whether two candidates have the same mode and layouts and differ by one step of the
+    chunk size or by one prefill instance."""
     if (one.mode, one.decode, one.prefill) != (other.mode, other.decode, other.prefill):
         return False
     if one.mode is Mode.CHUNKED:
@@ -357,8 +359,8 @@ def beside(one: Candidate, other: Candidate) -> bool:
 
 
 def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
-    """Returns the reason why requests miss the goal on every layout even when alone, or "" if the
-    goal may be attainable. `cached`: whether prompts may be cached; TTFT is then not checked."""
+    """Returns the reason why no layout can attain the goal, even without load, or "" if one may.
+    `cached`: whether prompts may be in the prefix cache; TTFT is then not checked."""
     wanted = goal.attainment - 1 / SAMPLE  # resolution of the sample
     prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
     reasons = []
@@ -394,8 +396,8 @@ def _missed(
     limit: float,
     wanted: float,
 ) -> tuple[float, str, int] | None:
-    """Returns (seconds, fastest layout, tokens) of the prompt at quantile `wanted` of the lengths
-    if it misses the limit on the fastest layout; None if it meets the limit."""
+    """Takes the prompt at quantile `wanted` of the lengths. Returns (seconds, fastest layout,
+    tokens) if this prompt misses the limit on the fastest layout, else None."""
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])
     # Seconds increase with length: if this prompt meets the limit, so do all shorter ones.

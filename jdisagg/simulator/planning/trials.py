@@ -1,23 +1,23 @@
-"""Tries one rate: chooses the number of requests and which to judge, and distinguishes a rate that
-the cluster carries from an overload whose queue only begins to grow.
+"""Decides by simulation whether a candidate carries a request rate. A rate is carried if the goal
+would still be attained after any number of requests; otherwise the candidate is overloaded.
 
 Requests arrive in the workload's order, as a Poisson process (with the same random numbers at every
 rate, so that curves do not jump) or at the trace's scaled times. Requests that arrive while the
-empty cluster fills, at most a third, are served but not judged.
+empty cluster fills, at most a third of the time, are served but not judged.
 
-Attainment alone would accept an overload if a run ends before the wait in its queue reaches the
-TTFT limit. A rate therefore counts as carried only if
+Attainment in one run is not enough: the queue of an overloaded candidate grows, but the run may end
+before the wait reaches the TTFT limit. A rate therefore counts as carried only if
 
-- arrivals last `STAYS` times as long as a request stays, so that decode batches have filled within
-  that third, and
-- arrivals last `1 / TOLERANCE` TTFT limits, in which a queue that grows by TOLERANCE of the
-  arrivals passes the limit, or the wait for the first token grows by less than `GROWTH` seconds a
-  second, which equals the fraction of the arrivals that queue up.
+- arrivals last `STAYS` times as long as a request takes, so that decode batches have filled within
+  the third that is not judged, and
+- arrivals last `1 / TOLERANCE` TTFT limits, in which the wait in a queue that gains the fraction
+  TOLERANCE of the arrivals exceeds the limit, or the wait for the first token grows by less than
+  `GROWTH` seconds per second. This growth equals the fraction of the arrivals that queue up.
 
 A run ends early once more judged requests than the goal allows have missed a limit. An inconclusive
-run is repeated with more requests, up to `EXTENDS` times `most_requests`. If that is still
-inconclusive, or the workload has no more requests, the trial is `short`, and its rate does not
-count as carried.
+run is repeated with more requests, up to `EXTENDS` times `most_requests`. If the longest run is
+inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate does
+not count as carried.
 
 Accesses the simulator only through `Runner`; does not choose rates. Deterministic by seed."""
 
@@ -44,8 +44,9 @@ LONGEST_SECONDS = 3600  # virtual
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The simulator's result of one run. `stopped`: the run ended early because the goal was lost;
-    outcomes are then those of ended requests. A request's id is its index in the arrivals."""
+    """The result of one simulated run. The id of a request is its index in the arrivals. `stopped`:
+    whether the run ended early because it missed the goal; `outcomes` then has only the requests
+    that had ended."""
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()
@@ -60,8 +61,8 @@ Process = Literal["poisson", "trace"]
 
 @dataclass(frozen=True, slots=True)
 class Trier:
-    """Tries rates of one workload against one goal. `most_requests`: cap on the requests of a run
-    that is not extended."""
+    """Simulates candidates at given rates, with one workload and goal. `most_requests`: cap on the
+    number of requests of a run, except runs that are repeated because they were inconclusive."""
 
     goal: Goal
     workload: Sequence[Arrival]
@@ -71,7 +72,8 @@ class Trier:
     seed: int = 0
 
     def trial(self, runner: Runner, candidate: Candidate, rate: float) -> Trial:
-        """Tries `rate` requests a second, with longer runs if the first is inconclusive."""
+        """Simulates the candidate at `rate` requests per second. Repeats with more requests while
+        the result is inconclusive."""
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
         # Long enough to reach a steady state, but bounded in time at low rates.
@@ -110,8 +112,8 @@ class Trier:
 
 
 class Loss:
-    """Called with each outcome of a run; returns True once enough judged requests have missed a
-    limit to lose the goal."""
+    """Ends a run early. Called with the outcome of each request, it returns True once more requests
+    have missed a limit than the goal allows."""
 
     def __init__(self, goal: Goal, arrivals: Sequence[Arrival], filling_seconds: float) -> None:
         first, last = arrivals[0].at_seconds, arrivals[-1].at_seconds
@@ -152,8 +154,8 @@ def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: 
 def requests_at(
     workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
 ) -> list[Arrival]:
-    """Returns the first `count` requests of the workload at `rate` a second. A shorter workload is
-    repeated, except one with block names, because repetition would add cache hits."""
+    """Returns the first `count` requests of the workload at `rate` per second. A shorter workload
+    is repeated. A workload with named blocks is not, because this would add cache hits."""
     if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
@@ -170,7 +172,7 @@ def requests_at(
 
 def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[RequestOutcome]:
     """Returns the outcomes of requests that arrived after the first `filling_seconds`, or after the
-    first third of the arrivals' time if that is less."""
+    first third of the time between first and last arrival if that third is shorter."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, (last - first) / 3)
@@ -178,8 +180,8 @@ def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[
 
 
 def wait_growth(outcomes: Sequence[RequestOutcome]) -> tuple[float, float]:
-    """Returns (growth of the wait for a first token, in seconds per second of arrivals; the
-    growth's uncertainty), from the mean waits of the earlier and the later half.
+    """Returns the growth of the wait for the first token, in seconds per second of arrivals, and
+    the uncertainty of the growth. Compares the mean waits of the earlier and the later half.
 
     Waits in a queue that never empties are a random walk. The slope over n requests of similar
     length has a standard error of about sqrt(2 / n); the uncertainty is twice that."""

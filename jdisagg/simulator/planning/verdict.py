@@ -1,4 +1,5 @@
-"""Describes a planner's findings as text: each candidate's binding limit, the best mode, and why.
+"""Describes the planner's results as text: the limit that binds each candidate, the best mode, and
+the reasons.
 
 Uses only the figures of a `Finding`; states a reason only if a figure supports it."""
 
@@ -27,13 +28,15 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rate tried.
+    """The result of simulating a candidate at one rate.
 
     Attributes:
       attainment: Fraction of the judged requests that met both limits.
-      late_first, late_tokens: Fractions of them that missed the TTFT and the TPOT limit.
-      unfinished: Fraction of them that did not finish; `reason` is the most frequent reason.
-      overload: Whether the queue grew so that the goal would have been lost with more arrivals.
+      late_first, late_tokens: Fractions of the judged requests that missed the TTFT and the TPOT
+        limit.
+      unfinished: Fraction of the judged requests that did not finish; `reason` is the most frequent
+        reason.
+      overload: Whether the queue grew so fast that the goal would be missed with more arrivals.
       short: Whether arrivals ended too soon for a conclusion.
     """
 
@@ -49,20 +52,20 @@ class Trial:
 
     @property
     def lasting_attainment(self) -> float:
-        """Attainment if arrivals went on for ever; 0 in an overload."""
+        """Attainment if arrivals did not end; 0 in an overload or a `short` trial."""
         return 0.0 if self.overload or self.short else self.attainment
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A simulated candidate.
+    """A candidate with the highest rate that it reached in simulation.
 
     Attributes:
-      rate: Highest requests a second of the whole candidate that attain the goal.
+      rate: Highest rate of the whole candidate that attains the goal, in requests per second.
       report: Report at `rate`, or at the lowest tried rate if none attains the goal.
-      link_share: Fraction of the link in use at `rate`.
-      kv_share: Fraction of the decode side's KV room that requests held on average.
-      short: Whether arrivals ended too soon to decide if a higher rate is possible.
+      link_share: Fraction of the link's bandwidth that is in use at `rate`.
+      kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
+      short: Whether the arrivals were too few to decide if a higher rate is possible.
     """
 
     candidate: Candidate
@@ -79,8 +82,9 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """Returns the limit that binds at `trial`, a failed trial just above the rate: the one that
-    most requests missed, with its cause by arithmetic."""
+    """Returns the limit that binds a candidate, as text: the limit that most requests missed in
+    `trial`, with the most likely cause according to `limits`. `trial` failed just above the
+    candidate's highest rate."""
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -107,7 +111,8 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 
 
 def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """Describes each mode's best candidate by arithmetic. `chosen`: each mode's, best first."""
+    """Describes the best candidate of each mode before any simulation. `chosen`: candidates of each
+    mode, best first."""
     best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
     lines = [
         f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
