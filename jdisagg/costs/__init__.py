@@ -1,1 +1,2 @@
-"""Estimates time and memory of steps, transfers and models on given hardware. Pure."""
+"""Estimates how long steps and KV transfers take on given hardware, and how much memory models
+need. Pure."""

@@ -1,17 +1,19 @@
-"""The cost model's result: seconds by cause, so that a decision can state its reason. Pure data."""
+"""Result of the cost model: seconds split by cause, so that a placement decision can state its
+reason. Pure data."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds by cause.
+    """Estimated seconds of a step or a transfer, split by cause. The total is the sum.
 
     Attributes:
-      compute, memory: Seconds of operations bound by arithmetic, and by memory bandwidth.
-      communication: All-reduces of tensor parallelism and sends between stages, or a transfer.
-      exchange: Exchange of tokens among experts.
-      overhead: Launch latency of operations, and host time that the device does not hide.
+      compute, memory: Seconds of operations that are bound by arithmetic, or by memory bandwidth.
+      communication: Seconds of tensor-parallel all-reduces and of sends between pipeline stages, or
+        of a KV transfer.
+      exchange: Seconds in which tokens are sent to experts on other devices and back.
+      overhead: Seconds of launch latency, and of host work during which the device is idle.
     """
 
     compute: float = 0.0

@@ -1,14 +1,16 @@
-"""Seconds that an instance takes for a prefill, a decode step or a transfer, split by cause so that
-a placement decision can state its reason.
+"""Estimates the seconds that an instance takes for a prefill, a decode step or a KV transfer, split
+by cause so that a placement decision can state its reason.
 
-Every class of operation is a roofline: max(FLOP / reached peak, bytes / reached bandwidth) plus
-launch latency, for one device of the fullest rank. Tensor parallelism adds two all-reduces a layer,
-each latency + bytes / bandwidth. The exchange of tokens among experts and the sends between
-pipeline stages are further terms. One layer of each kind is priced and multiplied. A mixture of
-experts reads only the experts that its batch touches: E (1 - (1 - active / E)^tokens).
+Every operation follows a roofline: max(FLOP / achieved FLOP/s, bytes / achieved bandwidth) plus
+launch latency, on one device of the dp rank with the most work. Tensor parallelism adds two
+all-reduces per layer, each latency + bytes / bandwidth. The exchange of tokens among experts and
+the sends between pipeline stages are added. One layer of each kind is estimated and multiplied. A
+mixture of experts reads only the expected number of experts that the batch uses: E (1 - (1 - active
+/ E)^tokens).
 
-Pure; must not import requests, queues or clocks. A decode step is priced from two sums (sequences
-and their contexts) in a few microseconds, so that simulators can call it at every event."""
+Pure; must not import requests, queues or clocks. A decode step is estimated from the number of
+sequences and the sum of their contexts. This takes a few microseconds, so that simulators can
+estimate every step."""
 
 import math
 from collections.abc import Iterable
@@ -35,8 +37,8 @@ SCALE_BYTES = 4  # one float32 scale for each head and token of a component
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One weight matrix of a layer, or several fused into one product. FLOP and activation bytes
-    are per token, and `columns` are the result's columns on one device."""
+    """The product of a layer's input with one weight matrix, or with several that are fused.
+    `flops` and `activation_bytes` are per token. `columns`: columns of the result on one device."""
 
     flops: float
     weight_bytes: float
@@ -46,18 +48,19 @@ class _Product:
 
 
 class CostModel:
-    """Prices the work of one instance.
+    """Estimates the duration of one instance's prefills, decode steps and KV transfers.
 
-    Batches passed to it are those of the fullest dp rank. If experts are spread over all ranks, the
-    other ranks are assumed to be as full.
+    Callers pass the batch of the dp rank with the most work. If experts are spread over all ranks,
+    the other ranks are assumed to have as much work.
 
     Args:
       geometry: Sizes of the model.
       accelerator: Kind of all devices.
       layout: Layout of one pipeline stage.
-      stages: Pipeline stages, each of `layout.devices` devices.
-      dtype: Type of weights and activations.
-      kv_dtype: Type of KV; if empty, the geometry's KV type, or `dtype` if it has none.
+      stages: Number of pipeline stages, each of `layout.devices` devices.
+      dtype: Data type of weights and activations.
+      kv_dtype: Data type of KV. If empty, the KV type of `geometry`, or `dtype` if `geometry` has
+        no KV type.
       kernels: Properties of the engine's kernels.
     """
 
@@ -107,8 +110,8 @@ class CostModel:
     # ---- steps and transfers
 
     def prefill(self, rows: Iterable[tuple[int, int]]) -> Cost:
-        """Prices one packed prefill up to its sampled tokens. Each row is (uncached tokens, cached
-        tokens before them)."""
+        """Estimates one prefill of several prompts until their tokens are sampled. `rows`: for each
+        prompt, the number of tokens to compute and of cached tokens before them."""
         tokens = count = 0
         pairs = context = 0.0
         for new, cached in rows:
@@ -118,8 +121,9 @@ class CostModel:
         return self.prefill_of(tokens, pairs, context, count)
 
     def prefill_of(self, tokens: int, pairs: float, context_tokens: float, rows: int) -> Cost:
-        """Prices a prefill from sums over its rows: `tokens` computed, `pairs` of positions that
-        attend to each other, `context_tokens` read from the cache, `rows` tokens sampled."""
+        """Estimates a prefill from sums over its prompts: number of `tokens` to compute, of `pairs`
+        of positions that attend to each other, of `context_tokens` to read from the cache, and of
+        `rows`, for each of which one token is sampled."""
         reached = self.accelerator.efficiency
         cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
         return self._issued(
@@ -129,15 +133,17 @@ class CostModel:
         )
 
     def decode(self, contexts: Iterable[int]) -> Cost:
-        """Prices one step of the fullest rank's sequences, given the context length of each."""
+        """Estimates one decode step. `contexts`: context length of each sequence on the dp rank
+        with the most work."""
         counted = list(contexts)
         return self.decode_of(len(counted), float(sum(counted)), max(counted, default=0))
 
     def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
-        """Prices a decode step from sums.
+        """Estimates a decode step from the number of sequences and the sum of their contexts.
 
-        For sliding windows all contexts are taken to be of mean length. `longest`, the longest
-        context, matters only with `Kernels.whole_contexts`; 0 means that all are equally long."""
+        With sliding windows, all contexts are taken to have the mean length. `longest`: longest
+        context, used only with `Kernels.whole_contexts`; 0 means that all contexts are equally
+        long."""
         if not sequences:
             return Cost()
         reached = self.accelerator.efficiency
@@ -148,10 +154,11 @@ class CostModel:
         return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
-        """Returns exactly `decode_of(...).seconds`, faster: it builds no `Cost` for each part.
+        """Returns the same value as `decode_of(...).seconds`, but faster, because no `Cost` is
+        built.
 
-        A simulator calls it several times a request. If attention is linear in the context, all but
-        two multiplications are cached by `sequences`."""
+        Simulators call this method several times per request. If attention is linear in the
+        context, all but two multiplications are cached by `sequences`."""
         if not self._linear or not sequences:
             return self.decode_of(sequences, context_tokens, longest).seconds
         known = self._step_terms.get(sequences)
@@ -175,14 +182,14 @@ class CostModel:
         return device + (overhead + ((waited if waited > 0.0 else 0.0) + host))
 
     def _decode_layers(self, sequences: int) -> Cost:
-        """Prices a decode step without attention and host time."""
         layers = self._layers_known.get(sequences)
         if layers is None:
             layers = self._layers_known[sequences] = self._layers(sequences, sequences)
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """Returns the seconds of a decode step in which the host works and the devices are idle."""
+        """Returns the seconds of a decode step during which the host works and the devices are
+        idle."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 
@@ -196,9 +203,9 @@ class CostModel:
         decode_context_tokens: float,
         elsewhere: int | None = None,
     ) -> Cost:
-        """Prices one step that runs a prefill chunk and decoding sequences together; see
-        `prefill_of` and `decode_of` for the sums. `elsewhere`: tokens in the step on all other dp
-        ranks together; None assumes that each has as many as this rank."""
+        """Estimates one step that runs a prefill chunk together with decoding sequences.
+        `prefill_of` and `decode_of` explain the arguments. `elsewhere`: number of tokens in the
+        step on all other dp ranks; None assumes that each rank has as many tokens as this rank."""
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
@@ -212,8 +219,8 @@ class CostModel:
         return self._issued(cost, launch, host)
 
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
-        """Prices the transfer of `tokens` tokens' KV over `links` parallel links, packing and
-        unpacking included."""
+        """Estimates the transfer of the KV of `tokens` tokens over `links` parallel links,
+        including encoding and decoding."""
         values = self.geometry.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
         state = self.state_bytes  # no codec packs recurrent state
@@ -233,8 +240,8 @@ class CostModel:
         )
 
     def interval_seconds(self, cost: Cost) -> float:
-        """Returns the seconds after which the next batch may enter the first pipeline stage, given
-        the cost of a batch through all stages."""
+        """Returns the seconds after which the next batch may enter the first pipeline stage.
+        `cost`: cost of a batch through all stages."""
         return cost.seconds / self.stages
 
     # ---- memory
@@ -243,10 +250,10 @@ class CostModel:
     def weight_bytes_per_device(self) -> float:
         """Bytes of weights on one device.
 
-        Experts are spread over ep, or cut by tp. Other matrices and the embedding are cut by tp,
-        and all layers are spread over the stages. The router, the projections of an MLA latent and
-        at least one kv head are whole on every device. Every dp rank has a copy of all but the
-        experts."""
+        Experts are spread over ep, or sharded by tp. Other matrices and the embedding are sharded
+        by tp, and layers are spread over pipeline stages. Every device has the whole MoE router,
+        the whole projections of an MLA latent, and at least one kv head. Every dp rank has a copy
+        of all weights except experts."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
@@ -258,32 +265,34 @@ class CostModel:
         ) / self.stages
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
-        """Returns the number of tokens whose KV fits one dp rank beside the weights, with the
-        fraction `reserve` of memory left for activations; 0 if the weights do not fit."""
+        """Returns the number of tokens whose KV fits on one dp rank beside the weights, or 0 if the
+        weights do not fit. `reserve`: fraction of memory that is kept free for activations."""
         free = self.accelerator.memory_bytes * (1 - reserve) - self.weight_bytes_per_device
         return max(0, int(free / self.kv_bytes_per_device))
 
     @property
     def kv_bytes_per_device(self) -> float:
-        """Bytes of one token's KV on each device of the dp rank that holds the token."""
+        """Bytes of one token's KV on each device of the dp rank that decodes the token's
+        sequence."""
         return self.geometry.attention_layers * self._kv_bytes() / self.stages
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent state of one sequence, whatever its length."""
+        """Bytes of one sequence's recurrent state, which do not depend on its length."""
         linear = self.geometry.linear
         return linear.layers * linear.state_bytes(self.kv_value_bytes) if linear else 0
 
     @property
     def state_bytes_per_device(self) -> float:
-        """The part of `state_bytes` on one device; sharded over as many devices as kv heads."""
+        """Bytes of one sequence's recurrent state on one device. The state is sharded over as many
+        devices as kv heads."""
         return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
 
     def _dense_products(self) -> tuple[_Product, ...]:
-        """Returns one device's part of the matrices that every token is multiplied with: attention,
-        dense ffn, shared expert, router."""
+        """Returns the matrix products of every token on one device: attention projections, dense
+        ffn, shared expert and MoE router."""
         shape, tp = self.geometry, self.layout.tp
         attention = shape.attention
         dense = shape.dense_layers
@@ -333,10 +342,11 @@ class CostModel:
         return tuple(products)
 
     def _projections(self) -> list[tuple[float, int, int, float, float]]:
-        """Returns the attention projections of each kind of layer as rows for `_dense_products`.
+        """Returns the sizes of the attention projections of each kind of layer, for
+        `_dense_products`.
 
         If layers with fewer kv heads limit the sharding, a device computes the queries of all kv
-        heads that it holds (`models/blocks.py`)."""
+        heads that the device holds (`models/blocks.py`)."""
         shape, tp, shards, parts = self.geometry, self.layout.tp, self._kv_shards(), []
         for kind, layers in shape.attention_kinds:
             assert not isinstance(kind, LatentAttention)
@@ -352,8 +362,9 @@ class CostModel:
         return parts
 
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
-        """Prices all but attention itself: matrix products, element-wise operations, experts,
-        all-reduces, output projection for `sampled` tokens, sends between stages."""
+        """Estimates a step without attention: matrix products, element-wise operations, experts,
+        all-reduces, the output projection for `sampled` tokens, and sends between pipeline
+        stages."""
         shape = self.geometry
         compute = memory = 0.0
         operations = 0
@@ -393,13 +404,12 @@ class CostModel:
         return base + self._experts(tokens, elsewhere) if shape.experts else base
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
-        """Adds host time to a device's cost. The host issues layers ahead of the device, so
-        `launch_seconds` a layer count only where they exceed the device's time."""
+        """Adds host time to the cost of a device. The host issues layers ahead of the device, so
+        `launch_seconds` per layer count only as far as they exceed the device's time."""
         waited = max(0.0, launch_seconds * self.geometry.blocks / 2 - device.seconds)
         return device + Cost(overhead=waited + host_seconds)
 
     def _prefill_launch(self, tokens: int) -> float:
-        """Returns the seconds to issue one layer of a step that carries prompts."""
         reached = self.accelerator.efficiency
         if tokens <= self._kernels.captured_tokens:
             return reached.launch_seconds
@@ -411,8 +421,8 @@ class CostModel:
         return (shape.dense_layers * shape.ffn + shape.expert_layers * routed) / shape.layers
 
     def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
-        """Prices the routed experts' products on one device, and the exchange of tokens if experts
-        are spread beyond the tensor-parallel group."""
+        """Estimates the matrix products of routed experts on one device. Includes the exchange of
+        tokens if experts are spread over several tensor-parallel groups."""
         shape, layout, experts = self.geometry, self.layout, self.geometry.experts
         assert experts is not None
         across = layout.ep > layout.tp
@@ -492,7 +502,7 @@ class CostModel:
         )
 
     def _attention_of_token(self) -> tuple[float, float, int]:
-        """Returns the FLOP and bytes that attention to one context token takes in a layer of a
+        """Returns the FLOP and the bytes for attention to one context token, in one layer of a
         decode step, and the number of attention layers."""
         shape, attention = self.geometry, self.geometry.attention
         heads = attention.query_heads / self.layout.tp
@@ -502,7 +512,6 @@ class CostModel:
         return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
-        """Prices the recurrent layers, with their state read and written `passes` times."""
         linear = self.geometry.linear
         assert linear is not None
         each = linear.chunk_flops() if chunked else linear.step_flops()
@@ -519,8 +528,8 @@ class CostModel:
         return Cost(memory=traffic * layers, overhead=overhead)
 
     def _kv_bytes(self, kind: GroupedAttention | None = None) -> float:
-        """Returns the KV bytes of one token that one device reads in a layer of `kind`, or on
-        average over layers for None. tp shards kv heads but not an MLA latent."""
+        """Returns the KV bytes of one token that one device reads in a layer with attention of
+        `kind`. None averages over all layers. tp shards kv heads but not an MLA latent."""
         values = kind.kv_values if kind else self._mean_values
         return values * self.kv_value_bytes / self._kv_shards()
 
@@ -532,8 +541,8 @@ class CostModel:
         return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
 
     def pairs(self, new: int, cached: int = 0) -> float:
-        """Returns the pairs of positions that attend to each other when `new` tokens follow
-        `cached` ones, averaged over layers with and without a window."""
+        """Returns the number of pairs of positions that attend to each other when `new` tokens
+        follow `cached` tokens, averaged over layers with and without a sliding window."""
         whole = new * cached + new * (new + 1) / 2
         attention = self.geometry.attention
         if isinstance(attention, LatentAttention) or attention.window is None:
@@ -554,8 +563,9 @@ class CostModel:
     def _collective(
         self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0
     ) -> float:
-        """Returns the seconds of a collective of `devices` devices, evenly spaced among `among`
-        consecutive ones. If any path leaves the domain, scale-out sets the pace."""
+        """Returns the seconds of a collective among `devices` devices, which are evenly spaced
+        within `among` consecutive devices. The scale-out link is used if these do not all share a
+        scale-up link."""
         if devices <= 1:
             return 0.0
         accelerator, reached = self.accelerator, self.accelerator.efficiency
@@ -567,8 +577,8 @@ class CostModel:
         return reached.collective_seconds * hops + sent_bytes / (path.bytes_per_second * part)
 
     def _hand_ons(self, size_bytes: float) -> float:
-        """Returns the seconds to send activations of `size_bytes` through all stages, over the
-        scale-up link within a domain and the scale-out link between domains."""
+        """Returns the seconds to send activations of `size_bytes` bytes through all pipeline
+        stages. Stages that share a scale-up link use it; others use the scale-out link."""
         accelerator = self.accelerator
         out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
         return (self.stages - 1 - out) * accelerator.scale_up.seconds(
@@ -584,7 +594,8 @@ class CostModel:
 
 
 def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:
-    """Returns a token's KV bytes on a link: packed values, and a scale per head and component."""
+    """Returns the bytes that one token's KV takes on a link: encoded values, and one scale for the
+    key and one for the value of each head."""
     if codec not in CODEC_BITS:
         raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")
     bits = CODEC_BITS[codec]

@@ -1,11 +1,12 @@
 """Fits the constants of an accelerator (`hardware.Efficiency`) to measured steps.
 
-Gauss-Newton with Levenberg's damping on the logarithms of the constants, against the logarithm of
-predicted over measured seconds. Errors are thus relative, and constants stay positive. Large
-residuals count linearly (soft L1), because measurements have outliers. A weak prior holds constants
-that the steps do not determine near the accelerator's table: published fractions within about 30 %,
-times within an order of magnitude. `launch_seconds` is a floor of a step's time with no gradient
-above the floor, so fits start both at and below the fastest step. Pure numpy."""
+Uses Gauss-Newton with Levenberg's damping. The unknowns are the logarithms of the constants, and
+the residuals are logarithms of predicted over measured seconds. Errors are thus relative, and
+constants stay positive. Large residuals count linearly (soft L1), because measurements have
+outliers. A weak prior holds constants that the measured steps do not determine near the
+accelerator's published values: fractions within about 30 %, times within an order of magnitude.
+`launch_seconds` is a lower bound on a step's time and has no gradient for longer steps, so fits
+start both at and below the fastest step. Pure numpy."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,10 +37,11 @@ WHOLE_STEP_CONSTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured step of the fullest rank.
+    """One measured prefill or decode step of the dp rank with the most work.
 
     Attributes:
-      rows: Prefill: (new, cached) tokens of each prompt. Decode: (sequences, tokens of each).
+      rows: For a prefill, (new tokens, cached tokens) of each prompt. For a decode step, (number of
+        sequences, context tokens of each).
       kernels: Kernel properties of the measured engine.
     """
 
@@ -104,7 +106,8 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
 
 
 def relative_errors(accelerator: Accelerator, observations: Sequence[Observation]) -> list[float]:
-    """Returns predicted over measured seconds, minus one, for each observation."""
+    """Returns the relative error of each predicted step: predicted over measured seconds, minus
+    one."""
     pairs = zip(predict(accelerator, observations), observations, strict=True)
     return [cost.seconds / seen.seconds - 1 for cost, seen in pairs]
 
@@ -114,9 +117,9 @@ def fit(
     observations: Sequence[Observation],
     free: Sequence[str] = WHOLE_STEP_CONSTANTS,
 ) -> Accelerator:
-    """Returns the accelerator with the constants named in `free` fitted.
+    """Returns the accelerator with fitted values of the constants that `free` names.
 
-    Needs at least one observation of each phase (prefill, decode) that the constants affect."""
+    `observations` must include each phase, prefill or decode, that these constants affect."""
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
     fitted: list[tuple[float, Accelerator]] = []
@@ -133,8 +136,8 @@ def fit(
 
 
 def _floors(observations: Sequence[Observation], share: float) -> dict[str, float]:
-    """Returns start values for `launch_seconds` and `prefill_launch_seconds`: the fraction `share`
-    of the fastest step's seconds a layer in each phase."""
+    """Returns start values for the fit of `launch_seconds` and `prefill_launch_seconds`. Each is
+    the fraction `share` of the seconds per layer of the fastest decode step or prefill."""
     found = {}
     for phase, name in (("decode", "launch_seconds"), ("prefill", "prefill_launch_seconds")):
         times = [
@@ -153,7 +156,6 @@ def _descend(
     free: tuple[str, ...],
     start: np.ndarray,
 ) -> tuple[float, Accelerator]:
-    """Runs one fit from the constants `start`; returns (loss, fitted accelerator)."""
     centre = np.log(np.maximum([getattr(accelerator.efficiency, name) for name in free], 1e-6))
     width = np.array([sigma(name) for name in free])
     # A floor has no published value; its prior is centred at its start.
@@ -181,11 +183,12 @@ def descend(
     rounds: int = 40,
     step: float = 1e-4,
 ) -> tuple[float, np.ndarray]:
-    """Minimises the soft L1 of `residuals(point)` and returns (loss, point).
+    """Minimises the soft L1 loss of `residuals(point)`, and returns the loss and the point at the
+    minimum.
 
     Derivatives are finite differences of width `step`, because the models have kinks. Stops when a
-    round does not reduce the loss. A round evaluates n + 1 points for n unknowns, and up to eight
-    more while the loss does not fall."""
+    round does not reduce the loss. For n unknowns, a round evaluates `residuals` n + 1 times, and
+    up to eight more times while the loss does not fall."""
 
     def loss(values: np.ndarray) -> float:
         return float(np.sum(2 * (np.sqrt(1 + values**2) - 1)))
@@ -217,12 +220,13 @@ def descend(
 
 
 def bounded(name: str, value: float) -> float:
-    """Caps fractions of compute and memory at 1."""
+    """Returns a fitted constant, capped at 1 if the constant is a fraction of a peak speed."""
     return min(1.0, value) if name.endswith(("_compute", "_memory")) else value
 
 
 def sigma(name: str) -> float:
-    """Returns one standard deviation of a constant from its published value, in logarithms."""
+    """Returns the standard deviation of the prior around a constant's published value, in units of
+    the natural logarithm."""
     if name.endswith("_seconds"):
         return SIGMA_SECONDS
     return SIGMA_LINK if name.endswith("_bandwidth") else SIGMA_FRACTION

@@ -1,8 +1,9 @@
-"""Peak numbers of accelerators and links with sources, and the fractions that programs reach.
+"""Peak speeds of accelerators and links with sources, and the fractions that programs achieve.
 
-Peaks are dense bfloat16, one direction of a link, decimal units. An `Efficiency` was measured on
-that accelerator, or copied from a related one where no measurement exists (marked there). `jdisagg
-measure_costs` writes measured values to a file that `accelerator_from_fields` reads. Pure data."""
+Peak FLOP/s are for dense bfloat16, and link speeds for one direction. Units are decimal. The
+`Efficiency` of an accelerator was measured on it, or copied from a related accelerator, which a
+comment then states. `jdisagg measure_costs` writes measured values to a file that
+`accelerator_from_fields` reads. Pure data."""
 
 import dataclasses
 import math
@@ -27,7 +28,8 @@ def _check_positive(said: str, value: float, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of a path between devices. `efficiency`: speed fraction of large messages."""
+    """One direction of a link between devices. `efficiency`: fraction of the peak speed that large
+    messages achieve."""
 
     name: str
     bytes_per_second: float
@@ -50,18 +52,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Fractions of an accelerator that programs reach, and fixed times: one operation takes
-    max(FLOP / (peak x compute), bytes / (bandwidth x memory)) + op_seconds.
+    """Fractions of an accelerator's peaks that programs achieve, and fixed times. One operation
+    takes max(FLOP / (peak x compute), bytes / (bandwidth x memory)) + op_seconds.
 
     Attributes:
-      op_seconds: Launch latency of one operation on the device (about twelve a layer).
+      op_seconds: Launch latency of one operation on the device. A layer has about twelve
+        operations.
       attention_seconds: Launch latency of one attention kernel.
-      launch_seconds, prefill_launch_seconds: Host time to issue one layer of a decode step and of a
-        prefill; counts only if the device is faster. Nearly zero for compiled programs.
-      step_seconds, prefill_seconds: Host time of a decode step and prefill, never hidden.
-      sequence_seconds: Host time for each sequence of a decode step or prefill.
-      collective_seconds: Latency of a collective over two devices; times log2(n) over n devices.
-      collective_bandwidth: Fraction of the scale-up link that a collective reaches.
+      launch_seconds, prefill_launch_seconds: Host time to issue one layer of a decode step, and of
+        a prefill. Counts only if the device is faster. Nearly zero for compiled programs.
+      step_seconds, prefill_seconds: Host time of a decode step, and of a prefill, during which the
+        device is idle.
+      sequence_seconds: Additional host time for each sequence of a decode step or prefill.
+      collective_seconds: Latency of a collective over two devices; n devices take log2(n) times as
+        long.
+      collective_bandwidth: Fraction of a link's bandwidth that a collective achieves.
       large_bytes, large_bandwidth: `large_bandwidth` replaces `collective_bandwidth` for messages
         of at least `large_bytes`.
     """
@@ -99,10 +104,10 @@ class Accelerator:
     """One kind of accelerator.
 
     Attributes:
-      domain_devices: Devices that share the scale-up link.
-      scale_up: Link within that domain (NVLink, ICI).
-      host: Link to host memory.
-      scale_out: Link to other hosts.
+      domain_devices: Number of devices that share the scale-up link.
+      scale_up: Link between these devices (NVLink, ICI).
+      host: Link between a device and host memory.
+      scale_out: Link between devices that share no scale-up link.
     """
 
     name: str
@@ -264,10 +269,11 @@ def link(name: str) -> Link:
 def accelerator_from_fields(
     fields: Mapping[str, object], where: str = "hardware file"
 ) -> Accelerator:
-    """Builds an Accelerator from the fields that `dataclasses.asdict` wrote, ignoring "measured".
+    """Builds an `Accelerator` from the fields of `dataclasses.asdict`. Ignores the field
+    "measured".
 
     Raises:
-      ConfigError: A field is missing, unknown or impossible; the message names it.
+      ConfigError: A field is missing, unknown or invalid; the message names the field.
     """
     values = {name: value for name, value in fields.items() if name != "measured"}
     parts: dict[str, object] = {}
@@ -285,7 +291,8 @@ def accelerator_from_fields(
 def _built(
     kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]
 ) -> Built:
-    """Builds a `kind` from fields, numbers except the name, and nested objects `parts`."""
+    """Builds a dataclass `kind` from a JSON object `value`. `parts`: fields that are already built.
+    All other fields except the name must be numbers."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
     specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -317,8 +324,6 @@ def _built(
 
 
 def _is_number(item: object) -> bool:
-    """Returns whether `item` is a number within the range of floats, which JSON integers may
-    exceed. NaN passes."""
     if not isinstance(item, int | float) or isinstance(item, bool):
         return False
     return isinstance(item, float) or abs(item) < 1e300

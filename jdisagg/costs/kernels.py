@@ -1,5 +1,6 @@
-"""Properties of an engine's kernels that affect costs: fusion, graph capture, precision of matrix
-products, exchange of tokens among experts. Defaults are this project's programs. Pure data."""
+"""Properties of an engine's kernels that affect the duration of steps: fusion, graph capture,
+precision of matrix products, exchange of tokens among experts. The defaults describe this project's
+programs. Pure data."""
 
 import math
 from dataclasses import dataclass
@@ -17,22 +18,22 @@ class Kernels:
     Attributes:
       exchange: How tokens reach experts of other ranks: "gather" (this project's programs) or
         "all_to_all" (specialised kernels).
-      multiprocessors: Multiprocessors of a device. Dense products run in waves of tiles, and a
-        partial last wave takes as long as a full one. With 0 time is proportional to work.
+      multiprocessors: Number of multiprocessors of a device. Dense products run in waves of tiles,
+        and a partial last wave takes as long as a full wave. With 0, time is proportional to work.
       matrix_speed: Speed of layers' matrix products relative to bfloat16: 2 for fp8, 4 for fp4.
-      expert_speed, expert_bits: Speed (as `matrix_speed`) and bits of a value for routed experts
-        with another quantization; 0 means as the other matrices.
+      expert_speed, expert_bits: Speed, in units of `matrix_speed`, and bits per value of routed
+        experts; 0 means the same as the other matrices.
       fused: Whether norms with residuals, the activation with its gate, and rope with the KV write
-        are one operation each.
+        are fused into one operation each.
       quantizes: Whether inputs of products are quantized by a separate operation.
       expert_operations: Number of operations of one expert layer: routing, products and sums.
-      expert_memory: Bandwidth of reading routed experts relative to dense weights.
+      expert_memory: Memory bandwidth for routed experts, relative to that for dense weights.
       expert_serial: Whether reading expert weights and the arithmetic with them do not overlap.
-      direct: Whether every device of a domain reads from all others at once, so that the latency of
-        a collective does not grow with their number.
+      direct: Whether each device in a collective reads from all others at once, so that latency
+        does not grow with the number of devices.
       gathers: Whether rows of routed tokens are copied to their experts and back.
-      captured_tokens: Largest step with prompts, in tokens, that is issued as a captured graph;
-        larger ones are issued eagerly.
+      captured_tokens: Largest number of tokens of a step with prompts that is launched as a
+        captured graph; larger steps are launched eagerly.
       whole_contexts: Whether one thread block reads the whole context of a head and sequence in
         decode attention (early vLLM, DistServe). A step then waits for the busiest multiprocessor.
         Needs `multiprocessors`.
@@ -54,8 +55,9 @@ class Kernels:
     whole_contexts: bool = False
 
     def tiled(self, tokens: float, columns: float) -> float:
-        """Returns the tokens that all multiprocessors, if always busy, would compute in the time of
-        this product with its best tile."""
+        """Converts the time lost in partial waves of tiles to tokens: returns the number of tokens
+        that always busy multiprocessors would compute in the time of a product of `tokens`
+        tokens."""
         if not self.multiprocessors:
             return tokens
         at_once, best = self.multiprocessors, math.inf
@@ -67,19 +69,20 @@ class Kernels:
     def waited_for(
         self, sequences: float, context_tokens: float, longest: float, heads: float
     ) -> float:
-        """Returns the context tokens that the multiprocessors, if always busy, could read during
-        decode attention: `context_tokens` if the work is split evenly, more if some wait.
+        """Converts the time in which multiprocessors wait to tokens: returns the number of context
+        tokens that always busy multiprocessors would read during decode attention. This is
+        `context_tokens` if the work is split evenly.
 
-        With `whole_contexts` the result is the lesser of two bounds. Graham's bound for list
+        With `whole_contexts` the result is the lesser of two upper bounds. Graham's bound for list
         scheduling ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the
         longest job. The other bound assumes that all jobs are as long as the longest and run in
         waves.
 
         Args:
-            sequences: Sequences of the step.
-            context_tokens: Sum of their contexts.
-            longest: Longest context; 0 means that all are equally long.
-            heads: Query heads on one device.
+            sequences: Number of sequences of the step.
+            context_tokens: Sum of the sequences' context lengths.
+            longest: Longest context length; 0 means that all contexts are equally long.
+            heads: Number of query heads on one device.
         """
         if not (self.whole_contexts and self.multiprocessors and sequences):
             return context_tokens

@@ -1,4 +1,4 @@
-"""Formats the sizes of a model's KV and the bandwidth that its transfer needs, as rows of text."""
+"""Formats the size of a model's KV, and the bandwidth to transfer the KV, as rows of text."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,8 @@ Row = tuple[str, ...]
 
 
 def catalog_rows() -> list[Row]:
-    """Returns a row for each model of the catalogue: name, parameters, KV bytes a token."""
+    """Returns a row for each model of the catalogue: name, number of parameters, KV bytes per
+    token."""
     return [
         (item.name, count_text(item.parameters), f"{item.kv_bytes_per_token():,}")
         for item in CATALOG.values()
@@ -20,14 +21,14 @@ def catalog_rows() -> list[Row]:
 
 def sent_part(shape: CostGeometry, prompt_tokens: int) -> float:
     """Returns the fraction of a prompt's KV that a hand-off transfers without a prefix cache. In a
-    model with both kinds of layers, windowed layers send only positions inside the window."""
+    model with windowed and full layers, windowed layers send only the positions in the window."""
     seen = min(prompt_tokens, max(0, shape.widest_window - 1))
     return 1 - shape.windowed_part * (1 - seen / prompt_tokens)
 
 
 def held_bytes(shape: CostGeometry, dtype: str, tokens: int, page_size: int) -> int:
-    """Returns the bytes of the whole pages that a decode worker holds for a sequence of `tokens`
-    tokens. In a model with both kinds of layers, windowed layers hold at most a ring buffer."""
+    """Returns the bytes of the KV pages that a decode worker holds for a sequence of `tokens`
+    tokens. In a model with windowed and full layers, windowed layers hold at most a ring buffer."""
     pages, windowed = -(-tokens // page_size), shape.windowed_bytes_per_token(dtype)
     ring = min(pages, ring_pages(shape.widest_window, page_size))
     whole = shape.kv_bytes_per_token(dtype) - windowed
@@ -42,8 +43,8 @@ def kv_facts(
     tokens_per_second: float,
     page_size: int = 128,
 ) -> list[Row]:
-    """Returns rows (name, figure) with the KV sizes of the model, one token and one prompt, and the
-    bandwidth that `tokens_per_second` prompt tokens need."""
+    """Returns rows (name, figure): the KV bytes of one token and of one prompt, and the bandwidth
+    that is needed to send the KV of `tokens_per_second` prompt tokens."""
     value_bytes = dtype_bytes(shape.kv_dtype or dtype)
     wire = wire_bytes_per_token(shape, value_bytes, codec)
     kept = shape.kv_bytes_per_token(dtype)
@@ -88,8 +89,9 @@ def link_rows(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[Row]:
-    """Returns a row for each link: GB/s, reached GB/s, ms a prompt, and the fraction in use at
-    `tokens_per_second`. `parallel` links are used together; `wire_bytes` are bytes a token."""
+    """Returns a row for each link: peak GB/s, achieved GB/s, milliseconds per prompt, and fraction
+    of the bandwidth in use at `tokens_per_second`. `parallel`: number of links in use together.
+    `wire_bytes`: bytes per token."""
     rows = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel
@@ -101,8 +103,8 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Returns rows (name, figure): the weights of one instance, and the tokens whose KV fits beside
-    them."""
+    """Returns rows (name, figure): the bytes of one instance's weights, and the number of tokens
+    whose KV fits beside the weights."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

@@ -1,4 +1,4 @@
-"""Checks that a layout divides a model, given only the model's sizes."""
+"""Checks that a layout divides a model evenly, given only the sizes of the model."""
 
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 from jdisagg.errors import ConfigError
@@ -6,7 +6,7 @@ from jdisagg.layout.axes import Layout, ModelGeometry
 
 
 def check_layout(geometry: CostGeometry, layout: Layout, stages: int) -> None:
-    """Raises LayoutError or ConfigError if the layout does not divide the model."""
+    """Raises LayoutError or ConfigError if the layout does not divide the model evenly."""
     attention, experts = geometry.attention, geometry.experts
     # Every device holds a whole latent, so any tp that divides the query heads is allowed.
     kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.shared_kv_heads

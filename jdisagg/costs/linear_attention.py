@@ -2,7 +2,7 @@
 2405.21060).
 
 The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
-of a short convolution. This module is independent of hardware and layout."""
+of a short convolution. Must not depend on hardware or layout."""
 
 from jdisagg.plain import Message
 
@@ -17,9 +17,9 @@ class LinearAttention(Message, frozen=True):
 
     Attributes:
       layers: Number of recurrent layers.
-      key_heads: Key heads; each serves value_heads / key_heads value heads. Mamba-2 calls them
-        groups.
-      taps: Tokens that the convolution covers.
+      key_heads: Number of key heads, which Mamba-2 calls groups. Each serves value_heads /
+        key_heads value heads.
+      taps: Number of tokens that the convolution covers.
       corrects: Whether an update first reads the state at the key (delta rule); Mamba-2 only adds.
       key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
         key heads are sharded.
@@ -36,7 +36,7 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution, over queries, keys and values."""
         return self.key_channels + self.values
 
     @property
@@ -45,13 +45,13 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def sharded_key_heads(self) -> int:
-        """Key heads if they are sharded; 0 if each shard has all of them."""
+        """Number of key heads, or 0 if each shard has all key heads."""
         return 0 if self.key_copies else self.key_heads
 
     @property
     def scalars(self) -> int:
-        """Scalars computed for each token: strength and gate of each value head (Gated DeltaNet),
-        or its step size (Mamba-2)."""
+        """Number of scalars that a layer computes for each token. Each value head has an update
+        strength and a gate (Gated DeltaNet), or a step size (Mamba-2)."""
         return (1 + self.corrects) * self.value_heads
 
     @property
@@ -59,24 +59,25 @@ class LinearAttention(Message, frozen=True):
         return self.value_heads * self.value_dim
 
     def parameters(self, width: int) -> int:
-        """Returns one layer's parameters: projections, scalars, gate and convolution."""
+        """Returns the number of parameters of one layer: projections, scalars, gate and
+        convolution."""
         into = self.channels + self.scalars + self.values
         return width * (into + self.values) + self.channels * self.taps
 
     def state_bytes(self, value_bytes: int) -> int:
-        """Returns the bytes of one layer's state of a sequence."""
+        """Returns the bytes of one sequence's state in one layer."""
         matrices = self.value_heads * self.key_dim * self.value_dim * STATE_VALUE_BYTES
         channels = self.values + self.key_channels * (self.key_copies or 1)
         return matrices + (self.taps - 1) * channels * value_bytes
 
     def step_flops(self) -> int:
         """Returns the FLOP of one token in one layer when tokens run one by one: the update of the
-        state and its product with a query, and with a key for the delta rule."""
+        state, the product of the state with a query and, for the delta rule, with a key."""
         return (4 + 2 * self.corrects) * self.value_heads * self.key_dim * self.value_dim
 
     def chunk_flops(self) -> int:
-        """Returns the FLOP of one token in one layer when tokens run in blocks of RUN_TOKENS. A
-        block adds products of its tokens with each other and a triangular solve."""
+        """Returns the FLOP of one token in one layer when tokens run in blocks of RUN_TOKENS
+        tokens. A block adds products of its tokens with each other, and a triangular solve."""
         if not self.corrects:
             within = self.key_heads * self.key_dim + self.values
             return self.step_flops() + 2 * RUN_TOKENS * within

@@ -1,9 +1,10 @@
-"""The sizes that determine a model's cost: attention, feed-forward, experts, vocabulary.
+"""The sizes of a model that determine its memory and its speed: attention, feed-forward, experts,
+vocabulary.
 
-A geometry comes from a catalogue of published models, from the configuration of a model served by
-`models/`, or from the fields of another family's config.json. Planning and simulation need no
-weights. Parameters and KV bytes are exact, except that small tensors are left out (norms, biases,
-the positions of OPT). This module is independent of hardware and layout."""
+A `CostGeometry` comes from a catalogue of published models, from the configuration of a model that
+`models/` serves, or from a config.json of another family. Planning and simulation need no weights.
+Numbers of parameters and KV bytes are exact, except that norms, biases and the position embedding
+of OPT are not counted. Must not depend on hardware or layout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,13 +17,14 @@ from jdisagg.plain import Message
 
 
 class GroupedAttention(Message, frozen=True):
-    """MHA, GQA or MQA, depending on `kv_heads`.
+    """Sizes of multi-head, grouped-query or multi-query attention, depending on `kv_heads`.
 
     Attributes:
-      window: Positions that a token attends to in `windowed_layers` layers, including its own.
-      gated: Whether the output of the heads is multiplied by a gate.
-      full_kv_heads, full_head_dim: Sizes of the layers without a window; 0 if all layers have
-        `kv_heads` and `head_dim`.
+      window: Number of positions that a token attends to in `windowed_layers` layers, including its
+        own position.
+      gated: Whether a gate multiplies the output of the heads.
+      full_kv_heads, full_head_dim: Number of kv heads and head size of the layers without a window;
+        0 if all layers have `kv_heads` and `head_dim`.
       keys_are_values: Whether one matrix computes both keys and values, in the layers without a
         window, or in all layers if `full_kv_heads` is 0.
     """
@@ -39,7 +41,8 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def full(self) -> "GroupedAttention | None":
-        """Attention of the layers without a window, or None if all layers have the same sizes."""
+        """Attention sizes of the layers without a window, or None if all layers have the same
+        sizes."""
         if not self.full_kv_heads:
             return None
         return GroupedAttention(
@@ -52,16 +55,17 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def made_heads(self) -> int:
-        """Number of key and value heads that projections compute."""
+        """Number of key and value heads that the projections of one layer compute."""
         return self.kv_heads * (1 if self.keys_are_values and not self.full_kv_heads else 2)
 
     @property
     def shared_kv_heads(self) -> int:
-        """Largest number of shards that divides the kv heads of every layer."""
+        """Largest number of shards into which the kv heads of every layer can be divided."""
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Returns the attention parameters of one layer with `kv_heads` and `head_dim`."""
+        """Returns the number of attention parameters of one layer with `kv_heads` and `head_dim`.
+        `width`: width of the model."""
         matrices = (2 + self.gated) * self.query_heads + self.made_heads
         return width * self.head_dim * matrices
 
@@ -72,8 +76,8 @@ class GroupedAttention(Message, frozen=True):
 
 
 class LatentAttention(Message, frozen=True):
-    """MLA (DeepSeek-V2, arXiv 2405.04434): KV is a latent of `kv_rank` values and a rope part,
-    shared by all heads."""
+    """Sizes of MLA (DeepSeek-V2, arXiv 2405.04434). The KV of a token is a latent of `kv_rank`
+    values and a part with rotary embedding; all heads share both."""
 
     query_heads: int
     query_rank: int
@@ -93,7 +97,7 @@ class LatentAttention(Message, frozen=True):
 
     @property
     def unpacking_parameters(self) -> int:
-        """Parameters that expand the latent into keys and values."""
+        """Number of parameters that expand the latent into keys and values."""
         return self.kv_rank * self.query_heads * (self.nope_dim + self.value_dim)
 
     @property
@@ -103,12 +107,14 @@ class LatentAttention(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A routed feed-forward: `active` of `count` experts of width `ffn` for each token.
+    """Sizes of a mixture of experts. Each token uses `active` of `count` routed experts, whose
+    inner width is `ffn`.
 
     Attributes:
-      shared_ffn: Width of the shared expert; 0 if there is none.
+      shared_ffn: Inner width of the shared expert; 0 if the model has no shared expert.
       shared_gate: Whether the shared expert has its own gate.
-      latent: Width to which tokens are projected for routed experts; 0 for the model's width.
+      latent: Width to which tokens are projected before the routed experts; 0 if they are not
+        projected.
     """
 
     count: int
@@ -126,7 +132,7 @@ class Experts:
             )
 
     def routed_width(self, width: int) -> int:
-        """Returns the input width of a routed expert."""
+        """Returns the input width of a routed expert. `width`: width of the model."""
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
@@ -140,13 +146,14 @@ class CostGeometry:
     """Sizes of one model.
 
     Attributes:
-      layers: All layers; `expert_layers` of them route tokens, the others have a dense ffn.
-      gated: Whether the ffn has three matrices instead of two.
-      linear: Recurrent layers in place of attention, or None.
-      without_mixer, without_ffn: Layers with neither attention nor recurrence, and without ffn.
-      matrix_bits: Bits of a value of quantized matrices; 0 for the model's type. Their scales, one
-        float32 an output, are not counted (below 0.4 % of int4 from a width of 2,048 on).
-      kv_dtype: Type of KV, if it differs from the model's type.
+      layers: Number of layers. `expert_layers` of these have experts, the others a dense ffn.
+      gated: Whether the ffn has a gate, hence three matrices instead of two.
+      linear: Sizes of the layers with recurrence instead of attention, or None.
+      without_mixer, without_ffn: Number of layers with neither attention nor recurrence, and number
+        of layers without an ffn.
+      matrix_bits: Bits per value of quantized matrices; 0 if the matrices have the model's data
+        type. The scales, one float32 per output, are not counted.
+      kv_dtype: Data type of KV, if not the model's data type.
     """
 
     name: str
@@ -194,7 +201,8 @@ class CostGeometry:
 
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
-        """Each kind of attention with its number of layers; windowed layers come first."""
+        """The attention sizes of each kind of layer, with the number of such layers. Windowed
+        layers come first."""
         attention, layers = self.attention, self.attention_layers
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
@@ -208,7 +216,7 @@ class CostGeometry:
 
     @property
     def head_sizes(self) -> int:
-        """Sum of head sizes over the layers with grouped attention."""
+        """Sum of the head sizes over the layers with `GroupedAttention`."""
         kinds = self.attention_kinds
         return sum(
             layers * kind.head_dim for kind, layers in kinds if isinstance(kind, GroupedAttention)
@@ -245,7 +253,8 @@ class CostGeometry:
         return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
 
     def _of_experts(self, count: int) -> int:
-        """Returns the weights of `count` routed experts a layer, with shared experts and router."""
+        """Returns the number of weights of the expert layers, if each has `count` routed experts,
+        including shared experts and router."""
         if not self.experts:
             return 0
         wide = self.experts.routed_width(self.width)
@@ -256,7 +265,8 @@ class CostGeometry:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and of the output projection if it is a separate matrix."""
+        """Number of parameters of the embedding, and of the output projection if this is a separate
+        matrix."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
@@ -272,34 +282,35 @@ class CostGeometry:
         return self.kv_values * dtype_bytes(self.kv_dtype or dtype)
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Returns the KV bytes per token in layers with a window; 0 if no layer or every layer has
-        one."""
+        """Returns the KV bytes of one token in the layers with a window; 0 if no layer or every
+        layer has a window."""
         return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
 
     @property
     def widest_window(self) -> int:
-        """Length of the widest window, including the token's own position; 0 if no layer has a
-        window."""
+        """Number of positions in the widest sliding window, including the token's own position; 0
+        without a window."""
         return 0 if isinstance(self.attention, LatentAttention) else self.attention.window or 0
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV in layers with a window; 0 if no layer or every layer has
-        one."""
+        """Fraction of a token's KV that is in layers with a window; 0 if no layer or every layer
+        has a window."""
         if isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
         return part if part < 1 else 0.0
 
     def state_bytes(self, dtype: str = "bfloat16") -> int:
-        """Returns the bytes of a sequence's recurrent state; 0 without recurrent layers."""
+        """Returns the bytes of one sequence's recurrent state; 0 without recurrent layers."""
         if not self.linear:
             return 0
         return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
     def kv_rows(self) -> list[tuple[int, int]]:
-        """Returns (rows, values in a row) of a token's KV for each kind of layer. A codec stores
-        one scale for each row. MLA has latent and rope part in one row."""
+        """Returns the number of rows of a token's KV, and of values per row, for each kind of
+        layer. A row is a key or a value of one head, or the whole KV of MLA. A codec stores one
+        scale per row."""
         return [
             (layers, kind.kv_values)
             if isinstance(kind, LatentAttention)
@@ -325,7 +336,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
     For served families use `DecoderConfig.cost_geometry`.
 
     Raises:
-      ConfigError: A field is missing or not a count; the message names it.
+      ConfigError: A field is missing or not a positive integer; the message names the field.
     """
 
     def count(*names: str, default: int | None = None, least: int = 1) -> int:
@@ -408,7 +419,8 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
 
 
 def _kv_heads(fields: Mapping[str, object], heads: int, count: Callable[..., int]) -> int:
-    """Returns the number of kv heads, which Falcon and GPT-BigCode state in fields of their own."""
+    """Returns the number of kv heads. Falcon and GPT-BigCode use other field names than most
+    families."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     return count("num_key_value_heads", "num_kv_heads", default=heads)
@@ -420,7 +432,8 @@ def _short(value: object) -> str:
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
-    """Counts windowed layers by the field `layer_types`, or by the family's rule without it."""
+    """Returns the number of layers with a sliding window, from the field `layer_types` or, without
+    this field, by the rule of the model's family."""
     types, family = fields.get("layer_types"), fields.get("model_type")
     if isinstance(types, list):
         return types[:layers].count("sliding_attention")

@@ -1,12 +1,13 @@
-"""The speed of one kind of instance, in vectorised form for decisions over a thousand workers.
+"""Estimates the speed of one kind of instance in vectorised form, so that a placement decision can
+compare a thousand workers.
 
-A `Speed` wraps the cost model of one (geometry, layout, hardware, stages). A decode step is
-interpolated from a grid over sequences and their mean context, within 3 %. A backlog of prompts is
-priced from two sums, and one prompt exactly. `speed_of` caches one `Speed` for each kind. Pure
-except for caches.
+A `Speed` wraps the cost model of one (geometry, layout, hardware, stages). The duration of a decode
+step is interpolated, within 3 %, from a grid over the number of sequences and their mean context. A
+queue of prompts is estimated from two sums, and a single prompt exactly. `speed_of` caches one
+`Speed` for each kind. Pure except for caches.
 
-With n pipeline stages chunks follow each other one stage apart, so that a backlog takes 1/n of the
-chunks' seconds. Decoding sequences are spread over n batches."""
+With n pipeline stages, n chunks run at the same time, so that a queue of prompts takes 1/n of the
+sum of its chunks' durations. Decoding sequences are spread over n batches."""
 
 import functools
 import math
@@ -33,7 +34,7 @@ CHUNKS = np.unique(np.round(np.geomspace(1, 16384, 49))).astype(float)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Properties that make two instances equally fast. `dtype`: type of weights and KV."""
+    """Properties that determine the speed of an instance. `dtype`: data type of weights and KV."""
 
     geometry: CostGeometry
     layout: Layout
@@ -43,7 +44,7 @@ class Kind:
 
 
 class Speed:
-    """Prices the work of one kind of instance.
+    """Estimates the duration of prefills and decode steps on one kind of instance.
 
     Raises:
       ConfigError, LayoutError: The layout does not divide the model.
@@ -66,8 +67,8 @@ class Speed:
     def prefill_seconds(
         self, new_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0
     ) -> float:
-        """Returns the seconds of one prompt alone, in chunks. Attention grows linearly over the
-        chunks, so all are priced from the first and the last."""
+        """Returns the seconds to prefill one prompt by itself, in chunks. Attention grows linearly
+        from chunk to chunk, so the first and the last chunk determine all."""
         key = (-(-new_tokens // GRANULE_TOKENS) * GRANULE_TOKENS, cached_tokens, chunk_tokens)
         known = self._prefills.get(key)
         if known is None:
@@ -77,8 +78,8 @@ class Speed:
         return known
 
     def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
-        """Returns (seconds a token, seconds a pair of attending positions) for prompts that are
-        packed into full chunks of one dp rank."""
+        """Returns the seconds per token, and per pair of positions that attend to each other, for
+        prompts that are packed into full chunks of one dp rank."""
         chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
         if chunk not in self._rates:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
@@ -88,15 +89,15 @@ class Speed:
         return self._rates[chunk]
 
     def step_seconds(self, sequences: Array, contexts: Array) -> Array:
-        """Returns the seconds of each worker's decode step. The fullest rank of worker i has
-        `sequences[i]` sequences with `contexts[i]` tokens of context in all."""
+        """Returns the seconds of a decode step of each worker. On the dp rank with the most work,
+        worker i has `sequences[i]` sequences, whose contexts sum to `contexts[i]` tokens."""
         sequences = np.minimum(np.maximum(sequences, SEQUENCES[0]), SEQUENCES[-1])
         return self._steps.between(sequences, contexts / sequences)
 
     def prefills_seconds(
         self, new_tokens: Array, cached_tokens: Array, chunk_tokens: int = 0
     ) -> Array:
-        """Vectorised `prefill_seconds`, within 5 %: chunks up to the largest of `CHUNKS` are
+        """Vectorised `prefill_seconds`, within 5 %. Chunks up to the largest size in `CHUNKS` are
         interpolated from a grid."""
         if not 0 < chunk_tokens <= CHUNKS[-1]:
             pairs = zip(new_tokens, cached_tokens, strict=True)
@@ -143,14 +144,14 @@ class Speed:
         return self._behind_each_other(seconds + left, left or last)
 
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
-        """Returns the seconds of chunks in a pipeline, where each follows one stage behind the
-        previous. `every`: seconds of all chunks one by one; `last`: seconds of the last chunk."""
+        """Returns the seconds of chunks that run through pipeline stages one behind the other.
+        `every`: sum of the chunks' seconds. `last`: seconds of the last chunk."""
         return (every - last) / self.kind.stages + last
 
 
 class _Grid:
-    """Bilinear interpolation of values over rows and columns. All that is independent of the query
-    is precomputed, because every placement decision interpolates."""
+    """Interpolates a table of values bilinearly. Precomputes all that does not depend on the query,
+    because every placement decision interpolates."""
 
     def __init__(self, values: Array, rows: Array, columns: Array) -> None:
         self._last, self._width = columns[-1], len(columns)
@@ -167,7 +168,8 @@ class _Grid:
         )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
-        """Interpolates at points. Rows must be within the grid; columns are clipped to the grid."""
+        """Returns the interpolated value at each point. Rows must be within the table; columns are
+        clipped to the table."""
         at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
         row = self._inner_rows.searchsorted(at_row, "right")
         column = self._inner_columns.searchsorted(at_column, "right")

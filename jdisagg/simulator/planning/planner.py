@@ -218,7 +218,7 @@ class Planner:
         self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
     ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
         """Returns the candidates of each mode with the highest bounds, and the modes without a
-        candidate. Of each chunked layout only the best chunk size is considered."""
+        candidate. Only the best chunk size of each chunked layout is considered."""
         chosen: list[list[tuple[Candidate, Bounds]]] = []
         left_out: list[str] = []
         chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
