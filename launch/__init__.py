@@ -1,11 +1,12 @@
-"""The commands. Each module reads its flags, builds a configuration and runs it.
+"""The commands of `jdisagg`. The module of a command reads flags, builds a configuration and runs
+it.
 
-A command's imports take seconds. This package is imported before them and makes Ctrl-C end the
-process at once without a traceback. (With `python -m launch.NAME`, argv is ["-m"] during the
-imports.)
+The imports of a command take seconds. This package is imported first, and makes Ctrl-C end the
+process at once without a traceback. With `python -m launch.NAME`, argv is ["-m"] during these
+imports.
 
-gRPC reads GRPC_VERBOSITY once, at its import. This package sets it, so that gRPC does not log every
-failed handshake of an unknown client."""
+gRPC reads GRPC_VERBOSITY once, when gRPC is imported. This package sets the variable first, so that
+gRPC does not log every failed handshake of an unknown client."""
 
 import os
 import sys

@@ -3,8 +3,8 @@
     jdisagg ask --target=localhost:8700 --prompt="Once upon a time"
 
 The answer goes to stdout, one line of timings to stderr. --prompt=- reads the prompt from stdin.
---chat sends it as a user message through the model's chat template. The server's defaults apply to
-sampling fields that are not given; the server's own temperature is 1."""
+--chat sends the prompt as a user message through the model's chat template. For sampling flags that
+are not given, the server's defaults apply; the default temperature is 1."""
 
 import sys
 import time

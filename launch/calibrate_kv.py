@@ -3,10 +3,10 @@
     jdisagg calibrate_kv --model=DIR [--text=FILE] [--tokens=2048] [--layout=dp=1,tp=2]
         [--dtype=auto] [--weights=int8] [--output=FILE]
 
-The model runs over a text. For each layer and kv head the result is the smallest power of two by
-which twice the largest key and twice the largest value fit into e4m3. Workers with --kv_dtype=fp8
-read the file at start; it must be the same for all of them. FILE should resemble the expected
-traffic. The default text is prose in several languages, code and numbers."""
+The model runs over a text. The scaling factors of each layer and kv head are the smallest powers of
+two with which twice the largest key, and twice the largest value, fit into e4m3. Workers with
+--kv_dtype=fp8 read kv_scales.json at start; all workers need the same file. The text in FILE should
+resemble the expected traffic. The default text is prose in several languages, code and numbers."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ _ELSEWHERE = f"name another file, and put it into the model's directory as {KV_S
 
 
 def sequences(tokenizer: Tokenizer, text: str, tokens: int) -> list[list[int]]:
-    """Cuts the first `tokens` tokens of a text into sequences of equal length, each of which starts
+    """Cuts the first `tokens` tokens of a text into sequences of equal length. Each sequence starts
     with the tokenizer's opening tokens (BOS). Raises ConfigError for a text without tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False)[:tokens]
     opening = tokenizer.encode("")
@@ -89,8 +89,8 @@ def main() -> int:
 
 
 def table(largest: KVScales, scales: KVScales) -> list[str]:
-    """Formats one line per run of layers with equal scales, with the number of heads that would
-    overflow without scales."""
+    """Formats the scales as text, one line for each group of consecutive layers with equal scales.
+    A line has the number of heads that would overflow without scales."""
     rows, names = [], sorted({name for layer in largest for name in layer})
     for index, layer in enumerate(scales):
         text = [_range(layer[name]) if name in layer else "-" for name in names]

@@ -1,12 +1,13 @@
-"""Checks a configuration without starting anything or reading weights. It finds what
-`jdisagg serve` or the workers of `jdisagg cluster` would refuse after minutes.
+"""Checks a configuration without starting anything or reading weights. Finds in seconds the errors
+that `jdisagg serve` or the workers of `jdisagg cluster` would report after minutes.
 
     jdisagg check_config --config=configs/llama3_8b_h200.py --model=DIR --device_gib=141
     jdisagg check_config --prefill=tp=4 --decode=dp=4 --model=DIR --token_file=tokens
 
 Checks flags and recipe, the checkpoint, whether both layouts fit the model, certificates, tokens
-and ports, and what each device would hold. The first line is the verdict. --device_gib assumes
-devices of another machine. Exit status 1 if there is a problem, one line each."""
+and ports, and how much memory each device needs. The first line is the verdict, and each problem
+takes one line. --device_gib is the memory of a device, for checks on another machine. Exit status
+1: the configuration has a problem."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +69,8 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) -> bool:
-    """Returns whether the layouts divide the model and its KV can be cached as configured."""
+    """Returns whether the layouts divide the model, and whether its KV can be cached as configured.
+    Adds problems to `problems`."""
     if found.config is None:
         return False
     before = len(problems)
@@ -89,7 +91,7 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
 
 
 def _plans(config: EngineConfig, found: Inspection) -> list[str]:
-    """Returns each mesh's memory plan. Raises ConfigError if a device has too little memory."""
+    """Returns the memory plan of each mesh. Raises ConfigError if memory is short."""
     if found.geometry is None:
         return []
     geometry = as_kept(found.geometry, config.model)

@@ -1,5 +1,5 @@
-"""Starts a router and workers on this host as child processes, supervises them and shows a live
-table.
+"""Starts a router and workers on this host as child processes, restarts workers that die, and shows
+a live table.
 
     jdisagg cluster --prefill_workers=2 --decode_workers=2
     jdisagg cluster --prefill=tp=4,ep=4 --decode=dp=4,ep=4 --model=models/tiny/qwen3_moe
@@ -8,12 +8,12 @@ table.
 --config sets layouts, sizes, limits, worker counts and addresses from a recipe, e.g. one written by
 `jdisagg plan`. Flags override it. One line on stdout reports that all workers serve.
 
-A worker that dies is restarted under its name and address. A worker that cannot work with its
-configuration stops the cluster. On SIGTERM or SIGINT the router refuses new requests, running ones
-finish, then the workers stop. A second signal stops everything at once. Children never outlive this
-process.
+A worker that dies is restarted under the same name and address. A worker with a configuration that
+cannot work stops the whole cluster. On SIGTERM or SIGINT the router refuses new requests, running
+ones finish, then the workers stop. A second signal stops everything at once. The child processes
+never outlive this process.
 
---metrics_port=9100 is the router's metrics port; the workers use the ports that follow. TLS files
+--metrics_port=9100 is the router's metrics port; the workers use the next higher ports. TLS files
 and token files apply to all processes. KV itself is not encrypted (docs/security.md)."""
 
 import asyncio
@@ -65,8 +65,8 @@ async def _run(planned: ClusterPlan) -> int:
 
 
 def cluster_config() -> ClusterConfig:
-    """Builds the cluster's configuration. Raises ConfigError for a model, layout, size or address
-    that cannot work, before any process starts."""
+    """Builds the configuration of the cluster before any process starts. Raises ConfigError for a
+    model, layout, size or address that cannot work."""
     engine = engine_config(flags)
     shape = _shape(engine)
     directory = engine.model.directory or SHIPPED_MODEL
@@ -100,7 +100,7 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _shape(engine: EngineConfig) -> ClusterShape:
-    """Returns the worker counts, from the flags or otherwise from the recipe."""
+    """Returns the number of workers of each role, from the flags or else from the recipe."""
     given = {role.value: getattr(flags, f"{role.value}_workers") for role in WorkerRole}
     mixed, others = given["mixed"], [given["prefill"], given["decode"]]
     if mixed and any(others):

@@ -1,5 +1,5 @@
-"""Runs a command: parses its flags, prints --help, and prints errors as one line. Exits without a
-traceback on Ctrl-C or when the reader of the output has closed it.
+"""Runs a command: parses its flags, prints --help, and prints errors as one line. Ends the process
+without a traceback on Ctrl-C, or if the reader of the output has closed the pipe.
 
     if __name__ == "__main__":
         run(main, flags)
@@ -43,14 +43,14 @@ HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
 def run(
     main: Callable[[], int | None], given: Given, *, program: str = "", refused: int = 1
 ) -> NoReturn:
-    """Parses the command line into `given`, runs `main` and exits with its status.
+    """Parses the command line into `given`, runs `main`, and exits with the status of `main`.
 
     Args:
-        main: The command. Its module's docstring is the head of --help.
+        main: Function that runs the command. Its module's docstring begins --help.
         given: The command's flags.
         program: Command name for help and errors.
-        refused: Exit status for a configuration that cannot work. Wrong usage exits with 2, or with
-            `refused` where a supervisor depends on that status.
+        refused: Exit status for a configuration that cannot work. Wrong usage of flags exits with
+            status 2 unless a supervisor depends on `refused`.
     """
     _mind_signals()
     absl_logging.set_verbosity(absl_logging.WARNING)  # absl lets INFO of libraries through
@@ -80,8 +80,8 @@ def run(
 
 
 def refuse_words(arguments: Sequence[str], given: Given) -> None:
-    """Raises ConfigError for arguments that are not flags. absl would drop them silently, so that
-    --prompt=Once upon a time would be a prompt of one word."""
+    """Raises ConfigError for arguments that are not flags, which absl would drop silently. For
+    example, --prompt=Once upon a time would be a prompt of one word."""
     words = list(arguments[1:])
     if not words:
         return
@@ -93,8 +93,8 @@ def refuse_words(arguments: Sequence[str], given: Given) -> None:
 
 
 def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
-    """Parses flags. The first argument may be the model. Dashes in a flag's name, which other
-    servers use, are read as underscores (`--http-port`)."""
+    """Parses flags. The first argument may be the model instead of a flag. Dashes in the name of a
+    flag are read as underscores, because other servers use dashes (`--http-port`)."""
     texts, rest = [arguments[0]], list(arguments[1:])
     if rest and not rest[0].startswith("-") and "model" in given.names:
         rest[0] = f"--model={rest[0]}"
@@ -120,7 +120,7 @@ def _usage_error(error: Exception, given: Given) -> str:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Exits without a traceback on Ctrl-C and on a closed output."""
+    """Ends the process without a traceback on Ctrl-C, or if the output is closed."""
     try:
         yield
     except BrokenPipeError:
@@ -132,13 +132,15 @@ def quiet_end() -> Iterator[None]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Raises KeyboardInterrupt, and suppresses Python's warning about coroutines that never ran."""
+    """Handles SIGINT: raises KeyboardInterrupt, and suppresses Python's warning about coroutines
+    that never ran."""
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     raise KeyboardInterrupt
 
 
 def _command(main: Callable[[], int | None]) -> str:
-    """Returns `jdisagg NAME` for launch.NAME, and `python -m MODULE` for other modules."""
+    """Returns the command line that runs `main`: `jdisagg NAME` for a module launch.NAME, and
+    `python -m MODULE` for other modules."""
     module = sys.modules[main.__module__]
     name = module.__spec__.name if module.__spec__ is not None else main.__module__
     folder, _, last = name.rpartition(".")
@@ -146,8 +148,9 @@ def _command(main: Callable[[], int | None]) -> str:
 
 
 def _mind_signals() -> None:
-    """Restores KeyboardInterrupt for Ctrl-C, which launch/__init__.py changes during the imports.
-    Also keeps SIGUSR1, which requests timelines, from ending a process that records none."""
+    """Makes Ctrl-C raise KeyboardInterrupt again, which launch/__init__.py prevents during imports.
+    Ignores SIGUSR1, which requests timelines, so that the signal does not end a process without
+    timelines."""
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(
         signal.SIGUSR1,

@@ -3,9 +3,9 @@
     jdisagg convert --source=HF_DIR --destination=DIR [--dtype=auto|float32|bfloat16] [--devices=1]
 
 Weights are loaded over --devices local devices (tensor parallel), so that a model larger than one
-device can be converted. The result does not depend on the number. --dtype=auto writes bfloat16 if
-all tensors are bfloat16 and float32 otherwise, so that nothing is lost. KV scales of the checkpoint
-are written to kv_scales.json."""
+device can be converted. The number of devices does not change the result. --dtype=auto writes
+bfloat16 if all tensors are bfloat16 and float32 otherwise, so that nothing is lost. KV scales of
+the checkpoint are written to kv_scales.json."""
 
 from pathlib import Path
 
@@ -35,10 +35,10 @@ flags = define(
 
 
 def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
-    """Loads and saves a checkpoint. The destination is checked before anything is loaded.
+    """Converts a Hugging Face checkpoint to Orbax form. Checks the destination first.
 
     Raises:
-        CheckpointError, LayoutError: The source cannot be read, or the destination written.
+        CheckpointError, LayoutError: The source is unreadable, or the destination not writable.
     """
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")

@@ -1,5 +1,5 @@
-"""Resolves --model, a name of the catalogue or a directory, for commands that only estimate costs.
-Loads no weights and does not import JAX."""
+"""Resolves --model, a name of the model catalogue or a directory, for commands that only estimate
+speed and memory. Loads no weights and does not import JAX."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,13 @@ from models.hub import local_model
 def find_geometry(
     model: str, kv_dtype: str | None = None, weights: str | None = None
 ) -> CostGeometry:
-    """Returns the sizes of a model.
+    """Returns a model's sizes, which determine speed and memory.
 
     Args:
-        model: Directory with a config.json, or a name of the catalogue. For families that jdisagg
-            serves, a worker's config reader is used.
-        kv_dtype: Value of --kv_dtype.
-        weights: Value of --weights.
+        model: Directory with a config.json, or a name of the catalogue. Families that jdisagg
+            serves are read by the same code as in a worker.
+        kv_dtype: Data type of KV, as in --kv_dtype.
+        weights: Quantization of the weights, as in --weights.
     """
     found = replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
     return replace(found, matrix_bits=WEIGHT_BITS[weights]) if weights else found

@@ -3,10 +3,10 @@
     flags = define("config", "port", *CLIENT, required=("prompt",), port=8700)
 
 A command names the flags that it takes and may change a default. `launch.console.run` parses the
-command line; then each flag's value is an attribute. A flag that sets a configuration field has
-the field's name and no default of its own: the recipe's value holds.
+command line; then the value of each flag is an attribute of `flags`. A flag that sets a
+configuration field has the field's name and no default: the default is the recipe's value.
 
-The table is longer than other files: one entry a flag, in the groups that --help shows."""
+The table has one entry for each flag, in the groups that --help shows."""
 
 import shutil
 import textwrap
@@ -432,7 +432,7 @@ FLAGS: dict[str, Spec] = {name: spec for group in GROUPS.values() for name, spec
 
 
 class Given:
-    """The flags of one command. `Given.name` is the value of --name."""
+    """The flags of one command. Attributes are the values of flags."""
 
     def __init__(self, names: Sequence[str], required: Sequence[str], **changes: object) -> None:
         self.values = absl.FlagValues()
@@ -465,9 +465,9 @@ class Given:
         """Formats a command's docstring and its flags, in groups, for the terminal's width.
 
         Args:
-            command: What the user types, e.g. "jdisagg serve".
+            command: Command as the user types it, e.g. "jdisagg serve".
             doc: Docstring of the command's module.
-            recipe: Value in the default recipe of each flag that has no default of its own.
+            recipe: For each flag without a default, the value in the default recipe.
         """
         width = min(100, shutil.get_terminal_size((80, 24)).columns)
         lines = [f"usage: {command} [--flag=value ...]", "", doc.strip()]
@@ -490,11 +490,12 @@ class Given:
         return lines if start else [head, *lines]
 
     def given(self) -> dict[str, object]:
-        """Returns the flags of the command line with their values."""
+        """Returns the names and values of the flags that are on the command line."""
         return {name: self.values[name].value for name in self.names if self.present(name)}
 
     def defaults_text(self) -> str:
-        """Lists on one line the defaults in use, so that a printed report is complete."""
+        """Lists on one line the flags whose defaults are in use, so that a printed report states
+        all settings."""
         left = [
             f"{name}={_plain(self.values[name].value)}"
             for name in self.names
@@ -504,7 +505,8 @@ class Given:
 
 
 def define(*names: str, required: Sequence[str] = (), **changes: object) -> Given:
-    """Defines the flags of a command. `changes` replaces defaults, or (default, help text)."""
+    """Defines the flags of a command. `changes`: for some flags another default, or another
+    (default, help text)."""
     assert set(changes) <= set(names), f"{set(changes) - set(names)} are not the command's flags"
     return Given(names, required, **changes)
 
@@ -516,7 +518,8 @@ def _plain(value: object) -> str:
 
 
 def help_of(flag: absl.Flag) -> str:
-    """Returns a flag's help text, with an enum's values behind it and without absl's additions."""
+    """Returns the help text of a flag, without the additions of absl. The text of an enum flag ends
+    with the allowed values."""
     text = str(flag.help).partition(";\n")[0]
     if isinstance(flag, absl.EnumFlag):
         text = text.partition(">: ")[2]
@@ -525,7 +528,8 @@ def help_of(flag: absl.Flag) -> str:
 
 
 def shown_default(default: object) -> str:
-    """Formats a default for help texts and tables. Empty where there is nothing to show."""
+    """Formats the default of a flag for help texts and tables. Returns "" if the flag has no
+    default to show."""
     if default in (None, "", []):
         return ""
     if isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""Builds the simulated fleet, its settings and the elastic controller from flags."""
+"""Builds the fleet for `jdisagg simulate`, its settings and the elastic controller from flags."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from launch.flags import Given
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """The parts of the configuration that --set can change."""
+    """The parts of a simulation's configuration that --set can change."""
 
     limits: LimitsConfig = LIMITS
     routing: RoutingConfig = RoutingConfig()
@@ -70,7 +70,7 @@ def simulated_fleet(flags: Given) -> Fleet:
 
 
 def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
-    """Applies the prefix-cache flags, if given, on top of the settings of --set."""
+    """Returns the prefix cache settings of --set, changed by the prefix cache flags."""
     reuse = flags.prefix_cache if flags.present("prefix_cache") else settings.reuse
     host = flags.host_cache_gib if flags.present("host_cache_gib") else settings.host_gib
     append = flags.append_tokens if flags.present("append_tokens") else settings.append_tokens
@@ -78,7 +78,8 @@ def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
-    """Returns the elastic controller for --elastic. --ttft and --tpot override its objective."""
+    """Returns the elastic controller if --elastic is given, else an empty list. --ttft and --tpot
+    override the controller's objective."""
     if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
         raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:

@@ -4,8 +4,8 @@ stderr.
     jdisagg generate --prompt="Once upon a time"
     jdisagg generate --model=DIR --prompts_file=prompts.txt --prefill=tp=2 --decode=dp=2
 
-Without --model it runs the shipped dense model. Prompts run at the same time and are printed in
-order. Sampling is greedy by default. Programs are compiled before the clock starts."""
+Without --model, the shipped dense model runs. Prompts run at the same time, and their completions
+are printed in order. Sampling is greedy by default. Timings do not include compilation."""
 
 import asyncio
 import sys

@@ -1,5 +1,5 @@
-"""Structured output for a checkpoint's tokenizer. Must not import JAX, because routers use this
-module."""
+"""Compiles grammars for structured output with the tokenizer of a checkpoint. Must not import JAX,
+because routers use this module."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from models.tokenizer import Tokenizer
 
 
 def grammar_compiler(directory: str) -> GrammarCompiler | None:
-    """Returns the grammar compiler of a checkpoint, or None if there is no tokenizer.json. The
-    compiler reads the file when it compiles the first grammar."""
+    """Returns the grammar compiler of a checkpoint, or None if the checkpoint has no
+    tokenizer.json. The compiler reads tokenizer.json when it compiles the first grammar."""
     path = Path(directory) / "tokenizer.json"
 
     def read() -> TokenizerText:

@@ -3,8 +3,8 @@
     jdisagg inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
         [--kv_dtype=fp8]
 
-DIR is a folder or a bare config.json. Exit status: 0 if the model loads under the layout, 1 if not;
-then each missing feature is named."""
+DIR is the folder of a checkpoint, or a config.json without weights. Exit status 0: the model loads
+under the layout. Exit status 1: it does not, and each missing feature is listed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +85,8 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
-    """Formats the bytes that one device holds under the layout. Raises LayoutError."""
+    """Returns rows of text with the bytes that one device holds under the layout. Raises
+    LayoutError if the layout does not divide the model."""
     assert found.config is not None
     kept_in = replace(found.config, kv_dtype=flags.kv_dtype or "")
     weights, a_token, state = bytes_per_device(

@@ -2,10 +2,10 @@
 
     jdisagg kv_calculator --model=llama-3-70b --prompt_tokens=8192
 
---model is a directory with a config.json or a name of the catalogue (--model=help lists them). The
-table shows KV bytes per token and prompt, the tokens that an instance can hold (with --hardware),
-the transfer time of a prompt over each link, and the part of a link that a rate of prompt tokens
-uses. Loads no weights and no JAX."""
+--model is a directory with a config.json, or a name of the model catalogue (--model=help lists the
+names). The table shows KV bytes per token and prompt, the tokens that an instance can hold (with
+--hardware), the transfer time of a prompt over each link, and the part of each link's bandwidth
+that a rate of prompt tokens uses. Loads neither weights nor JAX."""
 
 import math
 import sys
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
-    """Checks the flags and returns (prompt tokens, prompt tokens per second, links)."""
+    """Checks the flags and returns (tokens per prompt, prompt tokens per second, links)."""
     prompt = min(8192, shape.context_tokens) if flags.prompt_tokens is None else flags.prompt_tokens
     if not 1 <= prompt <= shape.context_tokens:
         raise ConfigError(

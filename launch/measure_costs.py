@@ -1,10 +1,10 @@
-"""Measures this machine and fits the cost model to it.
+"""Measures prefill and decode steps on this machine, and fits the cost model to them.
 
     jdisagg measure_costs --model=DIR --output=this_machine.json
 
-Other commands read the file with --hardware=this_machine.json. Errors of the fit, in sample and
-held out, go to stderr and into the file. `jdisagg/node/commands/cost_measurement.py` describes what
-is measured."""
+Other commands read the file with --hardware=this_machine.json. The errors of the fit, on fitted and
+on held-out steps, go to stderr and into the file. `jdisagg/node/commands/cost_measurement.py`
+describes the measurements."""
 
 import asyncio
 import dataclasses
@@ -97,7 +97,7 @@ def _report(fitted: Fitted, steps: list[Observation], layout: Layout) -> None:
 
 
 def _counts(flag: str, values: list[str], of: int = 1) -> list[int]:
-    """Parses a flag's list of integers, each of which must be a multiple of `of`."""
+    """Parses the list of integers of a flag. Each integer must be a multiple of `of`."""
     try:
         found = [int(value) for value in values]
     except ValueError as error:

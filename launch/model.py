@@ -1,4 +1,4 @@
-"""Gives the processes of `jdisagg.node` access to the checkpoints of `models/`."""
+"""Lets `jdisagg.node`, which runs servers and workers, load the models of `models/`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") -> LoadModel:
-    """Returns a function that loads the checkpoint each time it is called."""
+    """Returns a function that loads the checkpoint onto given devices each time it is called."""
     kept = checked_weights(weights)
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
@@ -36,7 +36,7 @@ def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") ->
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
-    """Returns the sizes with the configured types of matrices and KV."""
+    """Returns `geometry` with the data types that `model` configures for weight matrices and KV."""
     return replace(
         geometry,
         matrix_bits=WEIGHT_BITS[model.weights] if model.weights else 0,
@@ -45,7 +45,8 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 
 
 def model_source(model: ModelConfig) -> ModelSource:
-    """Returns a model's description and loader. Raises the errors of `load_config`."""
+    """Returns the description of a model and the function that loads it. Raises the errors of
+    `load_config`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
@@ -62,7 +63,7 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds an embedded cluster for the configured model, by default the shipped one."""
+    """Builds a cluster in this process for the configured model, by default the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
     source = model_source(replace(config.model, directory=str(directory)))
     source = replace(source, name=config.service.served_model_name or source.name)

@@ -1,4 +1,4 @@
-"""An alias of `jdisagg.research`."""
+"""Another import path of `jdisagg.research`."""
 
 from jdisagg.research import open_cluster, open_engine
 

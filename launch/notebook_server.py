@@ -1,8 +1,8 @@
 """A server beside a notebook: `server = await start_server("--mode=unified")` in a cell.
 
 The server is `jdisagg serve` in a separate process, on loopback ports that the system chooses. The
-notebook's kernel does not import JAX and shares no interpreter with the server, so that a cell
-measures what any client would measure. The server ends with `stop` or with the kernel."""
+notebook's kernel does not import JAX, and the server does not slow the kernel, so that a cell
+measures the same times as any client. `stop` or the end of the kernel ends the server."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ class NotebookServer:
     """A running server.
 
     Attributes:
-        url: Address of the HTTP API; `url + "/v1"` is a client's `base_url`.
+        url: Address of the HTTP API. OpenAI clients take `url + "/v1"` as `base_url`.
         model: Name of the served model.
     """
 
@@ -39,7 +39,7 @@ class NotebookServer:
         self._process = process
 
     async def stop(self) -> None:
-        """Drains the server, and kills it after 30 seconds."""
+        """Drains and stops the server. Kills the server if this takes longer than 30 seconds."""
         await _end(self._process)
 
 

@@ -1,18 +1,19 @@
-"""Searches the mode, layouts and worker counts that serve the most requests within an objective.
+"""Searches the mode, layouts and worker counts that serve the most requests per second within a
+latency objective.
 
     jdisagg plan --model=llama-3-70b --hardware=h100 --accelerators=16 --trace=azure.csv.gz
     jdisagg plan --model=DIR --hardware=measured.json --accelerators=8 --output=plan.py
         --mixture=0.8:1000/200,0.2:8000/300 --ttft=1 --tpot=0.05
 
-Two pools are compared with the strongest single-pool engine: chunked prefill that runs a chunk and
-a decode step as one program, at its best layout and chunk size. --nofused estimates jdisagg's own
+Disaggregation is compared with the strongest alternative: chunked prefill that runs a chunk and a
+decode step as one program, with the best layout and chunk size. --nofused estimates jdisagg's own
 chunked mode instead, which alternates chunks and decode steps.
 
-Layouts of both sides, worker counts and chunk sizes are first ranked by arithmetic; stderr shows
-that answer within seconds. The best of each mode are then simulated, which takes minutes. Stdout
-gets the table, best first, and a verdict. --output writes a recipe for `jdisagg serve`, `cluster`
-and `router`. Exit status 1: nothing fits; the message gives the reason. docs/planner.md explains
-the table. Loads no weights and no JAX."""
+Layouts of prefill and decode, worker counts and chunk sizes are first ranked with the cost model,
+and stderr shows the best within seconds. The best of each mode are then simulated, which takes
+minutes. Stdout gets the table, best first, and a verdict. --output writes a recipe for `jdisagg
+serve`, `cluster` and `router`. Exit status 1: the model does not fit or cannot meet the objective;
+the message gives the reason. docs/planner.md explains the table. Loads neither weights nor JAX."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Builds the hardware site, the candidate modes and the workload of a plan from flags."""
+"""Builds the inputs of the planner from flags: accelerators, modes to compare, and workload."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ def site_of(flags: Given) -> Site:
 
 
 def check_choice(flags: Given, rows: int) -> None:
-    """Raises ConfigError if --choose is not between 1 and `rows`, the rows of the table."""
+    """Raises ConfigError if --choose is not between 1 and `rows`, the number of rows of the
+    planner's table."""
     if flags.output and rows > 0 and not 1 <= flags.choose <= rows:
         raise ConfigError(f"--choose={flags.choose} must be a row of the table, 1 to {rows}")
 
@@ -38,7 +39,7 @@ def modes_of(flags: Given) -> list[Mode]:
 
 def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], int]:
     """Returns (requests, number of requests dropped because they exceed the context). Raises
-    ConfigError, WorkloadError."""
+    ConfigError or WorkloadError for flags that cannot be used."""
     if bool(flags.trace) == bool(flags.mixture):
         raise ConfigError(
             "the workload: give either --trace=FILE or --mixture=weight:prompt/output,..."
@@ -58,7 +59,8 @@ def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], 
 
 
 def mixture(parts: Sequence[str]) -> Mixture:
-    """Parses the parts of a mixture, each weight:prompt/output. Raises WorkloadError."""
+    """Parses a mixture of request lengths. Each part is weight:prompt/output, with lengths in
+    tokens. Raises WorkloadError for other text."""
     read: list[tuple[float, Fixed]] = []
     for part in parts:
         try:

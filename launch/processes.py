@@ -1,8 +1,8 @@
 """Simulates the candidates of a plan on all cores, one candidate per process at a time.
 
-The results equal those of one process, because candidates are independent and each run depends only
-on its seed. On Linux the processes are forked, which is safe without threads and devices and avoids
-repeated imports. On other systems they are spawned."""
+The results equal those of a single process, because candidates do not affect each other and each
+simulation depends only on its seed. On Linux the processes are forked, which is safe without
+threads and devices and avoids repeated imports. On other systems they are spawned."""
 
 import multiprocessing
 import os
@@ -26,7 +26,8 @@ def usable_cores() -> int:
 
 
 def on_cores(processes: int) -> Spread:
-    """Returns a function that maps tasks on `processes` processes, or in this one for 1."""
+    """Returns a function that simulates the planner's tasks on `processes` processes. If
+    `processes` is 1, the function runs in the calling process."""
     if processes <= 1:
         return in_turn
 

@@ -20,7 +20,7 @@ from jdisagg.simulator.planning.planner import Told
 
 
 def counted(label: str, *more: ProgressColumn) -> Progress:
-    """Returns a progress bar with a counter and the additional columns `more`."""
+    """Returns a progress bar named `label`, with a counter and the additional columns `more`."""
     return progress(TextColumn(label), BarColumn(), MofNCompleteColumn(), *more)
 
 
@@ -31,7 +31,7 @@ def progress(*columns: ProgressColumn) -> Progress:
 
 
 class Aloud(Told):
-    """Prints a plan's answers, with the seconds since the start, above a progress bar."""
+    """Prints the planner's preliminary results and their times above a progress bar."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar, self._task = bar, bar.add_task("", total=None)
@@ -41,7 +41,7 @@ class Aloud(Told):
         self._bar.update(self._task, description=text, completed=done, total=total)
 
     def answer(self, text: str) -> None:
-        """Prints one answer, unwrapped if stderr is not a terminal."""
+        """Prints one preliminary result. The text is not wrapped if stderr is not a terminal."""
         line = f"{time.monotonic() - self._began:5.1f} s  {text}"
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)

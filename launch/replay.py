@@ -1,14 +1,13 @@
-"""Re-runs recorded command streams on fresh meshes and checks that the sampled tokens are the
-same.
+"""Re-runs recorded command streams on fresh meshes and checks that the tokens are equal.
 
     jdisagg serve --record=DIR          (or jdisagg generate, or jdisagg worker for each worker)
     jdisagg replay --recording=DIR/prefill-0.commands,DIR/decode-0.commands [--model=DIR]
 
-All meshes are rebuilt in this process, on virtual devices on CPU. A mesh that pulled KV is replayed
-together with the meshes that sent it. Commands that failed when recorded are left out. The result
-is "N steps, M tokens, identical" and status 0, or the first difference and status 1. An instance of
-several processes may sum in another order than one process does. Tokens may then differ where two
-candidates are almost equally likely."""
+All meshes are rebuilt in this process, on virtual devices on CPU. A mesh that pulled KV must be
+replayed together with the meshes that sent the KV. Commands that failed when recorded are left out.
+The output is "N steps, M tokens, identical" and status 0, or the first difference and status 1. An
+instance of several processes may sum floats in another order than one process. Tokens may then
+differ where two tokens are almost equally likely."""
 
 import asyncio
 from pathlib import Path

@@ -1,9 +1,10 @@
-"""Repeats a router's logged decisions with the code of this checkout and compares them.
+"""Repeats a router's logged decisions with the code of this checkout, and compares both.
 
     jdisagg replay_decisions --log=decisions.jsonl
 
-A router with --decision_log writes the inputs of each decision. Where the repeated decision
-differs, both are printed. Exit status 0: no difference, 1: some. Needs no JAX and no cluster."""
+A router with --decision_log writes each decision and its inputs. If the repeated decision differs,
+both are printed. Exit status 0: no decision differs. Exit status 1: some differ. Needs no JAX and
+no cluster."""
 
 from jdisagg.errors import ConfigError
 from jdisagg.observe.decision_log import read_records

@@ -3,13 +3,13 @@
     jdisagg replay_trace --target=localhost:8700 --trace=azure.csv.gz --speed=0.5
     jdisagg replay_trace --trace=mooncake.jsonl --max_prompt_tokens=512 --ttft=0.5
 
-Traces have the formats that `jdisagg simulate` reads (docs/simulator.md). A trace holds lengths
-only, so prompts are random token ids of these lengths, which are equal for blocks with equal
-hashes. Answers have the trace's length, because end tokens are ignored. Requests beyond the
-server's context are cut and counted. Requests are sent at the trace's times divided by --speed,
-whether or not earlier ones have ended. Stdout gets percentiles of TTFT, TPOT and TBT as the client
-measured them, and with --ttft or --tpot attainment and goodput. Exit status 1: some requests
-failed."""
+Traces have the formats that `jdisagg simulate` reads (docs/simulator.md). A trace has lengths but
+no text, so prompts are random token ids. Prompt blocks with equal hashes get equal token ids.
+Answers have the length in the trace, because end tokens are ignored. Requests that exceed the
+server's context are shortened and counted. Requests are sent at the trace's times divided by
+--speed, whether or not earlier requests have ended. Stdout gets percentiles of TTFT, TPOT and TBT,
+measured by the client. With --ttft or --tpot it also gets attainment and goodput. Exit status 1:
+some requests failed."""
 
 import asyncio
 import dataclasses
@@ -48,8 +48,8 @@ def main() -> int:
 
 
 def _workload() -> list[Arrival]:
-    """Returns the arrivals of the trace, before --speed is applied. Raises ConfigError,
-    WorkloadError."""
+    """Checks the flags and returns the arrivals of the trace, before --speed is applied. Raises
+    ConfigError or WorkloadError."""
     for name in ("speed", "rate", "spread_tick_seconds"):
         check_positive(name, getattr(flags, name))
     if flags.rate is not None and flags.present("speed"):

@@ -4,15 +4,15 @@
     jdisagg worker --role=prefill --layout=tp=2 --router=localhost:8700 --port=8701
     jdisagg worker --role=decode --layout=dp=2 --router=localhost:8700 --port=8702
 
-The router reads limits, routing, service and model of the recipe. One line on stdout reports that
-it listens. Its health service reports SERVING while a prefill and a decode worker are registered
-and a canary request passed through both recently. Several routers may serve the same workers. On
-SIGTERM new requests are refused and running ones finish within --drain_seconds; a second signal
-exits.
+The router reads the sections limits, routing, service and model of the recipe. One line on stdout
+reports that the router listens. Its health service reports SERVING while a prefill and a decode
+worker are registered and a test request passed through both recently. Several routers may serve the
+same workers. On SIGTERM new requests are refused and running ones finish within --drain_seconds; a
+second signal exits.
 
---elastic lets workers change their role to meet the objective of --set=elastic.slo.ttft_seconds=1
---set=elastic.slo.tpot_seconds=0.05. Give it to one router only. Without it the router only reports
-its advice (metrics, GetAdvice)."""
+--elastic changes the roles of workers to meet the latency objective of
+--set=elastic.slo.ttft_seconds=1 --set=elastic.slo.tpot_seconds=0.05. Give --elastic to one router
+only. Without --elastic the router only recommends role changes (metrics, GetAdvice)."""
 
 import asyncio
 import contextlib

@@ -56,7 +56,7 @@ def main() -> None:
 async def _serve(
     config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None
 ) -> UnavailableError | None:
-    """Serves until a signal or until a mesh fails; returns that failure."""
+    """Serves until SIGTERM, SIGINT or the failure of a mesh. Returns the failure, if any."""
     broken: UnavailableError | None = None
     async with observing("serve", observe) as observer:
         deployment = deployment_of(config, observer, flags.record, decisions or NO_ROUTER_EVENTS)

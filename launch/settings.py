@@ -42,17 +42,18 @@ _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_
 
 
 def engine_config(given: Given, weights: bool = True) -> EngineConfig:
-    """Returns the recipe of --config, changed by --set and by the flags that were given.
+    """Returns the configuration: the recipe of --config, changed by --set and by the other flags
+    that were given.
 
-    `elastic.` of --set is left to `elastic_config`. With --model, or with --dtype=auto, the dtype
-    is the one of the checkpoint's config.json, unless --dtype or --set name another.
+    Ignores `elastic.` fields of --set, which `elastic_config` reads. With --model or --dtype=auto,
+    the dtype is that of the checkpoint's config.json, unless --dtype or --set gives another.
 
     Args:
         given: Flags of a command.
-        weights: Whether a --model that is downloaded needs its weights.
+        weights: Whether the weights are needed if --model is downloaded.
 
     Raises:
-        ConfigError, LayoutError, CheckpointError: A value is impossible; the message names it.
+        ConfigError, LayoutError, CheckpointError: A value cannot work; the message names the value.
     """
     recipe = load_recipe(given.config)
     changes: list[str] = []
@@ -82,7 +83,7 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
 
 
 def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
-    """Returns the default recipe's value of each flag that sets a configuration field."""
+    """Returns, for each flag that sets a configuration field, the value in the default recipe."""
     if "config" not in names:
         return {}
     recipe = load_recipe(DEFAULT_RECIPE)
@@ -100,13 +101,14 @@ def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
 
 
 def elastic_config(given: Given) -> ElasticConfig:
-    """Returns the elastic controller's settings, from `elastic.` of --set."""
+    """Returns the settings of the elastic controller, from the `elastic.` fields of --set."""
     texts = [text for text in given.set if text.startswith("elastic.")]
     return override(ElasticConfig(), [text.removeprefix("elastic.") for text in texts])
 
 
 def observe_config(given: Given) -> ObserveConfig:
-    """Returns metrics, logging and tracing as the flags set them. Raises ConfigError."""
+    """Returns the settings of metrics, logging and tracing from the flags. Raises ConfigError for a
+    value that cannot work."""
     return ObserveConfig(
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
@@ -134,7 +136,7 @@ def credentials(given: Given, token_file: str) -> Credentials:
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError where `target` is not host:port, before a client waits for it."""
+    """Raises ConfigError if `target` is not host:port. Clients would wait in vain."""
     host, colon, port = target.rpartition(":")
     if "//" in target or not colon or not host or not port.isdigit():
         raise ConfigError(
@@ -143,7 +145,8 @@ def check_target(target: str) -> None:
 
 
 def _of_both(texts: Sequence[str]) -> list[str]:
-    """Drops `elastic.` from the --set texts and expands `instance.` to both sides."""
+    """Drops `elastic.` fields from the texts of --set, and replaces `instance.` fields by the
+    fields of both prefill and decode."""
     found: list[str] = []
     for text in texts:
         if text.startswith("instance."):

@@ -7,10 +7,10 @@ from the cost model.
     jdisagg simulate --turns=6 --system_tokens=2048 --prefix_cache
     jdisagg simulate --concurrency=64 --prompt_tokens=4096
 
-Without --trace, arrivals are a Poisson process with prompts of one length, or a closed loop of
---concurrency users. Stdout gets the report: percentiles of TTFT, TPOT and TBT, goodput, utilisation
-and cost per million tokens. --out writes one row a request, the figures as JSON and plots. The same
-flags give the same result. docs/simulator.md lists what is modelled."""
+Without --trace, arrivals are a Poisson process, or a closed loop of --concurrency users. All
+prompts then have the same length. Stdout gets the report: percentiles of TTFT, TPOT and TBT,
+goodput, utilisation and cost per million tokens. --out writes a table of requests, the report as
+JSON, and plots. The same flags give the same result. docs/simulator.md describes the model."""
 
 import sys
 import time

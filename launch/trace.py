@@ -1,9 +1,10 @@
-"""Merges timelines of processes into one trace for Perfetto (https://ui.perfetto.dev).
+"""Merges the timelines that several processes recorded into one trace for Perfetto
+(https://ui.perfetto.dev).
 
     jdisagg trace --inputs=DIR --output=trace.json
     jdisagg trace --inputs=DIR --output=trace.json --request=ID
 
-DIR is the value of --timelines with which the processes were started."""
+DIR is the folder that was given to the processes as --timelines."""
 
 from pathlib import Path
 

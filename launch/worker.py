@@ -1,16 +1,18 @@
-"""Runs a worker: one instance of a role on this process's devices, registered with its routers.
+"""Runs a worker, which prefills, decodes or does both on the devices of this process, and registers
+with routers.
 
     jdisagg worker --role=prefill --layout=dp=1,tp=2 --router=localhost:8700 --port=8701
     jdisagg worker --role=decode --layout=dp=2,tp=1 --router=localhost:8700 --port=8702
     jdisagg worker --role=mixed --layout=tp=1 --router=localhost:8700 --mode=unified
 
-The worker reads its role's part of the recipe, compiles its programs and registers. On SIGTERM it
-takes no new requests and drains within --drain_seconds: a prefill worker until its KV is fetched, a
-decode worker until its sequences have ended or moved. Exit status: 0 after draining, 3 if its mesh
-failed and it should be restarted, 78 if it cannot work with its configuration.
+The worker reads the recipe's section for its role, compiles its programs and registers. On SIGTERM
+the worker takes no new requests and drains within --drain_seconds: a prefill worker until its KV is
+fetched, a decode worker until its sequences have ended or moved to other workers. Exit status: 0
+after draining, 3 if the mesh failed and the worker should be restarted, 78 if the configuration
+cannot work.
 
-A worker of several processes is the same command for each of them, with --num_processes,
---process_id, --coordinator and a port of its own. They start and end together."""
+A worker of several processes needs this command once for each process, with --num_processes,
+--process_id, --coordinator and a separate --port. The processes start and end together."""
 
 import asyncio
 import os

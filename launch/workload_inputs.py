@@ -17,20 +17,20 @@ TWICE = "--speed={:g} and --rate={:g} both set the rate; give one of them"
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ConfigError if the flag was given and is not a positive number."""
+    """Raises ConfigError if `value`, the value of the flag `name`, is given and is not positive."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigError(f"--{name} must be a positive number, got {value:g}")
 
 
 def slo_limits(flags: Given) -> SloLimits | None:
-    """Returns the objective of --ttft and --tpot, or None if neither is given."""
+    """Returns the latency limits of --ttft and --tpot, or None if neither is given."""
     given = flags.ttft is not None or flags.tpot is not None
     return SloLimits(flags.ttft, flags.tpot) if given else None
 
 
 def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival]:
-    """Returns the arrivals of a simulation. Conversations end at `context_tokens` tokens. Raises
-    ConfigError, WorkloadError."""
+    """Returns the arrivals of a simulation. Conversations end before they exceed `context_tokens`
+    tokens. Raises ConfigError or WorkloadError for flags that cannot be used."""
     if flags.rate is not None and flags.speed is not None:
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
     if flags.requests is not None and flags.requests < 1:
@@ -68,7 +68,8 @@ def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival
 
 
 def traced(flags: Given, limit: int | None) -> list[Arrival]:
-    """Returns the first `limit` requests of --trace, with the times changed by the flags."""
+    """Returns the first `limit` requests of --trace, with arrival times changed by --rate and
+    --spread_tick_seconds."""
     arrivals = read_trace(flags.trace, limit)
     if flags.spread_tick_seconds is not None:
         arrivals = spread_ticks(arrivals, flags.spread_tick_seconds, flags.seed)
@@ -76,7 +77,7 @@ def traced(flags: Given, limit: int | None) -> list[Arrival]:
 
 
 def check_output(path: str | None, kind: str) -> None:
-    """Raises ConfigError if `path` cannot be written as a file of `kind` (".json")."""
+    """Raises ConfigError if `path` cannot be written or does not end in `kind`, e.g. ".json"."""
     if not path:
         return
     folder = Path(path).resolve().parent
@@ -97,7 +98,7 @@ def check_output(path: str | None, kind: str) -> None:
 
 
 def reasons(outcomes: Iterable[RequestOutcome], most: int = 3) -> list[str]:
-    """Formats the `most` most frequent reasons for which requests failed."""
+    """Returns the `most` most frequent reasons why requests failed, with their counts, as text."""
     found = Counter(
         f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason
     )

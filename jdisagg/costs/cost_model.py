@@ -154,8 +154,7 @@ class CostModel:
         return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
-        """Returns the same value as `decode_of(...).seconds`, but faster, because no `Cost` is
-        built.
+        """Returns exactly `decode_of(...).seconds`, faster, because no `Cost` is built.
 
         Simulators call this method several times per request. If attention is linear in the
         context, all but two multiplications are cached by `sequences`."""
@@ -188,8 +187,7 @@ class CostModel:
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """Returns the seconds of a decode step during which the host works and the devices are
-        idle."""
+        """Returns the seconds of a decode step in which only the host works."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 
@@ -203,9 +201,9 @@ class CostModel:
         decode_context_tokens: float,
         elsewhere: int | None = None,
     ) -> Cost:
-        """Estimates one step that runs a prefill chunk together with decoding sequences.
-        `prefill_of` and `decode_of` explain the arguments. `elsewhere`: number of tokens in the
-        step on all other dp ranks; None assumes that each rank has as many tokens as this rank."""
+        """Estimates one step that runs a prefill chunk together with decoding sequences; see
+        `prefill_of` and `decode_of`. `elsewhere`: number of tokens in the step on all other dp
+        ranks; None assumes that each has as many as this rank."""
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
@@ -219,8 +217,7 @@ class CostModel:
         return self._issued(cost, launch, host)
 
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
-        """Estimates the transfer of the KV of `tokens` tokens over `links` parallel links,
-        including encoding and decoding."""
+        """Estimates the transfer of `tokens` tokens' KV over `links` links, with its codec."""
         values = self.geometry.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
         state = self.state_bytes  # no codec packs recurrent state
@@ -240,8 +237,8 @@ class CostModel:
         )
 
     def interval_seconds(self, cost: Cost) -> float:
-        """Returns the seconds after which the next batch may enter the first pipeline stage.
-        `cost`: cost of a batch through all stages."""
+        """Returns the seconds until the next batch may enter the first pipeline stage. `cost`: cost
+        of a batch through all stages."""
         return cost.seconds / self.stages
 
     # ---- memory
@@ -272,8 +269,7 @@ class CostModel:
 
     @property
     def kv_bytes_per_device(self) -> float:
-        """Bytes of one token's KV on each device of the dp rank that decodes the token's
-        sequence."""
+        """Bytes of one token's KV on each device of the dp rank that holds the KV."""
         return self.geometry.attention_layers * self._kv_bytes() / self.stages
 
     @property
@@ -284,8 +280,7 @@ class CostModel:
 
     @property
     def state_bytes_per_device(self) -> float:
-        """Bytes of one sequence's recurrent state on one device. The state is sharded over as many
-        devices as kv heads."""
+        """Bytes of one sequence's recurrent state on one device; sharded like kv heads."""
         return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
@@ -594,8 +589,7 @@ class CostModel:
 
 
 def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:
-    """Returns the bytes that one token's KV takes on a link: encoded values, and one scale for the
-    key and one for the value of each head."""
+    """Returns the bytes of one token's KV on a link, as encoded values and their scales."""
     if codec not in CODEC_BITS:
         raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")
     bits = CODEC_BITS[codec]

@@ -103,8 +103,8 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Returns rows (name, figure): the bytes of one instance's weights, and the number of tokens
-    whose KV fits beside the weights."""
+    """Returns rows (name, figure): bytes of an instance's weights, and number of tokens whose KV
+    fits."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

@@ -1,10 +1,10 @@
-"""The sizes of a model that determine its memory and its speed: attention, feed-forward, experts,
+"""Sizes that determine the memory and the speed of a model: attention, feed-forward, experts,
 vocabulary.
 
-A `CostGeometry` comes from a catalogue of published models, from the configuration of a model that
-`models/` serves, or from a config.json of another family. Planning and simulation need no weights.
-Numbers of parameters and KV bytes are exact, except that norms, biases and the position embedding
-of OPT are not counted. Must not depend on hardware or layout."""
+A `CostGeometry` comes from a catalogue of published models, from the configuration of a model
+served by `models/`, or from a config.json of another family. Planning and simulation need no
+weights. Numbers of parameters and KV bytes are exact, except that norms, biases and the position
+embedding of OPT are not counted. Must not depend on hardware or layout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -64,8 +64,7 @@ class GroupedAttention(Message, frozen=True):
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Returns the number of attention parameters of one layer with `kv_heads` and `head_dim`.
-        `width`: width of the model."""
+        """Returns the number of attention parameters of a layer with `kv_heads` and `head_dim`."""
         matrices = (2 + self.gated) * self.query_heads + self.made_heads
         return width * self.head_dim * matrices
 
@@ -113,8 +112,7 @@ class Experts:
     Attributes:
       shared_ffn: Inner width of the shared expert; 0 if the model has no shared expert.
       shared_gate: Whether the shared expert has its own gate.
-      latent: Width to which tokens are projected before the routed experts; 0 if they are not
-        projected.
+      latent: Width to which tokens are projected before the routed experts; 0 for none.
     """
 
     count: int
@@ -136,8 +134,7 @@ class Experts:
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """Returns the expected number of experts that `tokens` tokens use if routing is uniform and
-        independent."""
+        """Returns the expected number of experts that `tokens` tokens use with random routing."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
@@ -146,7 +143,7 @@ class CostGeometry:
     """Sizes of one model.
 
     Attributes:
-      layers: Number of layers. `expert_layers` of these have experts, the others a dense ffn.
+      layers: Number of layers; `expert_layers` of these have experts, the others a dense ffn.
       gated: Whether the ffn has a gate, hence three matrices instead of two.
       linear: Sizes of the layers with recurrence instead of attention, or None.
       without_mixer, without_ffn: Number of layers with neither attention nor recurrence, and number
@@ -201,8 +198,7 @@ class CostGeometry:
 
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
-        """The attention sizes of each kind of layer, with the number of such layers. Windowed
-        layers come first."""
+        """Attention sizes and number of layers of each kind of layer, windowed layers first."""
         attention, layers = self.attention, self.attention_layers
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
@@ -234,8 +230,7 @@ class CostGeometry:
 
     @property
     def blocks(self) -> int:
-        """Number of mixers (attention or recurrence) and feed-forward blocks; two a layer in most
-        models."""
+        """Number of attention, recurrence and feed-forward blocks; mostly two per layer."""
         return 2 * self.layers - self.without_mixer - self.without_ffn
 
     @property
@@ -253,8 +248,7 @@ class CostGeometry:
         return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
 
     def _of_experts(self, count: int) -> int:
-        """Returns the number of weights of the expert layers, if each has `count` routed experts,
-        including shared experts and router."""
+        """Returns the number of weights of all expert layers, with `count` routed experts each."""
         if not self.experts:
             return 0
         wide = self.experts.routed_width(self.width)
@@ -265,8 +259,7 @@ class CostGeometry:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding, and of the output projection if this is a separate
-        matrix."""
+        """Number of parameters of the embedding, and of a separate output projection."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
@@ -282,20 +275,18 @@ class CostGeometry:
         return self.kv_values * dtype_bytes(self.kv_dtype or dtype)
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Returns the KV bytes of one token in the layers with a window; 0 if no layer or every
-        layer has a window."""
+        """Returns the KV bytes of one token in layers with a window; 0 if all or no layers have
+        one."""
         return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
 
     @property
     def widest_window(self) -> int:
-        """Number of positions in the widest sliding window, including the token's own position; 0
-        without a window."""
+        """Number of positions in the widest window, with the token's own; 0 without a window."""
         return 0 if isinstance(self.attention, LatentAttention) else self.attention.window or 0
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV that is in layers with a window; 0 if no layer or every layer
-        has a window."""
+        """Fraction of a token's KV in layers with a window; 0 if all or no layers have one."""
         if isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
@@ -308,9 +299,8 @@ class CostGeometry:
         return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
     def kv_rows(self) -> list[tuple[int, int]]:
-        """Returns the number of rows of a token's KV, and of values per row, for each kind of
-        layer. A row is a key or a value of one head, or the whole KV of MLA. A codec stores one
-        scale per row."""
+        """Returns (rows, values in a row) of a token's KV for each kind of layer. A row is a key or
+        a value of one head, or the whole KV of MLA. A codec stores one scale for each row."""
         return [
             (layers, kind.kv_values)
             if isinstance(kind, LatentAttention)
@@ -419,8 +409,7 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
 
 
 def _kv_heads(fields: Mapping[str, object], heads: int, count: Callable[..., int]) -> int:
-    """Returns the number of kv heads. Falcon and GPT-BigCode use other field names than most
-    families."""
+    """Returns the number of kv heads. Falcon and GPT-BigCode use other field names."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     return count("num_key_value_heads", "num_kv_heads", default=heads)
@@ -432,8 +421,7 @@ def _short(value: object) -> str:
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
-    """Returns the number of layers with a sliding window, from the field `layer_types` or, without
-    this field, by the rule of the model's family."""
+    """Returns the number of layers with a window, by `layer_types` or by the family's rule."""
     types, family = fields.get("layer_types"), fields.get("model_type")
     if isinstance(types, list):
         return types[:layers].count("sliding_attention")
