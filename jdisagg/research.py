@@ -71,8 +71,8 @@ def open_cluster(config: EngineConfig) -> EmbeddedCluster:
             model that comes with jdisagg.
 
     Returns:
-        The cluster, not started. On CPU it makes as many virtual devices as its layouts need, so
-        the call must then precede the first use of JAX, or JAX must already have as many devices.
+        The cluster, not yet started. On CPU, the call creates the virtual devices that the layouts
+        need. It must then precede the first use of JAX, unless JAX already has as many devices.
 
     Raises:
         ConfigError: JAX has fewer devices than the layouts need, or the configuration is invalid.

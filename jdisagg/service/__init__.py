@@ -1,1 +1,2 @@
-"""The gRPC and HTTP APIs for clients, and gRPC between our own processes. Never imports JAX."""
+"""The gRPC and HTTP APIs for clients, and gRPC calls between jdisagg processes. Never imports
+JAX."""

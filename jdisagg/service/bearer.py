@@ -1,8 +1,8 @@
 """Bearer tokens: checks the token of a call, and returns the token's tenant and limits.
 
 A line of a token file is `TOKEN`, optionally followed in any order by `tenant=NAME`, `streams=N`,
-`requests_per_second=X` and `tokens_per_second=X`. Every token is compared in full, so that response
-times reveal nothing."""
+`requests_per_second=X` and `tokens_per_second=X`. Comparisons take the same time for every token,
+so that response times reveal nothing about valid tokens."""
 
 import functools
 import hashlib
@@ -22,11 +22,11 @@ _FIELDS = ("tenant", "streams", "requests_per_second", "tokens_per_second")
 
 
 def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
-    """Returns the caller of a call, or None if the call must be refused.
+    """Returns the identity of the caller, or None if the call must be refused.
 
     Args:
         tokens: Accepted tokens with their callers.
-        shown: Value of the `authorization` header, "Bearer ...". Empty if there is none.
+        shown: Value of the call's `authorization` header, "Bearer TOKEN". Empty without the header.
     """
     known = _known(tokens() if callable(tokens) else tokens)
     if not known:
@@ -37,7 +37,8 @@ def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
 
 
 def token_of(line: str) -> str:
-    """Returns the token of a line of a token file. Raises ConfigError for an invalid line."""
+    """Parses one line of a token file and returns its token. Raises ConfigError for an invalid
+    line."""
     return _entry(line)[0]
 
 

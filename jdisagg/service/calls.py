@@ -1,5 +1,5 @@
-"""The code that the gRPC guard and the HTTP guard share: the steps of a drain, the time limit of a
-stream, and the errors that both return.
+"""Code that the gRPC guard and the HTTP guard share: draining at shutdown, the time limit of a
+stream, and errors. A guard is the code that every call to a server passes through first.
 
 Depends neither on gRPC nor on HTTP."""
 
@@ -15,10 +15,11 @@ RETRY_SECONDS = 5.0
 
 
 class DrainingGuard:
-    """Base of both guards: tracks running calls and implements a drain (`refuse`, then `end`).
+    """Base of the gRPC and the HTTP guard: tracks running calls and implements a drain (`refuse`,
+    then `end`).
 
-    A subclass adds the task of each running call to `_running`, or to `_unhurried` if a drain does
-    not wait for it."""
+    A subclass adds the task of each running call to `_running`, or to `_unhurried` if a drain need
+    not wait for the call."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[object]] = set()
@@ -27,7 +28,7 @@ class DrainingGuard:
         self._cutting = False
 
     def refuse(self) -> None:
-        """Makes the guard refuse all further calls as unavailable."""
+        """Makes the guard refuse all further calls with UnavailableError."""
         self._refusing = True
 
     async def idle(self, timeout_seconds: float) -> bool:
@@ -37,15 +38,16 @@ class DrainingGuard:
         return not self._running
 
     def cut(self) -> int:
-        """Cancels all running calls, which then fail as unavailable. Returns the number of
-        cancelled calls for which a drain waits."""
+        """Cancels all running calls, which then fail with UnavailableError. Returns the number of
+        cancelled calls, without calls for which a drain need not wait."""
         self._cutting = True
         for task in (*self._running, *self._unhurried):
             task.cancel()
         return len(self._running)
 
     async def end(self, seconds: float, forced: asyncio.Event) -> int:
-        """Lets calls finish for `seconds` or until `forced` is set. Cancels and counts the rest."""
+        """Waits for running calls to finish, at most `seconds` and only until `forced` is set. Then
+        cancels the remaining calls and returns their number."""
         idle = asyncio.ensure_future(self.idle(seconds))
         hurried = asyncio.ensure_future(forced.wait())
         await asyncio.wait((idle, hurried), return_when=asyncio.FIRST_COMPLETED)
@@ -56,11 +58,11 @@ class DrainingGuard:
 
 @contextlib.asynccontextmanager
 async def read_in_time(request: Request) -> AsyncIterator[None]:
-    """Context manager that bounds the time in which a client reads its stream: the request's
-    deadline plus a margin.
+    """Context manager that limits the time in which a client must read its stream, so that a slow
+    client does not block the server. The limit is the request's deadline plus a margin.
 
     Raises:
-        DeadlineExceededError: The client did not read its events in time.
+        DeadlineExceededError: The client did not read its stream within the limit.
     """
     seconds = request.deadline_seconds
     assert seconds is not None, "the frontend sets a deadline for every request"
@@ -90,6 +92,6 @@ def cut_short() -> ShutDownError:
 
 
 def internal_error(error: Exception, log: str = "the server's log") -> JdisaggError:
-    """Logs an unexpected exception and returns the error that the client sees. `log` names the log
-    that has the rest."""
+    """Logs an unexpected exception and returns a general error for the client. The error names
+    `log` as the log that has the details."""
     return JdisaggError(f"internal error ({type(error).__name__}); see {log} for details")

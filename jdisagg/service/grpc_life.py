@@ -2,10 +2,10 @@
 
 Channels are made by `connection.open_channel`.
 
-grpc.aio counts its channels and servers and ends its polling thread when the last one is destroyed.
-If the garbage collector destroys it, the collecting thread waits for the polling thread to end.
-This wait has hung forever on a thread that was compiling a program. One reference that is never
-released keeps the count above zero."""
+grpc.aio counts its channels and servers, and ends its polling thread when the last of them is
+destroyed. If the garbage collector destroys the last one, the thread that runs the collector waits
+for the polling thread to end. This wait has hung forever on a thread that was compiling a program.
+One reference that is never released keeps the count above zero."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def bind(
     """Binds the server and returns its port, which the system chose if `port` is 0.
 
     Raises:
-        ConfigError: The address cannot be bound. The message ends with `remedy`.
+        ConfigError: The address cannot be bound. `remedy` is the end of the message.
     """
     address = host_port(host, port)
     try:

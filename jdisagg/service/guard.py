@@ -1,11 +1,13 @@
-"""The guard of a gRPC server: the interceptor of every call of our services.
+"""The guard of a gRPC server: an interceptor that every call of a jdisagg service passes through.
 
-It refuses calls without a valid token and calls meant for another boot of this process. It decodes
-requests itself, so that malformed bytes become INVALID_ARGUMENT instead of gRPC's UNKNOWN. It turns
-our errors into statuses, and any other exception into INTERNAL and a log entry. It tracks running
-calls and can cancel them. During a drain it refuses new calls. Health and reflection bypass it.
+The guard refuses calls without a valid token, and calls that were meant for this process before a
+restart. It decodes requests itself, so that malformed bytes become INVALID_ARGUMENT instead of
+gRPC's UNKNOWN. It converts jdisagg errors to gRPC statuses, and any other exception to INTERNAL and
+a log entry. It tracks running calls and can cancel them. During a drain it refuses new calls. The
+health and reflection services bypass the guard.
 
-Service methods are coroutines that take one request. Streaming methods write to the context."""
+Service methods are coroutines that take one request. Streaming methods write their replies to the
+gRPC context."""
 
 import asyncio
 import logging
@@ -41,15 +43,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One of our services, to be registered with a server.
+    """A gRPC service of jdisagg, to be registered with a server.
 
     Attributes:
         name: Full name of the service.
         add: Function that adds the servicer to a server.
-        tokens: Bearer tokens, or a function that returns the latest. None: all calls are accepted.
+        tokens: Bearer tokens that are accepted, or a function that returns the current ones.
+            Without tokens, all calls are accepted.
         lasting: Names of methods that a drain neither refuses nor waits for.
-        internal: Whether only our processes call the service. Both sides must then have the same
-            protocol version.
+        internal: Whether only jdisagg processes call the service. Caller and server must then have
+            the same protocol version.
     """
 
     name: str
@@ -60,11 +63,11 @@ class Service:
 
 
 class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
-    """The interceptor of one server.
+    """The interceptor of one gRPC server.
 
     Args:
         services: Services to guard.
-        boot_id: Boot id of this process, or 0 if it has none.
+        boot_id: Random number of this process, drawn at its start, or 0 if it has none.
         refused: Called with the method and the error of every call that fails before it reaches its
             service.
     """

@@ -1,6 +1,6 @@
-"""Values that are read from files and read again when a file changes, so that certificates and
-tokens can be renewed without a restart. If a file becomes unreadable or invalid, the old value
-stays in use and a warning is logged."""
+"""Values that are read from files, and read again when a file changes. Certificates and tokens can
+thus be renewed without a restart. If a file becomes unreadable or invalid, the old value stays in
+use and a warning is logged."""
 
 import logging
 import pathlib
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class Reread(Generic[Value]):
-    """Holds the value that `read` returns. The constructor raises the errors of `read`."""
+    """Holds the value that the function `read` returns for the files. The constructor raises the
+    errors of `read`."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[], Value]) -> None:
         self._paths = [pathlib.Path(path).expanduser() for path in paths if path]
@@ -28,7 +29,7 @@ class Reread(Generic[Value]):
         self._value = read()
 
     def __call__(self) -> Value:
-        """Returns the latest value. The files are checked at most once in `LOOK_SECONDS`."""
+        """Returns the latest value. Checks the files for changes at most once in `LOOK_SECONDS`."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now

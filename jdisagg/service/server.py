@@ -1,8 +1,8 @@
-"""The gRPC server of every process: services, health, reflection, limits, TLS and draining.
+"""The gRPC server that every process runs: services, health, reflection, limits, TLS and draining.
 
 During a drain, health reports NOT_SERVING and new calls are refused. Running calls may finish
-within `drain_seconds`. Calls that still run then fail as UNAVAILABLE. The server listens on
-loopback by default. It does not close the objects that its services use."""
+within `drain_seconds`. Calls that still run then fail as UNAVAILABLE. By default, the server
+listens on the loopback address only. It does not close the objects that its services use."""
 
 import asyncio
 import contextlib
@@ -64,14 +64,15 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
 
 class GrpcServer:
     """Serves `services`, health and reflection. Create it on the event loop that runs the services,
-    then call `start` and later `drain`.
+    then call `start`, and `drain` at the end.
 
     Args:
         services: Services to register.
         config: Address, limits, TLS and drain time.
-        boot_id: Boot id of this process. Calls that name another boot are refused.
+        boot_id: Random number of this process, drawn at its start. Calls that contain another boot
+            id, from before a restart, are refused.
         refused: Called for each refused call (see `Guard`).
-        timeouts: Limits of the shutdown steps.
+        timeouts: Time limits of the steps of a shutdown.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Binds and serves. Returns the port; the system chooses it if 0 is configured."""
+        """Binds the port and serves. Returns the port, which the system has chosen if 0 is
+        configured."""
         config = self._config
         bound = bind(self._server, config.host, config.port, self._credentials, OTHER_PORT)
         await self._server.start()
@@ -112,8 +114,9 @@ class GrpcServer:
         return bound
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets the health of our services. During a drain it stays NOT_SERVING. The health of the
-        whole server ("") is always SERVING, because the process is alive."""
+        """Sets the health status of the jdisagg services, which stays NOT_SERVING during a drain.
+        The health status of the whole server ("") is always SERVING, because the process is
+        alive."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if ready
@@ -123,7 +126,8 @@ class GrpcServer:
             await self._health.set(service.name, status)
 
     async def drain(self) -> None:
-        """Drains as the module header describes, then stops the server. Idempotent."""
+        """Refuses new calls, waits for running calls at most `drain_seconds`, and stops the server.
+        Idempotent."""
         if self._drained:
             return
         self._drained = True
@@ -137,7 +141,7 @@ class GrpcServer:
         await self._server.stop(grace=self._cleanup_seconds)
 
     def force(self) -> None:
-        """Ends the waiting time of a current or future drain."""
+        """Makes a running or later `drain` stop waiting for running calls."""
         self._forced.set()
 
 
@@ -150,14 +154,14 @@ class _Health(health_aio.HealthServicer):
 
 class GenerationServer(GrpcServer):
     """The public server: the generation service, other services, and the HTTP API if it is
-    configured. Bearer tokens are reread when their file changes.
+    configured. Bearer tokens are read again when the token file changes.
 
     Args:
         frontend: Frontend that handles the requests.
         config: Address, limits, TLS and drain time.
         others: Further gRPC services.
         log: Request log shared by gRPC and HTTP.
-        scrape: Function that returns the text for GET /metrics, or None without metrics.
+        scrape: Function that returns the reply to GET /metrics, or None without metrics.
         page: Further data sources of the web page.
     """
 
@@ -193,7 +197,8 @@ class GenerationServer(GrpcServer):
 
     @property
     def listens(self) -> ServiceConfig:
-        """The configuration with the ports that the system chose. Call it after `start`."""
+        """The configuration, with the ports that the system chose in place of 0. Valid after
+        `start`."""
         http_port = self.http.port if self.http else None
         return replace(self._config, port=self._port, http_port=http_port)
 
@@ -215,13 +220,14 @@ class GenerationServer(GrpcServer):
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """Returns the tokens of a file with one per line, or none if there is no path. Raises
-    ConfigError for a file without a token, because the server would then accept every call."""
+    """Returns the tokens of a file with one token per line, or an empty result without a path.
+    Raises ConfigError for a file without a token, because the server would otherwise accept every
+    call."""
     return tuple(token_of(line) for line in read_clients(path))
 
 
 def read_clients(path: str) -> tuple[str, ...]:
-    """Returns the lines of a token file: tokens with their fields (`service/bearer.py`)."""
+    """Reads a token file whose lines have a token, tenant and limits (`service/bearer.py`)."""
     if not path:
         return ()
     tokens = tuple(
@@ -240,11 +246,12 @@ def read_clients(path: str) -> tuple[str, ...]:
 
 
 def cluster_credentials(config: ServiceConfig) -> Credentials:
-    """Returns the credentials with which a process of this configuration connects to other
+    """Returns the credentials with which a process that has this configuration connects to other
     processes of its cluster.
 
-    The processes share the first token of `cluster_token_file` and a CA: `tls_client_ca`, or else
-    one certificate that all of them use. A certificate names the hosts it is valid for."""
+    The processes authenticate with the first token of `cluster_token_file`. They verify
+    certificates against `tls_client_ca`, or, without it, against the one certificate that all of
+    them use. A certificate must contain the host names under which its process is reached."""
     tokens = read_tokens(config.cluster_token_file)
     if not config.tls_certificate:
         return Credentials(token=tokens[0] if tokens else "")
@@ -259,7 +266,7 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
 
 
 def block_secret(config: ServiceConfig) -> bytes:
-    """Returns the key with which KV blocks are named. All processes with the same first token in
+    """Returns the key of the hash that names KV blocks. Processes with the same first token in
     `cluster_token_file` have the same key."""
     tokens = read_tokens(config.cluster_token_file)
     token = (tokens[0] if tokens else "").encode()
@@ -267,8 +274,8 @@ def block_secret(config: ServiceConfig) -> bytes:
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """Returns the server's TLS credentials, or None without TLS. The files are read again when they
-    change, for new connections. Raises ConfigError for invalid files."""
+    """Returns the server's TLS credentials, or None without TLS. New connections use the current
+    contents of the files. Raises ConfigError for invalid files."""
     if not config.tls_certificate:
         return None
     latest = Reread(
@@ -299,8 +306,8 @@ def _certificates(config: ServiceConfig) -> grpc.ServerCertificateConfiguration:
 
 
 def check_address(config: ServiceConfig) -> None:
-    """Raises ConfigError if the server could not listen, or could not read its certificates and
-    tokens. Call it before minutes are spent on loading a model."""
+    """Raises ConfigError if the server could not bind its address or read its certificates and
+    tokens. Serves to report such errors before a model is loaded, which may take minutes."""
     server_credentials(config)
     for path in (config.token_file, config.cluster_token_file):
         read_tokens(path)

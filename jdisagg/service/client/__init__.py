@@ -1,1 +1,2 @@
-"""Code that the clients share: requests, streams and answers. Uses neither JAX nor the router."""
+"""Code that the blocking and the asyncio client share: requests, streams and answers. Uses neither
+JAX nor the router."""

@@ -10,8 +10,8 @@ from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, U
 
 @dataclass(slots=True)
 class Choice:
-    """The answer of one child of a request. For a chat whose answers the server parses, `text`
-    holds only the content; `reasoning` and `tool_calls` are separate."""
+    """One of the n answers of a request. If the server parses the answers of a chat, `text` has
+    only the content, while `reasoning` and `tool_calls` are separate."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -23,13 +23,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer.
+    """The complete result of a request.
 
     Attributes:
-        choices: One entry per child. `text` is the text of the first.
-        usage, timings: Values of the last event, or None.
+        choices: The n answers of the request. `Completion.text` is the text of the first answer.
+        usage, timings: Token counts and timings that the server reported, or None.
         request_id: Id under which the server logs and traces the request.
-        prompt_logprobs: Log-probabilities of all prompt tokens but the first, if requested.
+        prompt_logprobs: Log-probabilities of all prompt tokens except the first, if requested.
     """
 
     choices: tuple[Choice, ...]
@@ -44,7 +44,8 @@ class Completion:
 
 
 class Collector:
-    """Joins the events of a stream. Raises JdisaggError if a token is missing or duplicated."""
+    """Joins the events of a stream into a Completion. Raises JdisaggError if a token is missing or
+    duplicated."""
 
     def __init__(self) -> None:
         self._choices: dict[int, Choice] = {}

@@ -1,8 +1,8 @@
-"""Turns a caller's arguments into a `ClientRequest`. An argument of a wrong type is rejected by
-name before anything is sent.
+"""Converts the arguments of a client's call to a `ClientRequest`. For an argument of a wrong type,
+raises an error that names the argument, before anything is sent.
 
-Checks only what protobuf could not hold or would misinterpret. The server validates values. Chat
-messages and tools may be our own classes or mappings in the form of OpenAI's API."""
+Checks only that protobuf can represent the arguments. The server validates the values. Chat
+messages and tools may be jdisagg's classes or mappings in the form of OpenAI's API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +25,13 @@ _MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id"
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of `generate` and `complete`, beside the sampling options. A value that is
-    absent or None means the default.
+    """Keyword arguments of `generate` and `complete`, beside the sampling options. An option that
+    is missing or None has its default.
 
     Attributes:
         token_ids, messages: The prompt as token ids or as a chat, instead of a text.
-        continue_final_message: Whether the model continues the last message.
+        continue_final_message: Whether the model continues the last message of the chat instead of
+            starting a new one.
         chat_template_kwargs: Extra variables of the chat template.
         tools, tool_choice, parallel_tool_calls: Functions that the model may call.
         request_id, deadline_seconds, tenant, cache_salt, priority: Identity and limits of the
@@ -58,7 +59,7 @@ _OF_CHATS = ("continue_final_message", "chat_template_kwargs", "tools")
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
-    """Builds the request. InvalidRequestError names the field, its type and a remedy."""
+    """Builds the request. Raises InvalidRequestError with the field, its type and a remedy."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
     given = _prompt(prompt, options.get("token_ids"), options.get("messages"))
     if isinstance(given, ChatPrompt):
@@ -92,7 +93,8 @@ def _with_options(chat: ChatPrompt, options: GenerateOptions) -> ChatPrompt:
 
 
 def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
-    """Builds a tokenize request. Raises InvalidRequestError like `asked`."""
+    """Builds a tokenize request. Raises InvalidRequestError with the field, its type and a
+    remedy."""
     made = _prompt(prompt, None, messages)
     assert not isinstance(made, TokenPrompt)
     return wire_generation.tokenize_to_proto(made)
@@ -125,7 +127,7 @@ def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any,
 
 
 def _chat_message(index: int, given: ChatMessage | Given) -> ChatMessage:
-    """Converts a message. InvalidRequestError names the field and its type."""
+    """Converts a chat message. Raises InvalidRequestError with the field and its type."""
     where = f"messages[{index}]"
     if not isinstance(given, ChatMessage):
         needed = {"role"} if isinstance(given, Mapping) and given.get("tool_calls") else _NEEDED
@@ -155,7 +157,8 @@ def _chat_tools(given: Tools) -> tuple[ChatTool, ...]:
 
 
 def _tool_choice(given: str | Given) -> tuple[ToolChoice, str]:
-    """Returns the tool choice and the name of the required tool ("": no particular one)."""
+    """Returns the tool choice and the name of the tool that the model must call ("" for any
+    tool)."""
     if isinstance(given, Mapping):
         function = _object("tool_choice.function", given, "function")
         return ToolChoice.REQUIRED, _text("tool_choice.function.name", function.get("name"))
@@ -211,7 +214,8 @@ def _tool(where: str, given: object) -> ChatTool:
 
 
 def _object(where: str, given: object, field: str = "") -> Given:
-    """Returns `given` as a JSON object, or the object in its field `field` if one is named."""
+    """Returns `given` as a JSON object. If `field` is given, returns the object in that field of
+    `given`."""
     value = given
     if field:
         value = given.get(field) if isinstance(given, Mapping) else given

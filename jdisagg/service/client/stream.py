@@ -1,10 +1,10 @@
-"""State of one client request across several calls: the received tokens, the time of a retry, and
-the message that a retry sends.
+"""State of one client request, which may take several calls if its stream breaks: the received
+tokens, when to retry, and the message that a retry sends.
 
-If the connection breaks mid-stream, or the server shuts down, the client repeats the request (same
-id, seed and prompt) together with the received tokens. The stream then continues at the next token.
-Retries stop `resume_seconds` after the last received message. A duplicated or missing token is an
-error. This module handles messages and gRPC errors and makes no calls itself."""
+If the connection breaks mid-stream, or the server shuts down, the client sends the request again
+(same id, seed and prompt) together with the received tokens. The stream then continues at the next
+token. Retries stop `resume_seconds` after the last received message. A duplicated or missing token
+is an error. This module handles messages and gRPC errors and makes no calls itself."""
 
 import math
 import secrets
@@ -36,8 +36,8 @@ GIVEN_UP_HERE = ("Locally cancelled by application!", "Channel closed!")
 
 
 class ResumableStream:
-    """State of a request's stream. If `asked` has no id or no seed, random ones are used, because a
-    retry must repeat those of the first call."""
+    """State of a request's stream. If the request `asked` has no id or no seed, a random one is
+    chosen once, because every retry must have the id and seed of the first call."""
 
     def __init__(self, asked: ClientRequest, resume_seconds: float) -> None:
         options = asked.options
@@ -62,7 +62,7 @@ class ResumableStream:
 
     @property
     def complete(self) -> bool:
-        """Whether all children have ended. The final status of the call can then be ignored."""
+        """Whether all n answers have ended. The final status of the call then does not matter."""
         return len(self._ends) == self._children()
 
     @property
@@ -70,7 +70,7 @@ class ResumableStream:
         return self._number > 0
 
     def request(self) -> pb.GenerateRequest:
-        """Returns the message of the next call."""
+        """Returns the message to send with the next call."""
         asked = self._asked
         if self._number:
             self._check_deadline()
@@ -92,7 +92,7 @@ class ResumableStream:
         )
 
     def connect_seconds(self, most: float) -> float:
-        """Returns the seconds that the next call may wait for a connection."""
+        """Returns the time, in seconds, that the next call may wait for a connection."""
         if not self._number:
             return most
         remaining = self._remaining_seconds()
@@ -115,7 +115,8 @@ class ResumableStream:
         return event
 
     def pause_after(self, error: grpc.RpcError | UnavailableError) -> float:
-        """Returns the seconds to wait before a retry. Raises the typed error if there is none."""
+        """Returns the time, in seconds, to wait before a retry. Raises the error as a jdisagg type
+        if no retry is allowed."""
         typed = typed_error(error) if isinstance(error, grpc.RpcError) else error
         if not self._may_resume(error, typed):
             raise typed from None
@@ -172,9 +173,10 @@ def typed_error(error: grpc.RpcError) -> JdisaggError:
 
 
 def lost(error: grpc.RpcError) -> bool:
-    """Returns whether the connection failed, rather than a jdisagg server answering with an error.
-    gRPC reports CANCELLED if a stopping server drops a call that has just arrived. It also reports
-    calls that this side cancelled as CANCELLED, but with other details."""
+    """Returns whether `error` is a failed connection, as opposed to an error that a jdisagg server
+    returned. A stopping server may drop a call that has just arrived, which gRPC reports as
+    CANCELLED. gRPC reports a call that the client itself cancelled as CANCELLED too, but with other
+    details."""
     status = status_of(error)
     gone = status.code == "UNAVAILABLE" or (
         status.code == "CANCELLED" and status.details not in GIVEN_UP_HERE

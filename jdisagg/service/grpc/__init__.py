@@ -1,1 +1,2 @@
-"""The public gRPC API: generation.proto, its stubs, and conversions to and from our data types."""
+"""The public gRPC API: generation.proto, its stubs, and conversions to and from jdisagg's data
+types."""

@@ -1,8 +1,8 @@
 """The generation service: implements the calls of generation.proto with a `Frontend`.
 
-Handles gRPC contexts and the wire format, and makes no decisions. The guard handles errors. Every
-wait for a slow client happens in this module, so that unread events accumulate only in the bounded
-buffer of the request path."""
+Handles gRPC contexts and the wire format only. Errors are handled by the interceptor
+(`service/guard.py`). Every wait for a slow client happens in this module, so that unread events
+accumulate only in the bounded buffer of the request path."""
 
 import math
 from contextlib import aclosing
@@ -38,9 +38,9 @@ def generation_service(
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Implements the generation service.
 
-    All methods are coroutines, including `Generate`, which writes to the context. A cancelled
-    coroutine closes the path's iterator at once, while an async generator suspended at a `yield`
-    would wait for the garbage collector."""
+    All methods are coroutines, and `Generate` writes its events to the gRPC context. If `Generate`
+    were an async generator, a cancelled call would stop its request only when the garbage collector
+    closes the generator."""
 
     def __init__(self, frontend: Frontend, log: RequestLog) -> None:
         self._frontend = frontend
@@ -127,8 +127,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
-    """Returns the earlier of the request's own deadline and the gRPC call's deadline, in seconds.
-    The latter is infinite if the client set none."""
+    """Returns the earlier of the request's own deadline and the gRPC call's deadline, in seconds. A
+    gRPC call without a deadline has an infinite `call_seconds`."""
     if call_seconds is None or not math.isfinite(call_seconds):
         return asked_seconds
     if call_seconds <= 0:

@@ -4,8 +4,8 @@ protobuf messages.
 `wire_generation` converts the messages of generation.proto. This module does not use gRPC: an error
 becomes a `WireStatus` of plain strings, which the servicer sends.
 
-Invariants: `x_from_proto(x_to_proto(x)) == x` for every x. Invalid input from outside raises an
-InvalidRequestError with the field's name, never another exception."""
+Invariants: `x_from_proto(x_to_proto(x)) == x` for every x. Invalid input raises an
+InvalidRequestError with the field's name, and never another exception."""
 
 import contextlib
 import inspect
@@ -68,7 +68,8 @@ def error_to_status(error: JdisaggError) -> WireStatus:
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
-    """Returns the typed error that the other side raised. gRPC's own errors map by code."""
+    """Returns the jdisagg error that the other side raised. An error that gRPC itself raised
+    becomes the jdisagg error for its status code."""
     metadata = dict(status.metadata)
     retry_after_seconds: float | None = None
     with contextlib.suppress(KeyError, ValueError):
@@ -89,8 +90,8 @@ def error_from_status(status: WireStatus) -> JdisaggError:
 def build(
     kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> AnyMessage:
-    """Context manager around building a message from a caller's values. Raises InvalidRequestError
-    for a wrong type, a number beyond 64 bits, or invalid UTF-8."""
+    """Context manager in which a protobuf message is built from a caller's values. Raises
+    InvalidRequestError for a wrong type, a number beyond 64 bits, or invalid UTF-8."""
     try:
         message = kind(*args, **kwargs)
         message.ByteSize()
@@ -140,7 +141,8 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 
 
 def role_from_proto(message: str, role: int) -> WorkerRole:
-    """Converts a role. Errors name `message`, the type of the message that contains the role."""
+    """Converts a worker's role. Errors name `message`, which is the type of the message that
+    contains the role."""
     if role not in _ROLE_FROM_PROTO:
         raise InvalidRequestError(
             f"{message}.role must be a known role, got {role}; run the same version on both sides"
@@ -149,9 +151,9 @@ def role_from_proto(message: str, role: int) -> WorkerRole:
 
 
 def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
-    """Builds a `kind` from the fields of a message with the same names: numbers, texts, and tuples
-    of these. An optional field that is not set becomes None. `known` has the fields that are not
-    read from the message."""
+    """Builds an instance of class `kind` from the message fields with the same names, which are
+    numbers, texts or lists of these. An optional field that is not set becomes None. `known` has
+    the values of fields that the message lacks."""
     values = dict(known)
     for field in message.DESCRIPTOR.fields:
         if field.name in known:

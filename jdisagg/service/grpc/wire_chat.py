@@ -1,7 +1,7 @@
-"""Conversions of conversations (messages, tools and tool calls) to and from generation.proto.
+"""Conversions of chats (messages, tools and tool calls) to and from generation.proto.
 
-Follows the rules of `wire_generation`: a repeated field is counted before it is read, and invalid
-input raises an InvalidRequestError with the field's name."""
+The length of a repeated field is checked before its entries are read. Invalid input raises an
+InvalidRequestError with the field's name."""
 
 from collections.abc import Mapping
 
@@ -43,7 +43,8 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
 
 
 def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
-    """Converts a message to a chat. The InvalidRequestError for invalid input names the field."""
+    """Converts a protobuf message to a chat. Raises InvalidRequestError with the name of an invalid
+    field."""
     at_most("messages", len(message.messages), MAX_MESSAGES)
     at_most("tools", len(message.tools), MAX_TOOLS)
     if message.tool_choice not in _CHOICE_FROM_PROTO:

@@ -1,8 +1,8 @@
-"""Conversions between our data and generation.proto: client requests, stream events, and the model.
+"""Conversions of client requests, stream events and model properties to and from generation.proto.
 
 Follows the rules of `wire`. A client's request contains a prompt and options, some unset, from
-which the server's `Frontend` builds a `Request`. A repeated field is counted before it is read,
-because reading an entry costs the shared event loop far more than it costs the sender."""
+which the server's `Frontend` builds a `Request`. The length of a repeated field is checked before
+its entries are read, because reading an entry costs the server far more time than the sender."""
 
 import dataclasses
 from array import array
@@ -60,8 +60,9 @@ MAX_IDS = 2 << 20  # more than any model's context
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """Content of a client's `Generate` call. `resumption` is None on the first call. `life` is a
-    random number that stays the same on retries."""
+    """Content of a client's `Generate` call. `resumption` has the tokens received so far, or is
+    None on the first call. `life` is a random number that the client chooses for the stream and
+    sends again with each retry."""
 
     prompt: Prompt
     options: SamplingOptions
@@ -102,8 +103,8 @@ _REPEATED = {
 
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
-    """Converts a request to its message. Raises InvalidRequestError if protobuf cannot hold a
-    value. The server validates everything else."""
+    """Converts a request to its protobuf message. Raises InvalidRequestError if protobuf cannot
+    represent a value. The server validates everything else."""
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
@@ -159,8 +160,8 @@ def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
 
 
 def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
-    """Converts a resumption. Children that the client omitted have no accepted tokens. The
-    InvalidRequestError for invalid input names the field."""
+    """Converts a resumption. An answer that the client omitted has no received tokens. Raises
+    InvalidRequestError with the name of an invalid field."""
     number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
     if number == 0 and not message.accepted:
         return None
@@ -361,7 +362,7 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
 
 
 def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """Converts the routing status, except for the statuses of workers, which the caller adds."""
+    """Converts the router's status, without the statuses of workers, which the caller adds."""
     return pb.GetStatusResponse(
         waiting=status.waiting,
         decisions=[

@@ -1,1 +1,2 @@
-"""The HTTP API on top of a `Frontend`: OpenAI's endpoints, metrics, health and the web page."""
+"""The HTTP API: OpenAI's endpoints, metrics, health and the web page. A `Frontend` handles the
+requests."""

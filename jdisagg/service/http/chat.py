@@ -1,6 +1,6 @@
-"""Reads a conversation in the form of OpenAI's chat API: messages, tools and tool calls.
+"""Reads a chat in the form of OpenAI's API: messages, tools and tool calls.
 
-This module checks only the types of the fields. The `Frontend` validates the conversation."""
+This module checks only the types of the fields. The `Frontend` validates the chat."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -22,7 +22,8 @@ _TEXT_KINDS = get_args(_TextKind)
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    """Reads the field `messages` and the related fields of a chat."""
+    """Reads the fields of a request that make up the chat: `messages`, tools and template
+    options."""
     messages = fields.parts("messages", MAX_MESSAGES)
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
@@ -110,7 +111,7 @@ class OfferedTools(NamedTuple):
     Attributes:
         tools: Descriptions of the tools.
         choice: Whether the model may or must call tools.
-        name: The one tool that the model must call, or "" for any.
+        name: Name of the tool that the model must call, or "" if it may call any tool.
     """
 
     tools: tuple[ChatTool, ...]
@@ -119,8 +120,8 @@ class OfferedTools(NamedTuple):
 
 
 def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
-    """Reads the fields `tools` and `tool_choice`. `nested` means that a function's description is
-    in an object of its own, as in chats."""
+    """Reads the fields `tools` and `tool_choice`. `nested` means that the description of a function
+    is in a nested object `function`, as in the chat API."""
     given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
@@ -140,7 +141,7 @@ def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
 
 
 def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
-    """Returns the tools that `allowed_tools` names. The model does not see the others."""
+    """Returns the tools that `allowed_tools` names. Other tools are left out of the prompt."""
     mode = part.given("mode", TEXT)
     if mode not in _MODES:
         raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""Converts our errors to HTTP statuses and to the JSON bodies that OpenAI clients expect.
+"""Converts jdisagg errors to HTTP statuses and to the JSON bodies that OpenAI clients expect.
 
-A body is `{"error": {"message", "type", "param", "code"}}`. The message is that of our error.
-`param` is the field at the start of the message, if the request had that field. `code` is the name
-of our error's type, or the code that clients expect. Independent of the server."""
+A body is `{"error": {"message", "type", "param", "code"}}`. `message` is the text of the error.
+`param` is the field name with which the text begins, if the request has a field of that name.
+`code` is the name of the error's type, or the code that OpenAI clients expect."""
 
 import math
 import re
@@ -29,7 +29,7 @@ _FIELD = re.compile(r"\w+")
 
 
 class HttpRefusal(InvalidRequestError):
-    """An error with an HTTP status that our errors lack: 404, 405, 408, 413, 415 or 431."""
+    """An error with an HTTP status that no jdisagg error has: 404, 405, 408, 413, 415 or 431."""
 
     def __init__(self, message: str, http_status: int, code: str) -> None:
         super().__init__(message)
@@ -44,8 +44,8 @@ def http_status(error: JdisaggError) -> int:
 
 
 def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
-    """Returns an error as JSON. `fields` are the request's fields, one of which `param` may
-    name."""
+    """Returns the JSON body for an error. `fields` are the names of the request's fields, one of
+    which may become `param`."""
     status = http_status(error)
     raw = error.message.encode("utf-8", "replace")
     shown = raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
@@ -66,7 +66,8 @@ def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
 
 
 def error_headers(error: JdisaggError) -> list[Header]:
-    """Returns the headers of an error's reply: when to try again, and how to authenticate."""
+    """Returns the headers `Retry-After` and `WWW-Authenticate` for the reply to a failed request,
+    where they apply."""
     seconds = error.retry_after_seconds
     headers: list[Header] = []
     if seconds is not None and math.isfinite(seconds):

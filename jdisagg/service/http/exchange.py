@@ -1,9 +1,9 @@
 """One HTTP request and its reply. Reads the body within limits of size and time, sends a whole
 reply or a stream of events, and detects that the client disconnected.
 
-Works over ASGI's `receive` and `send`. An event of a stream is written directly to the connection
-while the connection accepts more. Every wait for a slow client happens in this module, because
-`send` returns when the connection accepts more. Independent of routes and models."""
+Uses ASGI's `receive` and `send`. To save time, an event of a stream bypasses `send` and is written
+directly to the connection, as long as the connection's buffer has room. Otherwise `send` waits for
+the client, so that every wait for a slow client happens in this module."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -30,7 +30,7 @@ class Exchange:
     """One request and its reply.
 
     Attributes:
-        headers: Request headers, with names in lower case and the last value of each.
+        headers: Request headers by lower-case name. For a repeated header, the last value.
         reply_headers: Headers added to the reply until it begins.
     """
 
@@ -48,7 +48,8 @@ class Exchange:
         self._write: Write = scope.get("state", {}).get(WRITE, _never)
 
     async def body(self, limit_bytes: int) -> bytes:
-        """Returns the whole body. Raises HttpRefusal if it is too large, too slow, or not JSON."""
+        """Reads the whole request body. Raises HttpRefusal if the body is too large, too slow, or
+        not JSON."""
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HttpRefusal(
@@ -91,18 +92,18 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """Begins a reply of server-sent events."""
+        """Begins a reply that is a stream of server-sent events."""
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
     async def comment(self) -> None:
-        """Sends a comment, which shows that the stream is alive. Clients such as `vllm bench serve`
-        strip line breaks and then join a comment with the next event. An empty comment, sent with
-        the next event, separates the two."""
+        """Sends an SSE comment, so that proxies and clients keep the idle connection open. Clients
+        such as `vllm bench serve` strip line breaks and would join the comment with the next event.
+        An empty comment before the next event prevents this."""
         await self.frame(COMMENT)
         self._lead = b":\n\n"
 
     async def frame(self, data: bytes) -> None:
-        """Sends one or several server-sent events that are already encoded."""
+        """Sends one or several server-sent events that the caller has encoded."""
         if self._lead:
             data, self._lead = self._lead + data, b""
         if not self._write(data):
@@ -143,7 +144,8 @@ class Exchange:
 
 
 def _never(data: bytes) -> bool:
-    """Replaces the direct write if the server provides none. Always returns False."""
+    """Stands in for the direct write to the connection if the HTTP server does not provide one.
+    Always returns False."""
     return False
 
 

@@ -1,11 +1,11 @@
-"""The fields of a JSON object from a client, read by name and type.
+"""Reads the fields of a client's JSON object by name and type.
 
     fields = Fields.of(body)
     temperature = fields.read("temperature", NUMBER)
 
-A wrong type raises an InvalidRequestError with the field, the rule and the value. null counts as
-absent. `unread` lists the fields that no code read. Fields stay JSON text until they are read, so
-unused ones cost next to nothing."""
+A wrong type raises an InvalidRequestError with the field, the rule and the value. A null field
+counts as absent. `unread` lists the fields that no code has read. A field stays JSON text until it
+is read, so that an unused field costs next to nothing."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _any = msgspec.json.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class FieldKind(Generic[T]):
-    """A type of a field: its decoder, and its name in error messages."""
+    """A type that a field can have: a decoder, and the name of the type in error messages."""
 
     rule: str
     decode: Callable[[msgspec.Raw], T]
@@ -66,8 +66,8 @@ ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
 
 
 class Fields:
-    """The fields of one JSON object. `path` is the prefix of field names in errors, such as
-    "messages[2]." for a part of a request."""
+    """The fields of one JSON object, which may be nested in a request. `path` precedes field names
+    in error messages, such as "messages[2]." for the third message."""
 
     def __init__(self, raw: Mapping[str, msgspec.Raw], path: str = "") -> None:
         self._raw = raw
@@ -76,7 +76,7 @@ class Fields:
 
     @classmethod
     def of(cls, body: bytes) -> "Fields":
-        """Reads a request body. Raises InvalidRequestError if it is not a JSON object."""
+        """Parses a request body. Raises InvalidRequestError if the body is not a JSON object."""
         try:
             body.decode("utf-8")
             read = _object.decode(body)
@@ -99,7 +99,7 @@ class Fields:
 
     @property
     def path(self) -> str:
-        """Prefix of field names in errors."""
+        """Prefix of field names in error messages."""
         return self._path
 
     def raw(self, name: str) -> msgspec.Raw:
@@ -129,7 +129,8 @@ class Fields:
             ) from None
 
     def given(self, name: str, kind: FieldKind[T]) -> T:
-        """Returns the value of a required field. Raises InvalidRequestError without one."""
+        """Returns the value of a required field. Raises InvalidRequestError if the field is
+        absent."""
         value = self.read(name, kind)
         if value is None:
             raise InvalidRequestError(f"{self._path}{name} is missing: send {kind.rule}")
@@ -140,8 +141,8 @@ class Fields:
         return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
 
     def parts(self, name: str, most: int = MAX_PARTS) -> "list[Fields] | None":
-        """Returns the fields of each object in a list, or None if the list is absent. Raises
-        InvalidRequestError for more than `most` objects, before it decodes them."""
+        """Returns the fields of each object in a list, or None if the list is absent. If the list
+        has more than `most` objects, raises InvalidRequestError before decoding them."""
         listed = self.read(name, _LIST)
         if listed is None:
             return None
@@ -155,10 +156,11 @@ class Fields:
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
     def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
-        """Raises InvalidRequestError if an unsupported field has a value that is not a no-op.
+        """Raises InvalidRequestError for an unsupported field, unless its value has no effect.
 
         Args:
-            refused: For each field name, the no-op values and a remedy for other values.
+            refused: For each unsupported field, the values without effect, and a remedy for other
+                values.
         """
         for name in self._raw.keys() & refused.keys():
             neutral, remedy = refused[name]
@@ -168,7 +170,8 @@ class Fields:
                 )
 
     def ignore(self, *names: str) -> None:
-        """Marks fields as known but without effect, so that `unread` omits them."""
+        """Marks fields as read although they have no effect, so that `unread` does not list
+        them."""
         self._read.update(names)
 
     def unread(self) -> list[str]:
@@ -176,6 +179,6 @@ class Fields:
 
 
 def shown(raw: msgspec.Raw) -> str:
-    """Returns the beginning of a JSON text, to be shown in an error."""
+    """Shortens a JSON text for an error message."""
     text = bytes(raw)[: 4 * SHOWN_CHARACTERS].decode("utf-8", "ignore")
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -1,9 +1,10 @@
 """Generation endpoints of the HTTP API: /v1/completions, /v1/chat/completions and /v1/responses
 over a `Frontend`.
 
-Each prompt of a request runs as a request of the frontend, all at the same time. The HTTP status is
-sent when the first event arrives: an earlier error becomes the status, and a later error becomes
-the last event of the stream. During a long wait, comments keep the connection open."""
+An HTTP request may have several prompts. Each runs as a separate request of the frontend, all at
+the same time. The HTTP status is sent when the first event arrives. An earlier error determines the
+status, and a later error becomes the last event of the stream. During a long wait, SSE comments
+keep the connection open."""
 
 import asyncio
 import contextlib
@@ -46,7 +47,8 @@ _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
 
 
 class HttpGeneration:
-    """The generation endpoints, one method each. `limit_bytes`: Size limit of a request body."""
+    """The generation endpoints, one method per endpoint. `limit_bytes` is the size limit of a
+    request body."""
 
     def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
         self._frontend = frontend
@@ -101,8 +103,8 @@ class HttpGeneration:
         records: ExitStack,
         take_apart: bool,
     ) -> "list[_Run]":
-        """Builds the runs of all prompts, so that every prompt is validated before the first run
-        starts. `take_apart`: Whether answers are parsed into content, reasoning and calls."""
+        """Builds a run for each prompt. Every prompt is thus validated before the first run starts.
+        `take_apart` means that answers are parsed into content, reasoning and tool calls."""
         runs: list[_Run] = []
         numbers = 0
         for number, prompt in enumerate(asked.prompts):
@@ -162,12 +164,12 @@ class _Run:
 
     @property
     def usage(self) -> Usage:
-        """Token usage so far."""
+        """Token counts of the prompt and of the tokens generated so far."""
         return self._usage or Usage(len(self._request.prompt_token_ids), self._made_tokens)
 
     async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
-        """Calls `take` for each event with its choice and whether the event is the choice's
-        first."""
+        """Runs the prompt. Calls `take` for each event, with the choice (answer) to which the event
+        belongs and whether the event is the first of this choice."""
         begun = self._begun
         async with read_in_time(self._request), aclosing(self._events) as events:
             async for event in events:
@@ -196,8 +198,8 @@ def _without_answer(event: StreamEvent) -> StreamEvent:
 
 
 async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
-    """Runs `make` for the choices. It runs in a thread if it formats many prompt log-probabilities,
-    so that it delays no other stream."""
+    """Calls `make`, which formats the reply for `choices`. If it formats many prompt
+    log-probabilities, `make` is called in a thread, because it would delay other streams."""
     numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
     return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
 
@@ -240,7 +242,7 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> Non
 
 
 async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
-    """Sends comments until the first event, because proxies close idle connections."""
+    """Sends SSE comments until the first event, because proxies close idle connections."""
     while not began.is_set():
         try:
             # wait_for loses a cancellation that coincides with the event before Python 3.12.
@@ -289,7 +291,7 @@ def _sum(runs: Sequence[_Run]) -> Usage:
 
 
 def check_model(name: str, frontend: Frontend) -> None:
-    """Raises HttpRefusal if the request names another model."""
+    """Raises HttpRefusal if the request names a model that this server does not serve."""
     if name not in ("", frontend.model.name):
         raise HttpRefusal(
             f"model must be {frontend.model.name!r}, the served model, got {name[:80]!r}",

@@ -22,7 +22,7 @@ _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
 def _schema(raw: msgspec.Raw) -> str:
-    """Decodes an object. Some clients send the object as JSON text."""
+    """Decodes a JSON schema, which some clients send as a string that contains JSON."""
     given = bytes(raw)
     if given.startswith(b'"'):
         return _text(raw)
@@ -32,7 +32,7 @@ def _schema(raw: msgspec.Raw) -> str:
 
 
 def _structural(raw: msgspec.Raw) -> Mapping[str, object]:
-    """Decodes an object. vLLM's clients send the object as JSON text."""
+    """Decodes a structural tag, which vLLM's clients send as a string that contains JSON."""
     given = bytes(raw)
     return _plain_object(_text(raw) if given.startswith(b'"') else given)
 
@@ -52,8 +52,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def grammar_from(fields: Fields) -> Grammar | None:
-    """Reads the grammar of a completion or chat request. InvalidRequestError names the field, and
-    is also raised if two fields set a grammar."""
+    """Reads the grammar of a completion or chat request. Raises InvalidRequestError if a field is
+    invalid or two fields set a grammar."""
     with named_as_sent(fields):
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
@@ -69,7 +69,7 @@ def grammar_from(fields: Fields) -> Grammar | None:
 
 
 def grammar_of_response(fields: Fields) -> Grammar | None:
-    """Reads the grammar in `text` of /v1/responses."""
+    """Reads the grammar in the field `text.format` of /v1/responses."""
     text = fields.part(RESPONSE_TEXT)
     text.ignore("verbosity")
     with named_as_sent(fields):
@@ -78,7 +78,7 @@ def grammar_of_response(fields: Fields) -> Grammar | None:
 
 @contextmanager
 def named_as_sent(fields: Fields) -> Iterator[None]:
-    """Context manager in which errors about the grammar name the field that the client sent."""
+    """Context manager that makes errors about the grammar name the field that the client sent."""
     try:
         yield
     except InvalidRequestError as error:
@@ -89,7 +89,8 @@ def named_as_sent(fields: Fields) -> Iterator[None]:
 
 
 def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
-    """Reads one format. `nested`: Whether name and schema are in an object of their own."""
+    """Reads an OpenAI response format. `nested` means that name and schema are in a nested object
+    `json_schema`."""
     if not format.names:
         return None
     kind = format.given("type", TEXT)

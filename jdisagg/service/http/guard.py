@@ -1,9 +1,9 @@
-"""The guard of the HTTP API, which every request passes through.
+"""The guard of the HTTP API: code that every request passes through before its handler.
 
-It refuses requests without a valid token and, during a drain, all requests. It converts our errors
-to HTTP statuses, and any other exception to 500 and a log entry. It cancels the request of a client
-that disconnected. It tracks running requests and can cancel them. It is the counterpart of
-`service/guard.py` for gRPC."""
+The guard refuses requests without a valid token and, during a drain, all requests. It converts
+jdisagg errors to HTTP statuses, and any other exception to status 500 and a log entry. It cancels
+the request of a client that disconnected. It tracks running requests and can cancel them. The guard
+for gRPC is `service/guard.py`."""
 
 import asyncio
 import logging
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class HttpGuard(DrainingGuard):
-    """The guard of one server. `refused` is called with the path and the error of every request
-    that fails before its handler is called."""
+    """The guard of one HTTP server. `refused` is called with the path and the error of every
+    request that fails before its handler is called."""
 
     def __init__(self, tokens: Tokens, refused: Callable[[str, JdisaggError], None]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class HttpGuard(DrainingGuard):
         self._refused = refused
 
     async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
-        """Passes one request to its handler."""
+        """Checks one request, passes it to its handler, and sends errors as the reply."""
         task = asyncio.current_task()
         assert task is not None
         served = False
@@ -65,7 +65,8 @@ class HttpGuard(DrainingGuard):
             self._running.discard(task)
 
     def _check(self, endpoint: "Endpoint", exchange: Exchange) -> Caller:
-        """Returns the caller of a request. Raises the error with which the request is refused."""
+        """Returns the identity of a request's caller. Raises an error if the request must be
+        refused."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
         if endpoint.method not in (asked, ANY_METHOD):
@@ -85,7 +86,7 @@ class HttpGuard(DrainingGuard):
         return caller
 
     async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:
-        """Sends the error as the reply, or as the last event of a stream that has begun."""
+        """Sends the error as the reply or, if a stream has begun, as the stream's last event."""
         body = error_body(error, exchange.fields)
         try:
             async with asyncio.timeout(LAST_SECONDS):
@@ -106,7 +107,7 @@ class Endpoint:
         method: HTTP method, or ANY_METHOD.
         handle: The handler.
         open: Whether requests need no token, and a drain neither refuses them nor waits for them.
-        logs: Whether the handler counts its errors itself.
+        logs: Whether the handler itself logs and counts its errors.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The web page at `/` and the JSON it shows: the cluster as reported by GetStatus, the router's
-last decisions, timelines of traced requests, and the guide's simulations.
+"""The web page at `/` and the JSON data that it shows: the cluster's status, the router's last
+decisions, timelines of traced requests, and simulations of the planning guide.
 
-The page consists of files of the package (`web/`): plain HTML, CSS and JavaScript that only contact
-this server, which the content security policy enforces. The files need no token, while the JSON
-requires the same token as GetStatus. A timeline is requested by its trace id, which the client
-chose. A token that belongs to a tenant cannot list the latest timelines."""
+The page consists of HTML, CSS and JavaScript files in `web/`. The content security policy allows
+them to contact this server only. The files need no token, while the JSON data requires a client
+token. A timeline is requested by its trace id, which the client chose. A token that belongs to a
+tenant cannot list the latest timelines, because the list covers all tenants."""
 
 import functools
 import importlib.resources
@@ -50,7 +50,8 @@ _encode = msgspec.json.encode
 
 
 class GuidePort(Protocol):
-    """Runs the simulations of the web page's guide. `crowded`: Whether other simulations wait."""
+    """Runs the simulations of the web page's planning guide. `crowded` means that other simulations
+    are waiting."""
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
 
@@ -61,7 +62,7 @@ class PageSources:
 
     Attributes:
         recent: Timelines of recent requests, or None.
-        guide: Simulator for the guide, or None if the guide is off.
+        guide: Simulator for the planning guide, or None if the guide is off.
     """
 
     recent: RecentRequests | None = None
@@ -69,7 +70,7 @@ class PageSources:
 
 
 class Page:
-    """The page's endpoints. `ready` is the value that /health and each status report."""
+    """The endpoints of the web page. `ready` is the readiness that each status reports."""
 
     def __init__(self, frontend: Frontend, sources: PageSources) -> None:
         self.ready = False
@@ -78,7 +79,7 @@ class Page:
         self._chats: dict[str, bool] = {}
 
     def endpoints(self, guard: HttpGuard) -> dict[str, Endpoint]:
-        """Returns the page's endpoints by path."""
+        """Returns the endpoints of the web page by path."""
         return {
             "/": Endpoint(guard, "GET", self._index, open=True),
             "/web/{name}": Endpoint(guard, "GET", self._file, open=True),
@@ -111,8 +112,8 @@ class Page:
         )
 
     async def _timelines(self, exchange: Exchange) -> None:
-        """Lists the latest traced requests. It is empty for a tenant's token, because it covers all
-        tenants."""
+        """Lists the latest traced requests. The list covers all tenants, so a token that belongs to
+        a tenant gets an empty list."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         await _reply(exchange, {"requests": known[:SHOWN_REQUESTS]})

@@ -1,9 +1,10 @@
-"""Replies to generation requests: OpenAI's objects, whole or in chunks. Log-probabilities of
-prompts are in vLLM's field `prompt_logprobs`, or in OpenAI's `logprobs` of an echoed prompt.
+"""Builds replies to generation requests: OpenAI's objects, whole or in chunks. Log-probabilities of
+a prompt are in vLLM's field `prompt_logprobs`, or, if the prompt is echoed, in OpenAI's field
+`logprobs`.
 
-Chunks are preformatted: the bytes other than text, tokens and the end are built once per request.
-One frame carries one event of the stream. Log-probabilities of prompts are written token by token
-as JSON text, because Python objects for a long prompt would fill memory."""
+The constant bytes of a request's chunks are built once. One frame contains one event of the stream.
+Log-probabilities of prompts are written token by token as JSON text, because Python objects for a
+long prompt would fill memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 
 
 class Pieces:
-    """Caches the text of single tokens. With `as_ids` it returns their ids in vLLM's form."""
+    """Returns, and caches, the text of single tokens. With `as_ids`, returns "token_id:N" as vLLM
+    does."""
 
     def __init__(self, text_of: Callable[[int], str], known: dict[int, str], as_ids: bool) -> None:
         self._text_of = text_of
@@ -42,7 +44,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields of all objects of one reply. `told`: Fields of the request that a response repeats."""
+    """Fields that all objects of one reply share. `told` has the fields of the request that the
+    reply repeats."""
 
     id: str
     created: int
@@ -53,8 +56,8 @@ class Heading:
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """Entries of `logprobs` for an echoed prompt, before those of the answer. `top` is JSON
-    text."""
+    """Entries of the field `logprobs` for an echoed prompt, which precede the entries of the
+    answer. Each entry of `top` is JSON text."""
 
     tokens: list[str]
     offsets: list[int]
@@ -64,14 +67,14 @@ class EchoedPrompt:
 
 @dataclass(slots=True)
 class ReplyChoice:
-    """The state of one answer.
+    """State of one answer (choice) of a reply.
 
     Attributes:
         index: Index of the choice in the reply.
         prompt: Token ids of the prompt.
         echo: Text of the prompt, if it precedes the answer.
-        of_prompt: Log-probabilities of the prompt to report.
-        prompt_logprobs: Log-probabilities of the prompt, or None until they arrive.
+        of_prompt: Which log-probabilities of the prompt to report.
+        prompt_logprobs: Log-probabilities of the prompt, or None until the server has them.
         offset: Position of the next token in the text, in characters.
     """
 
@@ -106,7 +109,8 @@ class ReplyChoice:
         return "".join(self.texts)
 
     def echoed(self, piece: Callable[[int], str]) -> EchoedPrompt | None:
-        """Returns the entries of an echoed prompt and advances `offset` by its length."""
+        """Returns the `logprobs` entries of the echoed prompt, and sets `offset` to the end of the
+        prompt."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
@@ -122,7 +126,7 @@ class ReplyChoice:
 
 
 class Reply:
-    """Builds the objects of one reply. Subclasses implement chats and completions."""
+    """Builds the JSON objects of one reply. Subclasses implement chats and completions."""
 
     whole_object = ""
     chunk_object = ""
@@ -154,13 +158,13 @@ class Reply:
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
     ) -> bytes:
-        """Returns the frame of one event.
+        """Returns the encoded server-sent event for one stream event.
 
         Args:
-            choice: The event's choice.
+            choice: The answer to which the event belongs.
             event: The event.
-            first: Whether the event is the first of its choice.
-            usage: Function that returns the usage so far.
+            first: Whether the event is the first of its answer.
+            usage: Function that returns the token counts so far.
         """
         reason, some = event.finish_reason, event.logprobs
         if self._plain and not first and not some and reason is None:
@@ -189,7 +193,7 @@ class Reply:
         return b"".join(parts)
 
     def end(self, usage: Usage) -> bytes:
-        """Returns the last frames of a stream."""
+        """Returns the encoded server-sent events that end a stream."""
         return (self._usage_chunk(usage) if self._says_usage else b"") + DONE
 
     def _usage_chunk(self, usage: Usage) -> bytes:
@@ -202,12 +206,14 @@ class Reply:
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
 
     def _of_prompt(self, choice: ReplyChoice) -> Json:
-        """Returns the choice's fields about the prompt."""
+        """Returns the fields of an answer that describe the prompt: token ids and
+        log-probabilities."""
         ids: Json = {"prompt_token_ids": choice.prompt} if self._token_ids else {}
         return ids | choice.told(self._pieces)
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        """Returns the new part of a chunk. `first`: Whether `event` is its choice's first."""
+        """Returns the part of a chunk that has the new text. `first` means that `event` is the
+        first of its answer."""
         raise NotImplementedError
 
     def _said(self, choice: ReplyChoice) -> Json:
@@ -332,7 +338,8 @@ class CompletionReply(Reply):
 
 
 def _reasoning(text: str) -> Json:
-    """Returns the reasoning under the name that clients expect and vLLM's current name."""
+    """Returns the reasoning under two field names: the one that clients expect, and vLLM's current
+    one."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -348,7 +355,8 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 
 def cached_of(usage: Usage) -> Json:
-    """Returns OpenAI's field of cached tokens, and our field of cached tokens per tier if known."""
+    """Returns OpenAI's field with the number of cached tokens, and jdisagg's field with the numbers
+    per cache tier if known."""
     tiers = usage.cached_by_tier
     ours = {} if tiers is None else {"cached_tokens_by_tier": tiers.by_tier()}
     return {"cached_tokens": usage.cached_tokens, **ours}
@@ -370,8 +378,8 @@ def usage_of(usage: Usage) -> Json:
 def _prompt_logprobs_field(
     prompt: Sequence[int], found: PromptLogprobs, top: int, piece: Callable[[int], str]
 ) -> msgspec.Raw:
-    """Returns vLLM's field as JSON text: null for the first token, then for each token an object by
-    token id that begins with the token itself."""
+    """Returns the value of vLLM's field `prompt_logprobs` as JSON text. The first prompt token has
+    null. Each further token has an object with token ids as keys, the token itself first."""
 
     def entry(token_id: int, logprob: float, rank: int) -> bytes:
         shown = _encode({"logprob": logprob, "rank": rank, "decoded_token": piece(token_id)})
@@ -392,8 +400,8 @@ def _prompt_logprobs_field(
 def _echoed_prompt(
     prompt: Sequence[int], text: str, found: PromptLogprobs, top: int, piece: Callable[[int], str]
 ) -> EchoedPrompt:
-    """Returns the tokens of a prompt with text `text`. A token without text of its own (a special
-    token, or part of a character) has the offset of the next token."""
+    """Returns the `logprobs` entries of the prompt `text`. A token without text, such as a special
+    token or a part of a character, has the text offset of the next token."""
     tokens = [piece(token_id) for token_id in prompt]
     likely = [
         msgspec.Raw(_encode(_top_by_text(own, one.logprob, one.top[:top], piece)))
@@ -410,6 +418,6 @@ def _echoed_prompt(
 def _top_by_text(
     own: str, logprob: float, top: Sequence[tuple[int, float]], piece: Callable[[int], str]
 ) -> dict[str, float]:
-    """Returns the most likely tokens by text, always including the token itself, as OpenAI does. If
-    two tokens have the same text, the more likely one is returned."""
+    """Returns the log-probabilities of the most likely tokens, keyed by text. Always includes the
+    token itself, as OpenAI does. If two tokens have the same text, the more likely one is kept."""
     return {own: logprob, **{piece(other): value for other, value in top[::-1]}}

@@ -1,8 +1,8 @@
-"""Converts requests of OpenAI clients to prompts and options of the `Frontend`.
+"""Converts HTTP requests of OpenAI clients to prompts and options for the `Frontend`.
 
-Supported fields are read. Unsupported fields raise an error that names them, unless their value is
-a no-op. Fields without a meaning for jdisagg are ignored. The `Frontend` validates values. Field
-names are OpenAI's, and vLLM's for features that OpenAI's API lacks."""
+Supported fields are read. An unsupported field raises an error that names it, unless its value has
+no effect. Fields without a meaning for jdisagg are ignored. The `Frontend` validates values. Field
+names are those of OpenAI's API, or of vLLM for features that OpenAI's API lacks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -70,8 +70,8 @@ class Streaming:
     """Options of a streamed reply.
 
     Attributes:
-        usage: Whether a last chunk reports usage.
-        continuous_usage: Whether every chunk reports usage.
+        usage: Whether the stream ends with a chunk that reports token usage.
+        continuous_usage: Whether every chunk reports token usage.
     """
 
     usage: bool = False
@@ -80,11 +80,12 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class OfPrompt:
-    """How many of the most likely tokens are reported for each prompt token, or None for no report.
+    """Number of most likely tokens to report for each prompt token, in each of two fields. None
+    reports no log-probabilities in the field.
 
     Attributes:
-        told: Number reported in the field `prompt_logprobs`.
-        echoed: Number reported before the answer's `logprobs`.
+        told: Number for vLLM's field `prompt_logprobs`.
+        echoed: Number for OpenAI's field `logprobs`, where an echoed prompt precedes the answer.
     """
 
     told: int | None = None
@@ -93,15 +94,16 @@ class OfPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A parsed request.
+    """A parsed HTTP request for generation.
 
     Attributes:
-        streaming: Options of the stream, or None if the reply is sent whole.
+        streaming: Options of the stream, or None if the reply is not streamed.
         token_ids: Whether the reply contains token ids.
-        tokens_as_ids: Whether log-probabilities name tokens by id.
-        echo: Whether the prompt precedes the text.
-        of_prompt: Log-probabilities of the prompt to report.
-        answerless: Whether the reply omits the answer, for which one token is generated.
+        tokens_as_ids: Whether log-probabilities identify tokens by id and not by text.
+        echo: Whether the reply's text begins with the prompt.
+        of_prompt: Which log-probabilities of the prompt to report.
+        answerless: Whether the reply has the echoed prompt only (max_tokens 0). One token is
+            generated nevertheless.
         told: Fields of the request that the reply repeats.
     """
 
@@ -123,7 +125,8 @@ class Asked:
 
 
 def completion_from(fields: Fields) -> Asked:
-    """Reads a body of /v1/completions. InvalidRequestError names the invalid field."""
+    """Reads the request body of /v1/completions. Raises InvalidRequestError with the invalid
+    field."""
     options = sampling_options(fields)
     options["max_tokens"] = most = fields.read("max_tokens", INTEGER)
     options["logprobs"] = fields.read("logprobs", INTEGER)
@@ -142,7 +145,8 @@ def completion_from(fields: Fields) -> Asked:
 
 
 def chat_from(fields: Fields) -> Asked:
-    """Reads a body of /v1/chat/completions. InvalidRequestError names the invalid field."""
+    """Reads the request body of /v1/chat/completions. Raises InvalidRequestError with the invalid
+    field."""
     options = sampling_options(fields)
     most = fields.read("max_completion_tokens", INTEGER)
     older = fields.read("max_tokens", INTEGER)
@@ -174,7 +178,8 @@ def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
 
 
 def ignored_header(fields: Fields) -> bytes:
-    """Returns the names of unknown fields as a header value, or b"" if there are none."""
+    """Returns the value of a reply header that lists unknown request fields, or b"" without such
+    fields."""
     unread = fields.unread()
     names = [name for name in unread if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_SHOWN]
     more = len(unread) - len(names)
@@ -187,7 +192,7 @@ def _ids(given: Sequence[object]) -> TokenPrompt:
 
 
 def sampling_options(fields: Fields) -> SamplingOptions:
-    """Reads the options common to all kinds of requests."""
+    """Reads the sampling options that completions, chats and responses have in common."""
     options = SamplingOptions(
         logit_bias=fields.read("logit_bias", BIASES),
         stop=fields.read("stop", TEXTS),
@@ -216,7 +221,8 @@ def sampling_options(fields: Fields) -> SamplingOptions:
 def asked_from(
     fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
-    """Builds the request from the given parts and the fields of all kinds of requests."""
+    """Builds the request from `prompts`, `options`, and the fields that all generation endpoints
+    have in common."""
     wanted = fields.part("stream_options")
     streaming = Streaming(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))

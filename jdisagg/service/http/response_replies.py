@@ -1,7 +1,7 @@
-"""Replies of /v1/responses: OpenAI's objects and events.
+"""Builds replies of /v1/responses: OpenAI's objects and events.
 
-A response consists of reasoning, a text message and tool calls, in order of arrival. Each item is
-complete before the next begins."""
+A response is a list of items (reasoning, a text message, tool calls) in the order in which the
+model generates them. Each item is complete before the next begins."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _encode = msgspec.json.encode
 
 
 class ResponseReply(ChatReply):
-    """Builds a response, either whole or as numbered events."""
+    """Builds one response, either whole or as a stream of numbered events."""
 
     whole_object = chunk_object = "response"
     _number = -1
@@ -34,7 +34,8 @@ class ResponseReply(ChatReply):
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
     ) -> bytes:
-        """Returns the frames of one event. The first opens the response, and the last closes it."""
+        """Returns the encoded server-sent events for one stream event. The first stream event opens
+        the response, and the last closes it."""
         frames: list[bytes] = []
         if first:
             begun = self._response([], "in_progress", None, None)
@@ -68,7 +69,7 @@ class ResponseReply(ChatReply):
         return b"".join(frames)
 
     def _message(self, text: str, tokens: list[Json]) -> list[bytes]:
-        """Adds text to the message, and opens a message item if needed."""
+        """Adds text to the open message item, or opens one."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.MESSAGE:
             frames += self._begin(_Item(self._item_id("msg"), _Kind.MESSAGE))
@@ -79,7 +80,7 @@ class ResponseReply(ChatReply):
         return frames
 
     def _thought(self, text: str) -> list[bytes]:
-        """Adds text to the reasoning, and opens a reasoning item if needed."""
+        """Adds text to the open reasoning item, or opens one."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.REASONING:
             frames += self._begin(_Item(self._item_id("rs"), _Kind.REASONING))
@@ -89,7 +90,7 @@ class ResponseReply(ChatReply):
         return frames
 
     def _call(self, call: ToolCallDelta) -> list[bytes]:
-        """Opens a tool call, or adds to the arguments of the open one."""
+        """Opens an item for a tool call, or adds to the arguments of the open tool call."""
         called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
         frames = self._begin(called) if called is not None else []
         if call.arguments:
@@ -106,7 +107,7 @@ class ResponseReply(ChatReply):
         return [*frames, self._added("response.output_item.added", item.shown("in_progress"))]
 
     def _close(self, cut: bool) -> list[bytes]:
-        """Closes the open item. `cut`: Whether the item is incomplete."""
+        """Closes the open item. `cut` means that the item is incomplete."""
         if not self._open:
             return []
         self._open, item = False, self._items[-1]
@@ -176,7 +177,7 @@ class ResponseReply(ChatReply):
 
     @property
     def _open_kind(self) -> "_Kind | None":
-        """Kind of the open item, or "" if none is open."""
+        """Kind of the open item, or None if no item is open."""
         return self._items[-1].kind if self._open else None
 
     def _item_id(self, kind: str) -> str:
@@ -207,8 +208,8 @@ class _Kind(enum.Enum):
 
 @dataclass(slots=True)
 class _Item:
-    """One item of a response. `texts`: Pieces of its reasoning, content or arguments. `call`: The
-    tool call, or None for other items."""
+    """One item of a response. `texts` has the pieces of its reasoning, content or arguments. `call`
+    is None unless the item is a tool call."""
 
     id: str
     kind: _Kind

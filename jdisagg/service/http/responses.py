@@ -1,7 +1,7 @@
-"""Reads requests of /v1/responses. The server keeps no state between them.
+"""Reads requests of /v1/responses. The server keeps no state between requests.
 
-Responses are not stored, so fields that refer to an earlier response are rejected, and the client
-must send the whole conversation. `response_replies` builds the reply."""
+Responses are not stored. Fields that refer to an earlier response are therefore rejected, and the
+client must send the whole conversation with each request. `response_replies` builds the reply."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +43,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def response_from(fields: Fields) -> Asked:
-    """Reads a body of /v1/responses. InvalidRequestError names the invalid field."""
+    """Reads the request body of /v1/responses. Raises InvalidRequestError with the invalid
+    field."""
     fields.refuse(_REFUSED)
     fields.ignore("max_tool_calls")
     instructions = fields.read("instructions", TEXT)
@@ -80,8 +81,8 @@ def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
 
 
 def _add(messages: list[ChatMessage], item: Fields) -> None:
-    """Appends an input item to the messages. Tool calls are added to the preceding assistant
-    message, and an assistant message to the preceding reasoning."""
+    """Converts an input item to a chat message and appends it. A tool call is added to a preceding
+    assistant message, and an assistant message to preceding reasoning."""
     kind = item.read("type", TEXT) or "message"
     if kind == "message":
         message = chat_message(item)

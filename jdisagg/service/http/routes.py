@@ -1,4 +1,4 @@
-"""The paths of the HTTP API, and the handlers of the small endpoints: models, tokens, health,
+"""The paths of the HTTP API, and the handlers of the small endpoints: models, tokenization, health,
 metrics and version. The web page is in `page.py`."""
 
 import re
@@ -33,7 +33,7 @@ class HttpRoutes:
 
     Args:
         frontend: Frontend that handles the requests.
-        guard: Guard of all endpoints.
+        guard: Guard, which every request passes through.
         log: Request log.
         limit_bytes: Size limit of a request body.
         scrape: Function that returns the metrics text, or None without metrics.
@@ -59,7 +59,7 @@ class HttpRoutes:
 
     @property
     def ready(self) -> bool:
-        """Value that /health reports."""
+        """Readiness that /health reports."""
         return self._page.ready
 
     @ready.setter
@@ -67,7 +67,7 @@ class HttpRoutes:
         self._page.ready = ready
 
     def application(self) -> Router:
-        """Returns all routes as an ASGI application."""
+        """Returns an ASGI application that serves all routes."""
         guard, generation = self._guard, self._generation
         endpoints = {
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),

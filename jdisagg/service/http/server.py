@@ -1,10 +1,10 @@
 """The HTTP server of the OpenAI-compatible API, which uses the same `Frontend` as gRPC. It runs
 uvicorn in the caller's event loop.
 
-It adds limits of its own: the head of a request (request line and headers) must be complete within
-`HEAD_SECONDS` of the connection's start, or of its first byte, and within `HEAD_BYTES`. A
-connection without a request is closed. TLS files are reread when they change. Drains like
-`service/server.py`."""
+The server limits the head of a request (request line and headers) to `HEAD_SECONDS` and
+`HEAD_BYTES`, which uvicorn does not. The time counts from the start of the connection, or from the
+first byte of a later request. An idle connection is closed. TLS files are reread when they change.
+At shutdown it drains like the gRPC server (`service/server.py`)."""
 
 import asyncio
 import logging
@@ -45,12 +45,13 @@ log = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """HTTP server. Create it on the frontend's event loop, then call `start` and later `drain`.
+    """The HTTP server. Create it on the frontend's event loop, then call `start`, and `drain` at
+    the end.
 
     Args:
         frontend: Frontend that handles the requests.
         config: `http_port`, limits, TLS and drain time.
-        tokens: Accepted bearer tokens. Without tokens all requests are accepted.
+        tokens: Bearer tokens that are accepted. Without tokens, all requests are accepted.
         log: Request log.
         scrape: Function that returns the metrics text, or None without metrics.
         page: Further data sources of the web page.
@@ -79,7 +80,8 @@ class HttpServer:
         self._drained = False
 
     async def start(self) -> None:
-        """Binds the port and serves. Afterwards `port` is the actual port. Raises ConfigError."""
+        """Binds the port and serves. Sets `port` to the bound port. Raises ConfigError if the
+        address cannot be bound."""
         self._socket = http_socket(self._config)
         self.port = self._socket.getsockname()[1]
         self._server.config.load()
@@ -87,11 +89,12 @@ class HttpServer:
         await self._server.startup(sockets=[self._socket])
 
     def set_ready(self, ready: bool) -> None:
-        """Sets the value that /health reports, until a drain begins."""
+        """Sets the readiness that /health reports. Has no effect once a drain has begun."""
         self._routes.ready = ready and not self._drained
 
     async def drain(self) -> None:
-        """Shuts down gracefully. Idempotent."""
+        """Refuses new requests, waits for running ones within the configured time, and stops the
+        server. Idempotent."""
         if self._drained or self._socket is None:
             return
         self._drained = True
@@ -103,7 +106,7 @@ class HttpServer:
         await self._close()
 
     def force(self) -> None:
-        """Ends the waiting time of a current or future drain."""
+        """Makes a running or later `drain` stop waiting for running requests."""
         self._forced.set()
 
     async def _close(self) -> None:
@@ -120,8 +123,8 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the head of a request, and on bytes outside head and body:
-    chunk extensions and trailers. `_due`: Timer of an incomplete head."""
+    """uvicorn's protocol class, with limits on the head of a request and on chunk extensions and
+    trailers. `_due` is the timer for an incomplete head."""
 
     _due: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -183,9 +186,9 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _write(self, data: bytes) -> bool:
-        """Writes a chunk of a reply that has begun, like uvicorn but without its checks, which were
-        made when the reply began. Returns False if the write would block or the connection is
-        closing."""
+        """Writes a chunk of a streamed reply directly to the connection. Faster than uvicorn's
+        `send`, whose checks were made when the reply began. Returns False if the write would block
+        or the connection is closing."""
         if not data or self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -215,7 +218,7 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: HttpRefusal, status: bytes) -> None:
-        """Answers input that is not a valid request with an error, and closes the connection."""
+        """Replies with an error to input that is not valid HTTP, and closes the connection."""
         self._head_complete()
         if self._refused or self.transport.is_closing():
             return
@@ -236,7 +239,8 @@ class _Protocol(HttpToolsProtocol):
 
 
 def http_socket(config: ServiceConfig) -> socket.socket:
-    """Opens the listening socket of the HTTP API. Raises ConfigError if that fails."""
+    """Opens the listening socket of the HTTP API. Raises ConfigError if the address cannot be
+    bound."""
     assert config.http_port is not None
     return listening_socket(config.host, config.http_port, OTHER_HTTP_PORT, BACKLOG)
 
@@ -293,7 +297,7 @@ def _tls(config: ServiceConfig) -> Callable[..., ssl.SSLContext]:
     context = latest()
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        """Gives each new connection the latest certificate."""
+        """Makes a new TLS connection use the latest certificate."""
         connection.context = latest()
 
     context.sni_callback = renew  # type: ignore[assignment]

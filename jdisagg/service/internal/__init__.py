@@ -1,1 +1,2 @@
-"""gRPC between our processes: calls of ports, worker registry, KV messages, span streams."""
+"""gRPC between jdisagg processes: calls to workers and routers, worker registration, control
+messages of KV transfers, token streams."""

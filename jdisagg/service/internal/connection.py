@@ -1,12 +1,13 @@
-"""A gRPC connection between two of our processes: credentials, detection of dead peers, errors.
+"""A gRPC connection between two jdisagg processes: credentials, detection of dead peers, errors.
 
-Unanswered pings reveal a silent peer (stopped, or its host is gone) within 3 s; a closed connection
-is noticed at once. Running calls then raise UnavailableError. The connection recovers by itself, so
-a process restarted at the same address is usable within a second or two. Calls fail fast: no call
-waits for a peer that is known to be unreachable. Calls with a `boot_id` are meant for that boot of
-the process only, and another boot at the same address refuses them.
+The peer is the process at the other end. Unanswered pings reveal a silent peer within 3 s, and a
+closed connection is noticed at once. Running calls then raise UnavailableError. The connection
+recovers by itself, so a process restarted at the same address is usable within a second or two.
+Calls fail fast: no call waits for a peer that is known to be unreachable. A call may contain the
+`boot_id` of the intended peer, a random number drawn at the start of a process. A restarted process
+at the same address refuses such a call.
 
-Every call has a deadline, except a stream whose caller limits its time."""
+Every call has a deadline, except a stream for which the caller enforces a time limit itself."""
 
 import asyncio
 import contextlib
@@ -59,14 +60,15 @@ RECONNECT_OPTIONS: list[tuple[str, int]] = [
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Credentials with which a process connects. Certificates and keys are PEM texts.
+    """Credentials with which a process connects to other processes. Certificates and keys are PEM
+    texts.
 
     Attributes:
         tls: Whether to use TLS. Without `authority` the system's root certificates apply.
-        authority: CA certificate that the other side's certificates are checked against.
+        authority: CA certificate against which the certificate of the server is verified.
         certificate, key: This process's certificate and key for mutual TLS.
-        token: Bearer token of the calls.
-        server_name: Name in the other side's certificate, if it differs from the address.
+        token: Bearer token that is sent with each call.
+        server_name: Host name in the server's certificate, if it differs from the address.
     """
 
     tls: bool = False
@@ -103,8 +105,8 @@ class Credentials:
         token: str = "",
         server_name: str = "",
     ) -> "Credentials":
-        """Reads credentials from files. TLS is on if an authority or a certificate is given.
-        ConfigError names the invalid file."""
+        """Reads credentials from files. TLS is on if an authority or a certificate is given. Raises
+        ConfigError for an invalid file."""
         return cls(
             tls=bool(authority or certificate),
             authority=read_pem("credentials: authority", authority),
@@ -142,7 +144,8 @@ def open_channel(
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError for an empty address. Without this check gRPC would wait for an answer."""
+    """Raises ConfigError for an empty address. Without this check gRPC would wait for a
+    connection."""
     if not isinstance(target, str) or not target.strip():
         raise ConfigError(
             f"target must be an address, got {target!r}; give host:port, such as localhost:8700"
@@ -150,8 +153,8 @@ def check_target(target: str) -> None:
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
-    """Reads a PEM file like `read_secret` and checks that it has a block of that kind. Without the
-    block gRPC would only report that the server is unreachable."""
+    """Reads a PEM file, or returns b"" without a path. Raises ConfigError if the file has no block
+    of the given kind. gRPC would only report that the server is unreachable."""
     data = read_secret(path)
     if path:
         _check_pem(f"{subject} {path!r}", data, kind)
@@ -168,7 +171,8 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns the bytes of a file, or b"" without a path. Raises ConfigError if unreadable."""
+    """Returns the contents of a file, or b"" without a path. Raises ConfigError if the file is
+    unreadable."""
     try:
         return pathlib.Path(path).expanduser().read_bytes() if path else b""
     except OSError as error:
@@ -188,7 +192,8 @@ def status_of(error: grpc.RpcError) -> WireStatus:
 
 
 def protocol_metadata() -> tuple[str, str]:
-    """Returns metadata with the protocol version, sent by every call between our processes."""
+    """Returns metadata with the protocol version, which is sent with every call between jdisagg
+    processes."""
     return PROTOCOL_KEY, str(PROTOCOL)
 
 
@@ -205,9 +210,9 @@ class Connection:
     """A connection to one process. Use it on one event loop. Several tasks may share it.
 
     Args:
-        address: The peer's address, host:port.
+        address: Address (host:port) of the process.
         credentials: Token and TLS settings.
-        boot_id: If set, only that boot of the process accepts the calls.
+        boot_id: If set, a process with another boot id (after a restart) refuses the calls.
         timeouts: Time limits of the connection's calls.
     """
 
@@ -236,8 +241,8 @@ class Connection:
     async def call(
         self, method: Unary, request: bytes, seconds: float | None, any_boot: bool = False
     ) -> bytes:
-        """Makes a call and returns the reply as bytes. Raises the errors of the called side, and
-        UnavailableError if the peer is or becomes unreachable."""
+        """Makes a call and returns the reply as bytes. Raises the error that the called process
+        raised, or UnavailableError if the process is or becomes unreachable."""
         self._check_open()
         try:
             return await method(
@@ -256,8 +261,8 @@ class Connection:
         seconds: float | None,
         any_boot: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """Yields the replies as bytes. Closing the iterator cancels the call. Raises like
-        `call`."""
+        """Makes a call and yields its replies as bytes. Closing the iterator cancels the call.
+        Raises the same errors as `call`."""
         self._check_open()
         call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
         assert isinstance(call, grpc.aio.UnaryStreamCall)
@@ -281,7 +286,8 @@ class Connection:
         task.add_done_callback(self._background.discard)
 
     def close(self) -> None:
-        """Ends running calls with UnavailableError and closes the channel soon. Idempotent."""
+        """Ends running calls with UnavailableError and closes the channel in the background.
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -307,8 +313,9 @@ class Connection:
             )
 
     def _check_closed_under_us(self) -> None:
-        """Raises UnavailableError if `close` caused a call's cancellation. Closing a channel
-        cancels its calls, and only a cancellation by the caller may propagate as one."""
+        """Raises UnavailableError if `close` caused the cancellation of a call. Without this check,
+        the caller's task would look as if it were cancelled, because closing a channel cancels its
+        calls."""
         task = asyncio.current_task()
         if self._closed and (task is None or not task.cancelling()):
             raise UnavailableError(

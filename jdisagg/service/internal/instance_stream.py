@@ -1,9 +1,9 @@
-"""The gRPC streams between the leader process and the follower processes of a multi-process
-instance: the leader's server and a follower's connection. Each follower opens a `Follow` stream and
-joins the instance.
+"""The gRPC streams between the leader process and the follower processes of an instance (one model
+replica on several hosts): the leader's server and a follower's connection. Each follower opens a
+`Follow` stream and joins the instance.
 
-The leader's port serves nothing else. A peer without the instance's secret is refused after one
-message, and a stream that does not join in time is closed. Does not use JAX."""
+The leader's port serves nothing else. A client without the instance's secret is refused after one
+message. A stream without a join message is closed after a time limit. Does not use JAX."""
 
 import asyncio
 import contextlib
@@ -95,8 +95,8 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> N
 
 
 class InstanceServer:
-    """Serves the `Follow` streams of the followers. Start it before followers get the address, and
-    stop it last. `credentials` are the TLS credentials of the worker's own server."""
+    """Serves the `Follow` streams of the followers. Start it before followers receive its address,
+    and stop it last. `credentials` are the TLS credentials of the worker's gRPC server."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class InstanceServer:
 
 
 class LeaderConnection:
-    """The follower's end of a `Follow` stream. Implements `instance.follower.LeaderLink`.
+    """A follower's connection to the leader. Implements `instance.follower.LeaderLink`.
 
-    Create it on the event loop that uses it. The stream opens with the first message.
+    Create it on the event loop that uses it. The `Follow` stream opens with the first message.
 
     Args:
         address: The leader's address, host:port.

@@ -1,15 +1,16 @@
-"""The gRPC `KvLink`: sends a transfer channel's messages to another process's control address.
+"""Sends the control messages of KV transfers to other processes over gRPC. Implements `KvLink`.
 
     link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
     channel = NegotiatedChannel(clock, link.end, link, ...)
     link.deliver_to(channel)
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
 
-`send` may be called from any thread and never blocks. Messages wait in a bounded queue per
-destination and are sent in order, all waiting ones in one call. If a destination does not answer,
-the link retries for a moment, and then drops and counts the waiting messages. The deadlines of the
-channels handle such losses. Incoming messages are delivered on the event loop. Messages for another
-boot are dropped. A message may arrive twice if an answer was lost."""
+`send` may be called from any thread and never blocks. Each destination has a bounded queue of
+messages. They are sent in order, and one call sends all waiting messages. If a destination does not
+answer, the link retries for a short time, and then drops and counts the waiting messages. Deadlines
+of the transfers handle such losses. Incoming messages are delivered on the event loop. Messages
+that were meant for this process before a restart are dropped. A message may arrive twice if the
+reply to its call was lost."""
 
 import asyncio
 import contextlib
@@ -38,13 +39,14 @@ log = logging.getLogger(__name__)
 
 
 class GrpcKvLink:
-    """Sends and receives control messages of the KV plane. `counters` has kv_messages_sent,
+    """Sends and receives control messages of KV transfers. `counters` has kv_messages_sent,
     kv_messages_received, kv_messages_lost and kv_messages_misdirected.
 
     Args:
-        end: Control address and boot id of this process, as in its mesh card.
+        end: Control address and boot id of this process, as reported to other workers.
         credentials: Token and TLS settings.
-        queue_messages: Cap on waiting messages per destination. Further messages are dropped.
+        queue_messages: Number of messages that may wait per destination. Further messages are
+            dropped.
         timeouts: Time limits of sending.
     """
 
@@ -68,7 +70,8 @@ class GrpcKvLink:
         self._closed = False
 
     def deliver_to(self, receiver: KvReceiver) -> None:
-        """Sets the receiver of incoming messages. Messages that arrive before are dropped."""
+        """Sets the object that receives incoming messages. Messages that arrive before this call
+        are dropped."""
         self._receiver = receiver
 
     def service(self, tokens: tuple[str, ...] = ()) -> Service:
@@ -96,8 +99,8 @@ class GrpcKvLink:
         await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
 
     def take(self, envelope: KvEnvelope) -> None:
-        """Delivers an envelope from another process. Raises InvalidRequestError for another
-        boot."""
+        """Delivers the messages in an envelope from another process. Raises InvalidRequestError if
+        the envelope was meant for this process before a restart."""
         theirs, ours = envelope.receiver_boot_id, self.end.boot_id
         if theirs != ours:
             self.counters.add("kv_messages_misdirected", len(envelope.messages))
@@ -120,7 +123,8 @@ class GrpcKvLink:
             )
 
     def forget(self, end: KvEnd, line: "_Line") -> None:
-        """Removes a line that has ended. Messages queued since get a new line."""
+        """Removes the connection `line`, whose sending task has ended. If messages were queued
+        meanwhile, opens a new connection for them."""
         if self._lines.get(end) is not line:
             return
         del self._lines[end]
@@ -156,8 +160,8 @@ class GrpcKvLink:
 
 
 class _Line:
-    """Connection to one destination, and the task that sends its messages. The task ends when
-    idle."""
+    """Connection to one destination, and the task that sends the queued messages. The task ends
+    when the queue stays empty."""
 
     def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
         self.stirred = asyncio.Event()
@@ -189,8 +193,8 @@ class _Line:
             await self._connection.aclose()
 
     async def _send(self, messages: list[KvMessage]) -> bool:
-        """Sends messages, with retries for a moment. There is no retry if another boot answers or
-        the process refuses the call."""
+        """Sends messages, with retries for a short time. Does not retry if the destination has
+        restarted or refuses the call."""
         envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
         until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
         while True:

@@ -1,12 +1,13 @@
-"""Registration of workers: the registry service of a router, and its client in each worker.
+"""Registration of workers: the registry service of a router, and the client that runs in each
+worker.
 
 A worker registers with every configured router and sends its status a few times a second. It
-registers again if a router does not know it, so routers may restart without restarting workers. An
-unreachable router is retried until it is back and does not delay the others. An unreachable router
-is logged once. A draining worker does not log it, because the whole cluster may be shutting down. A
-router that refuses the worker (another model, or a taken name) is retried at longer intervals and
-logged once. If every router refuses the worker, `failed` is set. Each heartbeat also sends changes
-of the worker's prefix cache since that router's last acknowledged version.
+registers again if a router does not have it, so that routers may restart while workers run. The
+worker retries an unreachable router until the router answers, without delaying calls to other
+routers. It logs the failure once, or not at all while it drains. A router may refuse the worker
+because the model differs or the name is taken. The worker then retries at longer intervals. If
+every router refuses the worker, `failed` is set. Each heartbeat also sends the changes of the
+worker's prefix cache that the router has not yet acknowledged.
 
 Depends only on the `Registrar` Protocol, which dispatch/membership.py implements."""
 
@@ -38,7 +39,7 @@ NEWS_A_BEAT = 4
 
 
 class Registrar(Protocol):
-    """Handles workers that register and leave (implemented by `Membership`)."""
+    """The router's bookkeeping of its workers, which `Membership` implements."""
 
     def register(self, card: WorkerCard) -> None: ...
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
@@ -47,14 +48,14 @@ class Registrar(Protocol):
 
 
 def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
-    """Returns the registry service of a router. It accepts calls during a drain, because running
-    requests need their workers."""
+    """Returns the registry service of a router. The service accepts calls during a drain, because
+    running requests still need the workers."""
     lasting = ("register", "heartbeat", "kept", "deregister")
     return rpc.service(RegistryPort, _Registry(registrar), tokens, lasting)
 
 
 class _Registry:
-    """Passes calls to the registrar. Implements `RegistryPort`."""
+    """Implements `RegistryPort` by calling a `Registrar`."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
@@ -75,17 +76,18 @@ class _Registry:
 class RegistryClient:
     """Keeps one worker registered with its routers from `start` to `leave`.
 
-    `failed` gets an exception when the worker cannot serve: its status raised, or all routers
-    refuse its card. The owner of the worker then decides whether to stop it.
+    The future `failed` receives an exception if `status` raises, or if all routers refuse the
+    worker. The owner of the worker then decides whether to stop the worker.
 
     Args:
         routers: Addresses of the routers.
-        card: The worker's card, which it registers.
-        status: Returns the worker's status. Raises if the worker is broken. The worker then sends
-            no heartbeat, and routers remove it.
+        card: Description of the worker, which is sent at registration.
+        status: Function that returns the worker's status, or raises if the worker is broken. After
+            an error, no heartbeat is sent, and routers remove the worker.
         credentials: Token and TLS settings.
         timeouts: Heartbeat interval and time limits.
-        kept: Returns changes of the prefix cache since a version. None without a prefix cache.
+        kept: Function that returns the changes of the prefix cache since an acknowledged event.
+            None without a prefix cache.
     """
 
     def __init__(
@@ -199,9 +201,10 @@ class _RouterLink:
 
     Attributes:
         registered: Whether the worker is registered with the router.
-        mark: Last version of the prefix cache that the router acknowledged.
-        refused: Reason for which the router refuses the worker, if it does.
-        taken_since: When the router first reported the worker's name as taken.
+        mark: Last change of the prefix cache that the router has acknowledged.
+        refused: Reason why the router refuses the worker, or empty.
+        taken_since: Time at which the router first reported that another worker has this worker's
+            name.
     """
 
     def __init__(self, connection: Connection, timeouts: MembershipTimeouts) -> None:
@@ -214,7 +217,8 @@ class _RouterLink:
         self.taken_since: float | None = None
 
     def heard(self, error: Exception, now: float) -> float:
-        """Records an error and returns the seconds to wait before a retry."""
+        """Records an error of a call to the router. Returns the time, in seconds, to wait before a
+        retry."""
         if isinstance(error, NameTakenError):
             self.taken_since = self.taken_since or now
             self.refused = (

@@ -1,7 +1,9 @@
-"""Ports of a remote worker: `PrefillPort`, `DecodePort` and `PeerPort` over one gRPC connection.
+"""Client of a worker in another process: implements `PrefillPort`, `DecodePort` and `PeerPort` over
+one gRPC connection.
 
-They raise the errors of the worker's own ports, and UnavailableError if the worker is gone, silent
-or restarted. Every call has a deadline: that of its arguments, or else a configured limit."""
+Calls raise the errors that the worker raises, and UnavailableError if the worker is unreachable or
+has restarted. Every call has a deadline: the deadline in its arguments, or a configured time
+limit."""
 
 from collections.abc import Awaitable, Callable
 
@@ -14,15 +16,15 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 class RemoteWorker:
-    """The ports of one worker, which share a connection.
+    """The interfaces (ports) of one remote worker, which share a connection.
 
-    After a `hello`, the peer port is bound to the boot that answered. If the worker restarts, calls
+    `hello` binds the peer port to the running process of the worker. If the worker restarts, calls
     raise UnavailableError until the next `hello`.
 
     Args:
         address: The worker's address, host:port.
         credentials: Token and TLS settings.
-        boot_id: If set, only that boot of the worker accepts the calls.
+        boot_id: If set, a worker process with another boot id (after a restart) refuses the calls.
         timeouts: Time limits of calls.
     """
 

@@ -1,10 +1,10 @@
-"""The caller's side of the span stream: one stream to a worker for all sequences that this process
-started on it.
+"""Client of a worker's span streams. Spans are batches of generated tokens. One stream carries the
+spans of all sequences that this process started on a worker.
 
-`generate` behaves like that of a decode port: it yields the spans of one reservation, raises the
+`generate` behaves like `DecodePort.generate`: it yields the spans of one reservation, raises the
 error that ended the reservation, and cancels the reservation when closed. The stream opens at the
 first call, and again after a failure. When it fails, all iterators raise UnavailableError and the
-worker cancels their reservations. No call waits beyond its own deadline."""
+worker cancels their reservations. No call waits longer than its deadline."""
 
 import asyncio
 import secrets
@@ -66,8 +66,8 @@ class _Session:
 
 
 class RemoteSpans:
-    """Middleware for all `reserve` and `generate` calls of one connection. It passes other calls to
-    `port`."""
+    """Middleware that handles all `reserve` and `generate` calls of one connection. Other calls go
+    to `port`."""
 
     def __init__(self, connection: Connection, port: DecodePort) -> None:
         self._connection = connection
@@ -82,7 +82,8 @@ class RemoteSpans:
         self._reading: set[asyncio.Task[None]] = set()
 
     async def reserve(self, _: object, call: ReserveCall) -> Reservation:
-        """Reserves within the open session, whose end frees the reservation."""
+        """Reserves pages within the open session. The reservation is freed when the session
+        ends."""
         session = await self._open(call.deadline_seconds)
         return await self._sessions.reserve_in(session.session_id, call)
 

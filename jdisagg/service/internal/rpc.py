@@ -1,10 +1,13 @@
-"""Services and typed clients of ports over gRPC, derived from the ports' Protocols (`messages/`).
+"""gRPC services and typed clients for ports. A port is an interface between jdisagg processes,
+declared as a Protocol in `messages/`, from which service and client are derived.
 
-A method of a port becomes a method of a gRPC service with the port's name. Its arguments travel as
-one packed tuple and its reply as one packed value, or as a stream of values if it returns an
-`AsyncIterator`. A method added to Protocol and implementation is thus available on both sides.
+A method of a port becomes a method of a gRPC service with the port's name. The arguments are sent
+as one packed tuple, and the reply as one packed value, or as a stream of values if the method
+returns an `AsyncIterator`. A method that is added to the Protocol and its implementation thus needs
+no further code.
 
-The guard (`guard.py`) catches decoding errors, so malformed bytes affect only their sender."""
+The guard (`guard.py`) catches decoding errors, so malformed bytes fail only the call that sent
+them."""
 
 import inspect
 import typing
@@ -45,8 +48,8 @@ class Method:
         return (*args, *(named.get(part.name, part.default) for part in missing))
 
     def deadline(self, arguments: tuple[Any, ...]) -> float | None:
-        """Returns a call's deadline in seconds, from its argument `deadline_seconds` or from that
-        field of a message. None without a deadline."""
+        """Returns the deadline of a call in seconds: the argument `deadline_seconds`, or the field
+        of that name in another argument. None without a deadline."""
         for part, value in zip(self.parameters, arguments, strict=True):
             if part.name == "deadline_seconds":
                 return value
@@ -72,14 +75,15 @@ def service(
     lasting: Iterable[str] = (),
     beside: Mapping[str, grpc.RpcMethodHandler] | None = None,
 ) -> Service:
-    """Returns a service that serves a port.
+    """Returns a gRPC service that serves a port.
 
     Args:
         protocol: The port's Protocol.
-        port: Implementation that handles the calls.
-        tokens: Bearer tokens of which a call must have one. Without tokens all are accepted.
+        port: Object that handles the calls.
+        tokens: Bearer tokens that are accepted. Without tokens, all calls are accepted.
         lasting: Methods that a drain neither refuses nor waits for.
-        beside: Handlers of further methods. They take precedence over the port's own methods.
+        beside: Handlers of additional methods, which take precedence over methods of the port with
+            the same name.
     """
     name = service_name(protocol)
     table = {**handlers(protocol, port), **(beside or {})}
@@ -112,11 +116,12 @@ def client(
     Args:
         protocol: The port's Protocol, which the result implements.
         connection: Connection to the serving process.
-        call_seconds: Time limit of calls whose arguments have no deadline. None uses the
-            connection's `timeouts`.
-        seconds: Time limits of single methods, which also bound calls with a deadline. None means
-            no limit.
-        any_boot: Methods that any boot of the process may answer.
+        call_seconds: Time limit of calls whose arguments have no deadline. None uses the limit in
+            the connection's `timeouts`.
+        seconds: Time limits by method name, which apply to calls with a deadline too. None means no
+            limit for the method.
+        any_boot: Methods that the process accepts even if it has restarted since the connection was
+            bound to its boot id.
         service: Name of the service, if it differs from the port's name.
 
     Returns:
@@ -146,8 +151,8 @@ async def connected(
     credentials: Credentials = NO_CREDENTIALS,
     seconds: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[P]:
-    """Connects to a port in the process at `address`, whichever boot of the process answers. The
-    connection ends with the context. Other arguments are as in `client`."""
+    """Context manager that connects to a port of the process at `address`, even if the process
+    restarts. The other arguments are those of `client`."""
     connection = Connection(address, credentials)
     try:
         yield client(protocol, connection, seconds=seconds)
@@ -156,13 +161,13 @@ async def connected(
 
 
 class _Remote:
-    """Base of the clients. `client` sets a method for each method of the port."""
+    """Base class of the clients, to which `client` adds one method per method of the port."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Time limit of a method's calls: `bound` if `bounded`. Otherwise the call's own deadline plus
-    `slack`, or `usual` for a call without a deadline."""
+    """Time limit of the calls of a method, in seconds. The limit is `bound` if `bounded`. Otherwise
+    it is the call's deadline plus `slack`, or `usual` for a call without a deadline."""
 
     usual: float
     bounded: bool

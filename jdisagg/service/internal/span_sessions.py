@@ -1,11 +1,12 @@
-"""The worker's side of the span streams. Each calling process has one stream, which carries the
-spans of all reservations that it started.
+"""The server side of span streams in a decode worker. Spans are batches of generated tokens. Each
+calling process has one stream (session) with the spans of all reservations that it started.
 
-A session lives as long as its stream. When the stream ends, everything that the session reserved or
-started is cancelled, because the caller is gone or can no longer receive it. The session buffers
-spans that a slow reader has not taken. The tokens of the session's reservations bound the buffer
-(worker/span_stream.py), and it blocks neither the worker's loop nor other sessions. All buffered
-spans are sent in one message, so that the tokens of one step cost one message.
+A session lives as long as its stream. When the stream ends, all reservations and sequences of the
+session are cancelled, because the caller cannot receive their tokens any more. The session buffers
+spans that a slow caller has not yet read. The buffer's size is bounded by the number of tokens of
+the session's reservations (worker/span_stream.py). A slow caller blocks neither the worker nor
+other sessions. All buffered spans are sent in one message, so that a decode step costs one message
+per caller.
 
 Implements `SpanSessionPort` over a `DecodePort`. Does not use gRPC."""
 
@@ -44,13 +45,14 @@ class _Session:
         self.ended = False
 
     def hold(self, reservation: Reservation, now: float) -> None:
-        """Records a reservation until it is started or cancelled, or until its lease ends and the
-        worker drops it."""
+        """Records a reservation that is not yet started, so that the end of the session can cancel
+        it. Forgets reservations whose lease has ended."""
         self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
     def over(self, reservation_id: int, following: "asyncio.Task[ReservationSpans]") -> None:
-        """Queues the end of a reservation, even if its task was cancelled before it began."""
+        """Queues the message that a reservation has ended, even if the task that reads its spans
+        was cancelled before it began."""
         del self.running[reservation_id]
         self.put(
             ReservationSpans(reservation_id=reservation_id, ended=True)
@@ -63,7 +65,8 @@ class _Session:
         self.stirred.set()
 
     def take(self) -> SpanBatch:
-        """Empties the buffer. Returns the spans in order, joined for each reservation."""
+        """Takes buffered spans, up to a maximum number of tokens. Returns them in order, joined for
+        each reservation."""
         room = MAX_BATCH_TOKENS
         spans: dict[int, list[Span]] = {}
         ends: dict[int, ReservationSpans] = {}
@@ -87,8 +90,8 @@ class SpanSessions:
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def spans(self, session_id: int) -> AsyncGenerator[SpanBatch, None]:
-        """Opens a session and yields its batches of spans. The first batch is empty. Closing the
-        iterator cancels everything in the session."""
+        """Opens a session and yields its batches of spans. The first batch is empty, which reports
+        that the session is open. Closing the iterator cancels all reservations of the session."""
         if session_id in self._sessions:
             raise InvalidRequestError(
                 f"span session {session_id:x} is already open; use another id"
@@ -104,7 +107,8 @@ class SpanSessions:
             self._end(session)
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
-        """Reserves within a session. The session may end during the call."""
+        """Reserves pages within a session. If the session ends during the call, frees the
+        reservation."""
         session = self._session(session_id)
         reservation = await self._port.reserve(call)
         session.hold(reservation, asyncio.get_running_loop().time())
@@ -155,7 +159,8 @@ class SpanSessions:
             cancelling.add_done_callback(self._cancelling.discard)
 
     async def _follow(self, session: _Session, call: GenerateCall) -> ReservationSpans:
-        """Queues the spans of a reservation and returns its final entry."""
+        """Reads the spans of a reservation and queues them for the session's stream. Returns the
+        entry that reports the reservation's end or error."""
         reservation_id = call.reservation_id
         spans = self._port.generate(call)
         try:

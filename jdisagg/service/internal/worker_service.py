@@ -1,8 +1,8 @@
-"""The services of a worker process: its ports over gRPC, for routers and other workers.
+"""The gRPC services of a worker process, for routers and other workers.
 
 The guard checks bearer tokens and boot ids and handles errors. This module rejects token ids that
-the model does not have, because they would crash the mesh and every sequence on it. A router checks
-token ids only once a worker is registered."""
+the model does not have, because they would crash the mesh and all sequences on it. It does not rely
+on the router, which cannot check token ids until it has a registered worker."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -32,8 +32,8 @@ def prefill_service(
 def decode_service(
     port: DecodePort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """Returns the service of a decode port. Token ids must be below `vocabulary`. All spans of one
-    caller are sent in one stream (a session)."""
+    """Returns the service of a decode port. Token ids must be below `vocabulary`. All tokens for
+    one calling process are sent in one stream (a session)."""
     checked = through(DecodePort, port, _KnownIds(vocabulary))
     sessions = SpanSessions(checked)
     return rpc.service(
@@ -73,7 +73,8 @@ class _KnownIds:
 
 
 class _CancelledInSessions:
-    """Middleware that ends a cancelled reservation in its session, too."""
+    """Middleware for `cancel`: also ends the cancelled reservation in the session that started
+    it."""
 
     def __init__(self, sessions: SpanSessions) -> None:
         self._sessions = sessions
