@@ -39,8 +39,7 @@ class LeaderLink(Protocol):
         ...
 
     def received(self) -> AsyncIterator[LeaderMessage]:
-        """Yields the leader's messages until the stream ends. Raises `JdisaggError` if the stream
-        fails."""
+        """Yields the leader's messages. Raises `JdisaggError` if the stream fails."""
         ...
 
     async def close(self) -> None: ...

@@ -51,9 +51,8 @@ class ProcessGroup:
         )
 
     def devices(self, count: int) -> list[Device]:
-        """Returns devices for the mesh. With one process, these are all its devices. With several,
-        these are `count` devices, the same number from each process, so that every process has a
-        part of the mesh.
+        """Returns the devices for the mesh: all devices of a single process, or `count` devices
+        with the same number from each of several processes.
 
         Raises:
             ConfigError: The processes have too few devices or cannot share them equally.

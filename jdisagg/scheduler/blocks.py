@@ -34,8 +34,7 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """Returns the length of the shortest single block that holds `tokens` tokens: `granule_tokens`
-    times a power of two."""
+    """Returns the length of the shortest single block that holds `tokens` tokens."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 

@@ -72,8 +72,8 @@ class DecodeBatches:
         first tokens are sampled.
 
         Returns the command that copies the prompt's shared last page for each child, or None if no
-        copy is needed. The caller must issue it before the children's first steps. Ends children
-        whose first token is their last."""
+        copy is needed. It must be issued before the children's first steps. Ends children whose
+        first token is their last."""
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         tokens = {first.child: first for first in firsts}
         keys = {
@@ -128,8 +128,8 @@ class DecodeBatches:
         )
 
     def interrupting(self) -> bool:
-        """Returns whether a running span (a command of many steps) should be interrupted: a ready
-        sequence could take a free slot, or a sequence must stop for its migration."""
+        """Returns whether a running command of many steps should be interrupted, because a ready
+        sequence could take a free slot or a sequence must stop for its migration."""
         for child in self._state.ready:
             if not child.frozen and None in self._state.slots[child.rank]:
                 return True

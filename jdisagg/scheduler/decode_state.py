@@ -70,8 +70,7 @@ class DecodeState:
         self._named.setdefault(group.request.identity, []).append(group)
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all groups of one request. A request has several groups if it was retried or if
-        its children (n > 1) came in separate calls."""
+        """Returns all groups of one request: those of several attempts or several children."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
@@ -103,8 +102,7 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates `growing`, the set of sequences that may still need pages, after the number of a
-        child's pages changed."""
+        """Updates `growing` (sequences that may need more pages) after a child's pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
@@ -194,8 +192,7 @@ class DecodeState:
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Marks a swapped-out child as RETURNING: it has pages on `rank` again, and its KV is being
-        copied from host memory."""
+        """Marks a child as RETURNING: it has pages on `rank` again and is being swapped in."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.living[rank] += 1
         self.note_pages(child)

@@ -73,7 +73,7 @@ class DiskBlocks:
         return name in self._blocks
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in its sequence, whether in use) of each block by last use."""
+        """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
         for block in self._blocks.values():
             in_use = block.readers > 0 or not block.written
             yield block.rank, block.name, block.index, in_use
@@ -156,8 +156,7 @@ class DiskBlocks:
         return tuple(gone)
 
     def not_written(self, block: DiskBlock, failed: bool) -> bool:
-        """Records that a block was not written; `failed` is True if the disk failed. Returns False
-        if it was dropped meanwhile."""
+        """Records that a block was not written. Returns False if it was dropped meanwhile."""
         if not self.knows(block):
             return False
         self._failing = self._failing or failed
@@ -186,7 +185,7 @@ class DiskBlocks:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block whose file is wrong or missing. Returns False if already dropped."""
+        """Drops a block whose file is wrong or missing. Returns False if it was dropped before."""
         if not self.knows(block):
             return False
         self._forget(block.name)

@@ -42,8 +42,7 @@ class TierRoom:
 
 @plain
 class HostPiece:
-    """One piece of a block in host memory: its id and positions (`offer`), and the checksum of its
-    KV, taken while the KV was in pages."""
+    """One piece of a block: its id and positions (`offer`), and the checksum of its KV in pages."""
 
     offer: Offer
     checksum: int = 0
@@ -82,7 +81,7 @@ class HostBlocks:
         return name in self._blocks
 
     def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in its sequence, whether in use) of each block by last use."""
+        """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
         for block in self._blocks.values():
             offer, in_use = block.pieces[0].offer, block.held or not block.written
             yield offer.rank, block.name, offer.start // block_tokens, in_use

@@ -49,8 +49,8 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """Load of one data-parallel rank: numbers of free pages, of prompt tokens that are in no issued
-    chunk yet, and of free slots for recurrent state."""
+    """Numbers of free pages, unissued prompt tokens and free state slots of one data-parallel
+    rank."""
 
     free_pages: int
     queued_tokens: int

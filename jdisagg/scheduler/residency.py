@@ -141,8 +141,7 @@ class ResidencyTree:
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Returns the number of pages of the chain's cached blocks that some owner holds. Sharing
-        these pages uses up no free page."""
+        """Returns the number of pages of the chain's cached blocks that have an owner already."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
@@ -311,8 +310,8 @@ class Residency:
         return self.usable_tokens(known, to_compute)
 
     def usable_tokens(self, tokens: int, to_compute: bool) -> int:
-        """Rounds a number of tokens down to whole blocks. With `to_compute`, also rounds down to a
-        position where a prefill chunk may start."""
+        """Rounds `tokens` down to whole blocks and, with `to_compute`, to a position where a
+        prefill chunk may start."""
         multiple = math.lcm(self.block_tokens, self.cut_tokens or 1) if to_compute else 1
         return tokens // multiple * multiple // self.block_tokens * self.block_tokens
 

@@ -18,7 +18,7 @@ from jdisagg.scheduler.residency import Chain
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
     """Returns the sampling parameters for the token after `generated`. Earlier tokens are included
-    only if sampling depends on them (penalties, grammars)."""
+    only if needed (penalties, grammars)."""
     penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,

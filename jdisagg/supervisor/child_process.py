@@ -84,8 +84,7 @@ class ChildProcess:
         return self._process.returncode
 
     async def ended(self) -> int:
-        """Waits until the process has ended, and briefly for its last output. Returns the exit
-        status."""
+        """Waits for the end, and briefly for the last output. Returns the exit status."""
         status = await self._process.wait()
         self._kill_group()
         await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
@@ -94,8 +93,7 @@ class ChildProcess:
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, but not to its children. Does nothing after the process
-        has ended."""
+        """Signals the process, but not its children. Does nothing after the process has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)

@@ -122,8 +122,7 @@ class SupervisedGroup:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """Starts all members and waits until all have ended. Returns the exit status of the member
-        that ended first."""
+        """Runs all members until all have ended. Returns the exit status of the first to end."""
         ends: dict[asyncio.Task[int], ChildProcess] = {}
         first: int | None = None
         self.state = GroupState.STARTING

@@ -294,8 +294,7 @@ class DiskTier(KvSource):
         return await self._end(self._issue(command))
 
     def _issue(self, command: DiskCommand) -> "asyncio.Future[StepResult] | None":
-        """Appends a disk command to the mesh's queue. Returns its pending result, or None if the
-        mesh has failed."""
+        """Appends a disk command to the mesh's queue. Returns None if the mesh has failed."""
         try:
             return self._loop.submit(command)
         except JdisaggError:

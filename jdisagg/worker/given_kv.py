@@ -37,8 +37,7 @@ class GivenKv:
     """Sends the cached blocks of one mesh to other workers.
 
     Args:
-        sources: Prefix cache in device pages, with the tiers (host memory, disk) from which blocks
-            are restored to pages.
+        sources: Prefix cache in device pages, and the tiers from which blocks are restored first.
         decodes: Whether the mesh runs decode steps, which must not be delayed.
     """
 
@@ -114,13 +113,11 @@ class GivenKv:
         return FetchReply(count - call.first)
 
     def moved(self) -> None:
-        """Notifies this object that a receiver fetched a block, so that another block may be
-        offered."""
+        """Called when a receiver has fetched a block, so that more blocks may be offered."""
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        """Removes the transfer of page owner `owner`, which has ended. Returns False if no transfer
-        has this owner."""
+        """Removes the ended transfer of `owner`. Returns False if no transfer has this owner."""
         found = self._given.pop(owner, None)
         if found is not None:
             self._let_go(found[0], owner)
@@ -128,8 +125,7 @@ class GivenKv:
         return found is not None
 
     def give_way(self, rank: int) -> bool:
-        """Ends the youngest transfer that holds pages of a rank. Returns False if no transfer holds
-        any."""
+        """Ends the youngest transfer that holds pages of a rank. Returns False if none does."""
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
@@ -153,8 +149,7 @@ class GivenKv:
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
-        """Restores requested blocks to pages if worthwhile. Returns the rank that then caches most
-        of the requested blocks."""
+        """Restores blocks if worthwhile. Returns the rank that caches most requested blocks."""
         known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
         plan = self._sources.best(RestoreQuery(call.names, known))
         if plan is None or len(plan.chain) <= max(known):

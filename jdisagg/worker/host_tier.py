@@ -98,8 +98,7 @@ class HostTier(KvSource):
         self._tasks.cancel()
 
     def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
-        """Returns new offers (id and positions of each piece) for block number `index` of a
-        sequence on `rank`."""
+        """Returns the id and positions of each piece of block number `index` of a sequence."""
         tokens = self._kept.block_tokens
         start = index * tokens
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
@@ -107,7 +106,6 @@ class HostTier(KvSource):
     # ---- copying out
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        """Starts copying block number `index` of a sequence from `pages` to host memory."""
         if self._loop.failure is not None or name in self.blocks:
             return
         if self.blocks.writing >= MOST_WRITING:
@@ -216,7 +214,7 @@ class HostTier(KvSource):
     async def bring(
         self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
     ) -> str:
-        """Copies all blocks of a restore to the pages reserved for it, a few blocks at a time.
+        """Copies the blocks of a restore to its reserved pages, a few at a time.
 
         Args:
             elsewhere: Called with the index of each block that is not in host memory; restores it

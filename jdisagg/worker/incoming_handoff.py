@@ -80,9 +80,8 @@ class WindowDestination:
     """The pages to which the KV of separately sent sliding-window layers is written.
 
     Attributes:
-        layer_groups: Number of groups into which the sliding-window layers are split for transfer.
-        seen_from: Given the end position of a sequence, returns the first position still inside the
-            windows.
+        layer_groups: Number of layer groups of the sliding-window layers.
+        seen_from: Given a sequence's end position, returns the first position inside the windows.
     """
 
     pages: Callable[[int], tuple[int, ...]]
@@ -285,8 +284,7 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """Returns the codec of a block. Recurrent state is never compressed, because errors in it
-        would affect all later tokens."""
+        """Returns a block's codec: none for recurrent state, in which errors would persist."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
@@ -298,7 +296,7 @@ class IncomingHandoff:
             self.inserting -= 1
 
     async def _pull(self, offer: Offer) -> str:
-        """Pulls a block once. Returns the error text, or "" after success."""
+        """Pulls a block once. Returns an error text, or "" after success."""
         seconds, link = self._pull_seconds, self.line.link
         command = PullBlock(
             step=self._loop.next_number(),
@@ -335,8 +333,7 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Compares the checksum of the inserted KV with the sender's. Returns the error text, or ""
-        if both are equal."""
+        """Compares the checksum of inserted KV with the sender's. Returns an error text or ""."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -368,16 +365,14 @@ class IncomingHandoff:
         return self._sums[offer_id]
 
     def _computing(self, offer: Offer) -> bool:
-        """Returns whether the sender may still be computing the block, because its checksum has not
-        arrived."""
+        """Returns whether the sender may still be computing the block (no checksum yet)."""
         if not self.line.link.verify or self._all_offered:
             return False
         known = self._sums.get(offer.offer_id)
         return known is None or not known.done()
 
     def _no_more_sums(self) -> None:
-        """Fails all waits for checksums: the sender's last message has arrived, so no more
-        checksums follow."""
+        """Fails all waits for checksums, which cannot follow the sender's last message."""
         self._all_offered = True
         for expected in self._sums.values():
             if not expected.done():
@@ -419,8 +414,7 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the end of the range of positions, beginning at `start`, that all layer groups have
-    received without gap."""
+    """Returns the end of the positions from `start` on that all layer groups have received."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 

@@ -29,8 +29,7 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class KvEvents(Protocol):
-    """Callbacks for the outcome of each group's KV transfer. They are called only while the group
-    exists."""
+    """Callbacks for the outcome of a group's KV transfer, while the group exists."""
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None: ...
 
@@ -39,7 +38,7 @@ class KvEvents(Protocol):
         ...
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """Called when the group must end, because no other source can send the remaining KV."""
+        """Called when the group must end, because no source can send the remaining KV."""
         ...
 
 
@@ -50,8 +49,8 @@ class _Incoming:
     Attributes:
         kept_tokens: Number of leading positions that were cached or were received from earlier
             sources.
-        firsts: First generated tokens that the client has received already. They override those
-            that a new source samples.
+        firsts: First tokens that the client has received already. They replace those of a new
+            source.
         handoff: The transfer in progress, or None.
         task: Task that runs `handoff`.
     """
@@ -93,8 +92,7 @@ class IncomingKv:
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Returns whether some transfer will be complete before command number `step` runs, because
-        all its insertions were issued before that command."""
+        """Returns whether all insertions of some transfer were issued before command `step`."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:
@@ -141,8 +139,7 @@ class IncomingKv:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        """Ends the current transfer. Returns the number of leading positions whose KV is complete
-        in pages."""
+        """Ends the current transfer. Returns the number of leading positions received."""
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
@@ -154,8 +151,7 @@ class IncomingKv:
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        """Starts receiving positions from `cached_tokens` on. Reports one outcome to `KvEvents`,
-        unless the transfer is closed before its end."""
+        """Starts receiving positions from `cached_tokens` on."""
         incoming, limits = self._incoming[group.key], self._state.limits
 
         def slot() -> int:
@@ -230,8 +226,7 @@ class IncomingKv:
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        """Handles a failed source: the group waits for another source and keeps the received KV.
-        Ends the group if no other source can send the rest."""
+        """Lets a group wait for another source, or ends it if no source can send the rest."""
         incoming.handoff = incoming.task = None
         incoming.kept_tokens = kept_tokens
         if group.key not in self._state.groups:

@@ -45,8 +45,8 @@ class RestoreQuery:
     """Describes a prompt to the sources of KV, which report what they can restore for the prompt.
 
     Attributes:
-        chain: Names of the prompt's first blocks, in order. The prompt's last token is in none of
-            them, because it must be computed.
+        chain: Names of the prompt's blocks in order, without the block of the last token, which
+            must be computed.
         known: For each rank, the number of leading blocks of `chain` that are in pages already.
         ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
         peer: Worker that may hold the blocks according to the router; None if the router names no
@@ -70,8 +70,7 @@ class RestorePlan:
         rank: Data-parallel rank to whose pages the blocks are copied.
         chain: Names of the prompt's first blocks, up to the last block that the source restores.
         tokens: Number of tokens of `chain` that are not in pages.
-        moved_tokens: Number of tokens that the source must copy; the duration is estimated from
-            this number.
+        moved_tokens: Number of tokens that the source must copy, which determines the duration.
         ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
         peer: Worker to fetch from; None if the source is local.
     """
@@ -139,8 +138,7 @@ class KvSource(Protocol):
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
         """Returns a context in which the blocks of a restore are not evicted. The context is
-        entered before pages are reserved, because reserving may evict pages, and their blocks need
-        room in the source."""
+        entered before pages are reserved, because evicted pages may be copied to the source."""
         return contextlib.nullcontext()
 
     async def bring(self, restore: Restore) -> str:
@@ -177,13 +175,11 @@ class KvSource(Protocol):
         """Drops blocks whose lifetime has ended at time `now`."""
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of the source's tiers for the worker's status; empty if the source
-        stores no blocks."""
+        """Returns the fill level of the source's tiers; empty if it stores no blocks."""
         return ()
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in the block's sequence, whether it is in use) for each block,
-        least recently used block first."""
+        """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
         yield from ()
 
     def stop(self) -> None:
@@ -199,8 +195,7 @@ class RestoredBlocks:
         self._origins: dict[tuple[int, int], Origin] = {}  # by rank and index in the chain
 
     def add(self, rank: int, origins: Mapping[int, Origin]) -> None:
-        """Records the origins of blocks that were restored to a rank's pages, by block index in the
-        prompt."""
+        """Records the origins of restored blocks, by block index in the prompt."""
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
@@ -288,8 +283,7 @@ class KvSources:
             plan.source.failed(cause)
 
     async def _fill(self, restore: Restore, restored: RestoredBlocks | None) -> str:
-        """Fills the pages of a restore and adds its blocks to the prefix cache. Returns "", or why
-        blocks are missing."""
+        """Fills a restore's pages and caches its blocks. Returns why blocks are missing, or ""."""
         kept, plan, source, cause = self.kept, restore.plan, restore.plan.source, ""
         chain, size, owner = plan.chain, kept.block_tokens, kept.guest()
         count = len(chain) * size // self._page_size

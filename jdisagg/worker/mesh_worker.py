@@ -50,13 +50,13 @@ class WorkerContext:
 
     Attributes:
         ids: Generator of fresh random 64-bit numbers.
-        address: Address at which other workers reach this worker; empty if they find it by name in
-            the same process.
-        loading_seconds: Estimated number of seconds for which the worker still loads compiled
-            programs while it serves.
+        address: Address for other workers; empty if they find this worker by name in the same
+            process.
+        loading_seconds: Estimated seconds until all compiled programs are loaded. The worker serves
+            before.
         names: Computes the names of cached blocks; None disables the prefix cache.
-        tiers: Capacity of the host-memory and disk tiers. A prefill worker stores cached blocks
-            there, and a decode worker stores swapped-out sequences.
+        tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
+            worker or swapped-out sequences of a decode worker.
         kv_channels: Returns the data-plane connections that the worker's status reports.
     """
 
@@ -133,8 +133,7 @@ class MeshWorker(ABC):
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
-        """Ends all work with UnavailableError and stops background tasks. The caller must close the
-        executor."""
+        """Ends all work with UnavailableError. Does not close the executor."""
         self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -175,13 +174,12 @@ class MeshWorker(ABC):
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
-        """Identifies how cached blocks are named, so that routers can compute the names; None
-        without a prefix cache."""
+        """Description of block names for routers; None without a prefix cache."""
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes of the prefix cache since `mark`, a router's position in the log;
-        None without changes."""
+        """Returns the prefix cache's changes since a router's log position; None without
+        changes."""
         return self._kept.log.news(self.name, mark)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
@@ -211,8 +209,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _plan(self, step: int) -> StepCommand | None:
-        """Returns the next planned command, which gets number `step`, or None if no work is
-        ready."""
+        """Returns the next command, which gets number `step`, or None if no work is ready."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -281,8 +278,7 @@ class MeshWorker(ABC):
         return (pages, *self._sources.stats())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
-        """Adds a sequence of `tokens` tokens to the counters. `cached` gives its cached tokens by
-        origin."""
+        """Adds a sequence's tokens, and its cached tokens by origin, to the counters."""
         kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
@@ -363,8 +359,7 @@ class Attempts:
         self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
 
     def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
-        """Records an attempt for some children of a request. Raises HandoffError if a later attempt
-        was recorded."""
+        """Records an attempt. Raises HandoffError if a later attempt was recorded."""
         keys = [(request.identity, child.index) for child in children]
         for key in keys:
             latest, _ = self._seen.get(key, (attempt, now))

@@ -71,8 +71,7 @@ class MigrationSender:
         self._changed = asyncio.Event()
 
     def movable(self, group: SequenceGroup) -> bool:
-        """Returns whether a group can migrate: it is not migrating yet, has one child, and all its
-        KV has arrived."""
+        """Returns whether a group can migrate: it has one child, and all its KV has arrived."""
         return (
             group.key not in self._migrations
             and len(group.children) == 1
@@ -84,8 +83,7 @@ class MigrationSender:
         return group.key in self._migrations
 
     def begin(self, group: SequenceGroup) -> int:
-        """Starts the migration of a group for which `movable` is true. Returns the id by which
-        another worker connects."""
+        """Starts the migration of a `movable` group. Returns the id of its KV transfer."""
         child = group.children[0]
         handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)
         self._outgoing.open(handoff)
@@ -104,8 +102,7 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def ended(self, key: int, error: JdisaggError | None) -> bool:
-        """Ends the migration of group `key`, whose transfer has ended. Returns whether the sequence
-        had not ended before."""
+        """Ends the migration of group `key`. Returns whether its sequence had not ended before."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
@@ -167,8 +164,7 @@ class MigrationSender:
                 await self._changed.wait()
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
-        """Offers positions [start, end) of all layer groups. Completes when their KV is extracted
-        from pages."""
+        """Offers positions [start, end) and waits until their KV is extracted from pages."""
         limits, key = self._state.limits, self._checksum_key
         pages = self._state.ledgers[child.rank].pages(child.key)
         waiting: list[Coroutine[None, None, None]] = []

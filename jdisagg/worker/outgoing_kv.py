@@ -107,8 +107,7 @@ class OutgoingHandoff:
             self._advance_if_fetched()
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
-        """Records acknowledgements. Returns those of the ids that had not been acknowledged
-        before."""
+        """Records acknowledgements. Returns the ids not acknowledged before."""
         self.acknowledgements += 1
         fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
         if fetched or not offer_ids:
@@ -117,8 +116,7 @@ class OutgoingHandoff:
         return fetched
 
     def abort(self, error: JdisaggError) -> tuple[int, ...]:
-        """Ends the hand-off with an error, which the receiver gets. Returns the ids of the offers
-        to release."""
+        """Ends the hand-off with an error for the receiver. Returns the ids of open offers."""
         self.advance(HandoffEvent.ABORT)
         self.error = error
         self._changed.set()
@@ -128,8 +126,7 @@ class OutgoingHandoff:
         return released
 
     def expect_receiver(self, deadline: float) -> None:
-        """Records that a receiver connected. The receiver must send its next message by
-        `deadline`."""
+        """Records that a receiver connected, which must send a message by `deadline`."""
         self._handoff = self._handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
@@ -194,8 +191,7 @@ class OutgoingKv:
         return handoff_id in self._handoffs
 
     def offered_tokens(self) -> dict[str, int]:
-        """Returns, for each receiving worker, the number of tokens that are offered and not
-        acknowledged yet."""
+        """Returns the number of unacknowledged tokens for each receiving worker."""
         offered: dict[str, int] = {}
         for handoff in self._handoffs.values():
             name = handoff.destination
@@ -274,8 +270,7 @@ class OutgoingKv:
             self.end(handoff, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
 
     async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
-        """Waits until a hand-off is opened, because its receiver may connect before the prefill
-        call arrives."""
+        """Waits for a hand-off whose receiver connected before the prefill call arrived."""
         name = self._hello.worker
         if handoff_id in self._over:
             raise HandoffError(f"worker {name!r}: hand-off {handoff_id} is over")
@@ -350,8 +345,7 @@ def offers_of_pages(
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields offers of the positions still inside sliding windows, for a sequence of `end`
-    positions. Yields none if sliding-window layers are not sent separately."""
+    """Yields offers of positions inside sliding windows, if these layers are sent separately."""
     if not limits.windows_apart:
         return
     yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)

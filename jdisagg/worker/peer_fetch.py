@@ -103,8 +103,7 @@ class PeerFetch(KvSource):
         return "gone" if blocks < len(restore.plan.chain) else ""
 
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
-        """Requests the missing blocks from the other worker. Returns None if that worker caches
-        none of them."""
+        """Requests the missing blocks. Returns None if the other worker caches none of them."""
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)

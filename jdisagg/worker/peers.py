@@ -98,8 +98,7 @@ class Peers:
         return self._hello.worker
 
     def find(self, source: HandoffSource) -> PeerPort:
-        """Returns the port to the worker named by `source`. Raises HandoffError if no such worker
-        is known."""
+        """Returns the port to a source worker. Raises HandoffError if it is unknown."""
         if not isinstance(self._peers, Mapping):
             return self._peers(source)
         peer = self._peers.get(source.worker)

@@ -1,5 +1,4 @@
-"""The state of one prompt at a prefill worker, from the prefill call until the prompt's KV is
-fetched."""
+"""The state of one prompt at a prefill worker, from the call until all KV is fetched."""
 
 import asyncio
 

@@ -239,7 +239,7 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        """Schedules a turn of the loop if there is anything to plan."""
+        """Schedules a run of the step loop if any work waits."""
         if self._waiting or self._extracts or self._batches:
             self._loop.wake()
 
@@ -348,8 +348,7 @@ class PrefillWorker(MeshWorker):
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
-        """Answers the prefill call with the sampled tokens. Called after all computed KV was
-        offered."""
+        """Answers the prefill call with the sampled tokens."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
@@ -381,8 +380,7 @@ class PrefillWorker(MeshWorker):
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Releases a prompt's pages. The blocks named in `chain`, which are in the first pages,
-        stay cached."""
+        """Releases a prompt's pages. The blocks named in `chain` stay cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
@@ -476,8 +474,6 @@ def _order(prompt: QueuedPrompt) -> tuple[float, int]:
 
 
 def _offers(row: PrefillRow) -> list[Offer]:
-    """Returns the offers of a chunk's row, with positions counted from the start of the
-    sequence."""
     return [
         Offer(
             offer_id=spec.offer_id,

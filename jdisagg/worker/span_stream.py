@@ -68,8 +68,7 @@ class SpanStream:
                 self._spans.put_nowait(None)
 
     def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
-        """Queues a notice that concerns all children: the source of KV failed, or the sequence
-        migrates."""
+        """Queues a notice that the source of KV was lost or that the sequence migrates."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:
@@ -77,8 +76,7 @@ class SpanStream:
         self._spans.put_nowait(error)
 
     async def next(self) -> Span | None:
-        """Waits for the next span. Returns None at the end. Raises the error that ended the
-        children, if any."""
+        """Waits for the next span; None at the end. Raises the error that ended the stream."""
         item = await self._spans.get()
         if isinstance(item, JdisaggError):
             raise item

@@ -119,8 +119,7 @@ class SpilledKv:
     # ---- out
 
     def take(self, child: Sequence) -> bool:
-        """Swaps a sequence out. Returns False, without any change, if the sequence should be
-        recomputed later instead."""
+        """Swaps a sequence out. Returns False if it should be recomputed later instead."""
         cause = self.spills.refusal(child) if self._loop.failure is None else "off"
         if not cause:
             spill = self._new_spill(child)
@@ -230,8 +229,7 @@ class SpilledKv:
     # ---- gone
 
     def settle(self) -> None:
-        """Drops the host-memory KV of ended sequences and cancels their copies. Called before their
-        pages are reused."""
+        """Drops the swapped-out KV of ended sequences, before their pages are reused."""
         for spill in self.spills.ended() if len(self.spills) else ():
             if task := self._moving.pop(spill.child.key, None):
                 task.cancel()

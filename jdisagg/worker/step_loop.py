@@ -68,8 +68,7 @@ class StepLoop:
         self.wake()
 
     async def stop(self) -> None:
-        """Stops planning. Commands in flight still run on the mesh, but their results are not
-        read."""
+        """Stops planning. Results of commands in flight are not read."""
         self._events = None
 
     def wake(self) -> None:
@@ -79,8 +78,7 @@ class StepLoop:
             self._events.call_soon(self._take_turn)
 
     def has_finished(self) -> bool:
-        """Returns whether the oldest planned command is finished, but its result is not processed
-        yet."""
+        """Returns whether the oldest planned command has a result that is not processed yet."""
         return bool(self._flight) and self._flight[0][1].done()
 
     def next_number(self) -> int:
@@ -88,8 +86,7 @@ class StepLoop:
         return self._steps
 
     def in_flight(self, kind: type) -> bool:
-        """Returns whether a planned command of this kind is issued and its result is not processed
-        yet."""
+        """Returns whether a planned command of this kind is in flight."""
         return any([isinstance(command, kind) for command, _ in self._flight])
 
     def newest(self, kind: type) -> int:
@@ -154,8 +151,7 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Declares the mesh failed, because its contents may be wrong. Calls `failed` the first
-        time."""
+        """Declares the mesh failed, because its contents may be wrong."""
         if self.failure is not None:
             return
         text = (
