@@ -1,8 +1,9 @@
 """Incremental parsing of a chat answer into content, reasoning and tool calls.
 
 An `AnswerParser` is a state machine over text. Its total output depends only on the text so far,
-however the text was split, so a resumed stream continues correctly. It never raises: malformed
-calls are returned as content. `Collected` joins the parts that a parser finds."""
+not on how the text was split into pieces, so a resumed stream continues correctly. A parser never
+raises: malformed tool calls are returned as content. `Collected` joins the parts that a parser
+finds."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +15,7 @@ LONGEST_SPACE = 256  # characters of white space to hold back until other text f
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """New parts of an answer. Tool calls have no ids yet."""
+    """New content, reasoning and tool calls of an answer. The tool calls have no ids yet."""
 
     content: str = ""
     reasoning: str = ""
@@ -22,7 +23,7 @@ class AnswerDelta:
 
 
 class AnswerParser(Protocol):
-    """Parses one answer, pushed in order. Do not use it after `finish`."""
+    """Parses one answer. Push its text in order. Do not use the parser after `finish`."""
 
     def push(self, text: str) -> AnswerDelta: ...
     def finish(self) -> AnswerDelta: ...
@@ -60,8 +61,8 @@ class Collected:
             self._calls.append(ToolCallDelta(self.calls_begun - 1, arguments=text))
 
     def take(self, *, last: bool = False) -> AnswerDelta:
-        """Returns and clears all parts. `last`: No text follows, so held white space becomes
-        content."""
+        """Returns all parts and clears them. `last`: Whether the text has ended. Held white space
+        then becomes content."""
         if last and not self.calls_begun:
             self._content.append(self._space)
         delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
@@ -71,7 +72,7 @@ class Collected:
 
 
 def beginning_held(text: str, *markers: str) -> int:
-    """Returns how many characters at the end of `text` may begin a marker."""
+    """Returns how many characters at the end of `text` may be the beginning of one of `markers`."""
     longest = max(map(len, markers)) - 1
     tail = text[-longest:]
     if not any(marker[0] in tail for marker in markers):

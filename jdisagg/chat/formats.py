@@ -1,8 +1,8 @@
 """The formats in which models write tool calls and reasoning, and their parsers. A format is
 selected by name or guessed from the chat template.
 
-Names are those of vLLM's flags where vLLM has the format. A guess searches the template for the
-markers that it writes for calls and reasoning of earlier answers."""
+Names are those of vLLM's flags where vLLM has the format. A format is guessed by searching the chat
+template for the markers with which it writes the tool calls and reasoning of earlier answers."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -68,8 +68,8 @@ class AnswerFormat:
     """The formats in which a model writes tool calls and reasoning.
 
     Attributes:
-        tools: One of `TOOL_FORMS`, or None if the model makes no tool calls.
-        reasoning: A key of `REASONING`, or None without reasoning.
+        tools: One of `TOOL_FORMS`, or None if the model writes no tool calls.
+        reasoning: A key of `REASONING`, or None if the model writes no reasoning.
         shows_tools: Whether the chat template shows tools to the model.
     """
 
@@ -81,8 +81,8 @@ class AnswerFormat:
     def of(
         cls, template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> "AnswerFormat":
-        """Returns the format for a chat template. "auto" guesses and "none" disables a parser.
-        Raises ConfigError with the field's name for an unknown parser."""
+        """Returns the format for a chat template. "auto" guesses the parser, and "none" disables
+        it. Raises ConfigError with the field's name for an unknown parser."""
         template = template or ""
         shows_tools = "tools" in template
         tools = _chosen("service.tool_parser", tool_parser, TOOL_FORMS)
@@ -104,14 +104,14 @@ class AnswerFormat:
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
-        """Returns whether answers to a chat with these tools need a parser."""
+        """Returns whether answers to a chat with the tools `tools` need a parser."""
         return self.marks is not None or bool(self.tools and tools)
 
     def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
         """Returns the parser of one answer, or None if the whole answer is content.
 
         Args:
-            tools: Schemas of the callable tools by name.
+            tools: Schemas of the tools that the model may call, by name.
             thinking: Whether the prompt ends within reasoning.
         """
         if self._harmony:

@@ -6,9 +6,10 @@ channel.
 
 The prompt ends within the first header. The channel `analysis` is reasoning. `final`, and
 `commentary` without a recipient, are content. A message to `functions.NAME` is a call. Channel and
-recipient may come in either order. Parts of one kind are separated by newlines. Text without a
-header is content. So is a message to a recipient that is not a function, unless its channel is
-`analysis`: the model then reasons in the form of tools that it was not given."""
+recipient may come in either order. Successive parts of the same kind are joined with newlines. Text
+without a header is content. A message to a recipient that is not a function is content, too, unless
+its channel is `analysis`: such a message is reasoning, in which the model addresses a tool that it
+was not given."""
 
 import re
 from collections.abc import Callable, Collection
@@ -31,10 +32,10 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*analysis\b")
 
 
 class HarmonyParser:
-    """An `AnswerParser` that separates content, reasoning and calls of this format.
+    """An `AnswerParser` of gpt-oss's format. It separates content, reasoning and tool calls.
 
     Args:
-        tools: Names of the callable tools. Without tools, no message is a call.
+        tools: Names of the tools that the model may call. Without tools, no message is a call.
         thinking: Whether the prompt ends within reasoning.
     """
 
@@ -80,7 +81,8 @@ class HarmonyParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def _beginning(self) -> bool:
-        """Reads the rest of the header that the prompt began. A recipient may come first."""
+        """Reads the rest of the header that began in the prompt. The rest may start with a
+        recipient."""
         text = self._text.lstrip(" ")
         if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
             if len(text) < len(_TO):
@@ -91,7 +93,7 @@ class HarmonyParser:
         return True
 
     def _between(self) -> bool:
-        """Reads the text outside all parts, which is content."""
+        """Reads text outside all messages, which is content."""
         found, marker = self._until(_BETWEEN)
         self._found.say(found)
         self._said = self._said or bool(found.strip())
@@ -155,8 +157,9 @@ class HarmonyParser:
         self._reasoning.append(text)
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
-        """Consumes the text before the first of the markers, and that marker. Returns both; the
-        marker is "" if none has arrived. A possible beginning of a marker is not consumed."""
+        """Consumes the text up to and including the first marker. Returns the text before the
+        marker, and the marker, which is "" if none has arrived. The end of the text is not consumed
+        if it may begin a marker."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         at, marker = min(
             found, default=(len(self._text) - beginning_held(self._text, *markers), "")

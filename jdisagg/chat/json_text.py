@@ -1,7 +1,7 @@
 """Reads JSON that a model writes, one character at a time. Finds the end of a value, and reads
 objects that contain a call's name and arguments.
 
-The readers are lenient: they track brackets and strings, and pass on all other text."""
+The readers do not validate JSON: they track only brackets and strings."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,9 @@ _decode = msgspec.json.Decoder().decode
 
 
 class JsonValue:
-    """Finds the end of a JSON value that begins with the first character given. The end of a number
-    or a name is found only at the next character. `broken`: Whether brackets do not match."""
+    """Finds the end of a JSON value that begins with the first character given. A number, `true`,
+    `false` or `null` ends only when the next character arrives. `broken`: Whether brackets do not
+    match."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -25,7 +26,7 @@ class JsonValue:
         self._in_string = self._escaped = self._begun = False
 
     def take(self, character: str) -> bool:
-        """Reads a character. Returns whether the value ends with it."""
+        """Reads a character. Returns whether this character ends the value."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -48,7 +49,8 @@ class JsonValue:
         return False
 
     def ends_before(self, character: str) -> bool:
-        """Returns whether a number or a name ends before this character."""
+        """Returns whether the value is a number, `true`, `false` or `null` that ends before
+        `character`."""
         bare = self._begun and not self._in_string and not self._open
         return bare and character in ",}]" + SPACE
 
@@ -57,12 +59,12 @@ class CallObject:
     """Reads an object such as {"name": "f", "arguments": {"x": 1}}. Passes the name to `begin`, and
     the arguments to `add` while they arrive.
 
-    If the call has not `begun` when the object has `ended` or is `broken`, the object is not a
-    call. Arguments may precede the name and may be a string of JSON.
+    The object is not a call if no call has `begun` when the object has `ended` or is `broken`. The
+    arguments may precede the name. They may also be a string that contains JSON.
 
     Args:
-        begin: Receives the name.
-        add: Receives pieces of the arguments.
+        begin: Called with the call's name.
+        add: Called with each piece of the arguments.
         arguments_needed: Whether an object must have arguments to be a call.
         names: Accepted names. An object with another name, or with keys that calls do not have, is
             not a call. If empty, any name is accepted.

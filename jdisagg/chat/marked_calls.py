@@ -8,8 +8,8 @@ from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 
 class MarkedParser(SteppedParser):
-    """Parses SECTION CALL head SEPARATOR arguments END ... SECTION_END. If the head or the
-    arguments are invalid, the held text becomes content."""
+    """Parses SECTION CALL head SEPARATOR arguments END ... SECTION_END, in which the head contains
+    the call's name. If the head is invalid, the text of the call becomes content."""
 
     SECTION = SECTION_END = CALL = SEPARATOR = END = ""
 
@@ -60,7 +60,8 @@ class MarkedParser(SteppedParser):
         return False
 
     def _after(self) -> bool:
-        """Reads until the call's end marker, if any. Drops a code fence before it."""
+        """Reads the text after the arguments: an optional code fence, which is dropped, and the
+        optional end marker."""
         text = self._after_space(FENCE)
         if text is not None and len(text) < len(self.END) and self.END.startswith(text):
             return False

@@ -1,8 +1,8 @@
 """Conversations in the form in which clients send them, and their conversion for chat templates.
 
 Templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls as
-objects rather than JSON text. This module rejects invalid conversations and names the field. The
-model's template may reject further ones."""
+objects rather than JSON text. This module rejects invalid conversations with an error that names
+the field. The model's template may reject further conversations."""
 
 import enum
 import re
@@ -22,8 +22,8 @@ Json = dict[str, object]
 
 
 class ToolChoice(enum.Enum):
-    """Whether the model may call tools. With NONE the model does not see the tools. With REQUIRED
-    it must call one, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
+    """Whether the model may call tools. With NONE the prompt does not contain the tools. With
+    REQUIRED the model must call a tool, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
 
     AUTO = "auto"
     NONE = "none"
@@ -48,7 +48,7 @@ class ChatMessage:
         content: The text.
         reasoning: The assistant's reasoning before the content.
         tool_calls: The assistant's tool calls.
-        tool_call_id: For a tool's message, the id of the call that it answers.
+        tool_call_id: In a message of role "tool", id of the tool call whose result it contains.
         name: Name of the author, for templates that use names.
     """
 
@@ -70,7 +70,7 @@ class ChatTool:
 
     @property
     def shown(self) -> Json:
-        """The tool in the form that templates expect."""
+        """The tool in the form that chat templates expect."""
         function: Json = {"name": self.name}
         if self.description:
             function["description"] = self.description
@@ -85,14 +85,15 @@ class ChatPrompt:
 
     Attributes:
         messages: All messages in order.
-        add_generation_prompt: Whether the text ends with the beginning of the assistant's answer.
-        continue_final_message: Whether the text ends within the last message, which the model
-            continues.
-        arguments: Extra template variables, such as enable_thinking.
+        add_generation_prompt: Whether the rendered text ends with the beginning of the assistant's
+            answer.
+        continue_final_message: Whether the rendered text ends within the last message, which the
+            model then continues.
+        arguments: Extra variables for the chat template, such as enable_thinking.
         tools: Functions that the model may call.
         tool_choice: Whether the model may or must call tools.
-        parallel_tool_calls: Whether an answer may have more than one call.
-        tool_name: The one tool that the model must call, or "" for any.
+        parallel_tool_calls: Whether an answer may contain more than one tool call.
+        tool_name: Name of the tool that the model must call, or "" for any tool.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -113,7 +114,8 @@ class ChatPrompt:
 
 
 def check_chat(prompt: ChatPrompt) -> None:
-    """Makes the checks that need neither model nor limits. InvalidRequestError names the field."""
+    """Checks a chat, as far as this needs neither the model nor the router's limits. Raises
+    InvalidRequestError, which names the field."""
     if not prompt.messages:
         raise InvalidRequestError("chat messages are empty; send at least one")
     for index, message in enumerate(prompt.messages):
@@ -160,8 +162,8 @@ def _check_tools(prompt: ChatPrompt) -> None:
 
 
 def called_arguments(where: str, call: ToolCall) -> Json:
-    """Returns the arguments of a call as an object. Empty text means {}. Raises InvalidRequestError
-    if the text is not a JSON object."""
+    """Parses the arguments of a tool call. Empty text means {}. Raises InvalidRequestError if the
+    arguments are not a JSON object. `where` names the field."""
     try:
         return msgspec.json.decode(call.arguments, type=Json) if call.arguments.strip() else {}
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
@@ -172,7 +174,7 @@ def called_arguments(where: str, call: ToolCall) -> Json:
 
 
 def shown_messages(messages: Sequence[ChatMessage]) -> list[Json]:
-    """Returns the messages in the form that templates expect. Absent fields are omitted."""
+    """Returns the messages in the form that chat templates expect. Absent fields are omitted."""
     return [_shown(message) for message in messages]
 
 
@@ -223,7 +225,8 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
 
 
 def json_bytes(name: str, value: object) -> int:
-    """Returns the size of the value as JSON. Raises InvalidRequestError if it has no JSON form."""
+    """Returns the size of a value as JSON, in bytes. Raises InvalidRequestError if the value has no
+    JSON form."""
     try:
         return len(msgspec.json.encode(value))
     except (TypeError, ValueError, RecursionError) as error:

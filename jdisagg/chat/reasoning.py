@@ -13,14 +13,14 @@ class Marks:
     end: str
 
     def open_in(self, text: str) -> bool:
-        """Returns whether reasoning begins in this text and does not end in it."""
+        """Returns whether reasoning begins in `text` and does not end in it."""
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
 class ReasoningParser:
     """An `AnswerParser` of reasoning followed by content. Reasoning may begin in the prompt
-    (`begun`), at the start of the answer, or not at all. The parser drops line breaks around the
-    reasoning."""
+    (`begun`), at the start of the answer, or not at all. Line breaks around the reasoning are
+    dropped."""
 
     def __init__(self, marks: Marks, *, begun: bool) -> None:
         self._marks = marks

@@ -10,7 +10,7 @@ _REACH = 8  # characters to search ahead after a token without text of its own
 
 @runtime_checkable
 class Thinker(Protocol):
-    """A parser that reports whether the text is reasoning."""
+    """An `AnswerParser` that reports whether it is inside reasoning."""
 
     @property
     def reasons(self) -> bool:
@@ -19,13 +19,14 @@ class Thinker(Protocol):
 
     @property
     def undecided(self) -> bool:
-        """Whether the next text may begin reasoning."""
+        """Whether it depends on the next text whether reasoning begins."""
         ...
 
 
 class CountingParser:
-    """Wraps a parser and passes it the text of one token at a time. Tokens that may begin reasoning
-    are counted when the parser has decided."""
+    """Counts reasoning tokens: wraps a parser, passes it the text of one token at a time, and
+    counts the token if the parser is inside reasoning. A token that may begin reasoning is counted
+    once the parser has decided."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser
@@ -58,9 +59,9 @@ class CountingParser:
 
 
 def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Returns the start and end of each token's text in the joined text. `pieces` are the tokens
-    decoded alone. A token without text of its own (a special token, or part of a character) is
-    placed at the beginning of the next one."""
+    """Returns the start and end of each token's text in `text`, which the tokens produced together.
+    `pieces` are the texts of the tokens decoded alone. A token without text of its own (a special
+    token, or part of a character) gets an empty range at the start of the next token."""
     places: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:
@@ -72,8 +73,8 @@ def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
 
 
 def cut_by_token(pieces: Sequence[str], text: str) -> list[str]:
-    """Splits a text by the tokens that produced it. Text that matches no token belongs to the last
-    one."""
+    """Splits `text` into one part per token. `pieces` are the texts of the tokens decoded alone.
+    Text at the end that matches no token belongs to the last token."""
     if len(pieces) <= 1:
         return [text] * len(pieces)
     ends = [end for _, end in token_places(pieces, text)[:-1]]

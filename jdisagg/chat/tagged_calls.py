@@ -1,9 +1,9 @@
 """Parsers of tool calls with tags around each argument and without JSON: the formats of GLM 4.5,
 Qwen3-Coder, Seed-OSS and MiniMax M2.
 
-They convert the arguments to JSON. If the tool's schema declares an argument as a string, its text
-is emitted as it arrives. Any other argument is emitted when it is complete: unchanged if it is JSON
-of a type in the schema, and otherwise as a string."""
+The parsers convert the arguments to JSON. An argument that the tool's schema declares as a string
+is emitted while its text arrives. Any other argument is emitted when it is complete: unchanged if
+it is JSON of a type that the schema allows, and otherwise as a JSON string."""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _skip = msgspec.json.Decoder(msgspec.Raw).decode
 
 class TaggedParser(SteppedParser):
     """Parses CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END, within OUTER and
-    OUTER_END if set. `tools` are the JSON schemas of parameters by tool name."""
+    OUTER_END if set. `tools` are the JSON schemas of the tools' parameters, by tool name."""
 
     OUTER = OUTER_END = ""
     CALL = NAME_END = KEY = KEY_END = VALUE = VALUE_END = END = ""
@@ -122,8 +122,8 @@ class TaggedParser(SteppedParser):
         return True
 
     def _pass_on(self) -> None:
-        """Emits the part of the value that is certain. Holds back a possible beginning of VALUE_END
-        and a line break before it."""
+        """Emits the received part of a string value. Holds back its end if it may be the beginning
+        of VALUE_END, or a line break before VALUE_END."""
         certain = len(self._text) - beginning_held(self._text, self.VALUE_END)
         certain = len(self._text[:certain].removesuffix("\n"))
         text, rest = self._text[:certain], self._text[certain:]

@@ -1,8 +1,8 @@
 """Parsers of tool calls in JSON, in the formats of Hermes and Qwen, Llama 3, and Mistral.
 
-Each class is an `AnswerParser`. It holds back the text from a call's marker until the call's name
-and the beginning of its arguments have arrived. If the text is not a call, it becomes content. Once
-a call has begun, its arguments are emitted as the model writes them."""
+Each class is an `AnswerParser`. The parser holds back the text from a call's marker until the
+call's name and the beginning of its arguments have arrived. If the held text is not a call, it
+becomes content. Once a call has begun, its arguments are emitted as the model writes them."""
 
 from collections.abc import Callable, Collection
 
@@ -13,8 +13,8 @@ LONGEST_NAME = 256  # characters of a tool's name, including the text around it
 
 
 class ToolParser:
-    """Base of the parsers. It holds unparsed text, and `_step` consumes as much of it as possible.
-    `tools`: Names of the available tools."""
+    """Base class of the parsers of tool calls. It stores text that was not parsed yet, from which
+    `_step` consumes as much as possible. `tools`: Names of the available tools."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         self._tools = frozenset(tools)
@@ -32,7 +32,7 @@ class ToolParser:
         return self._found.take(last=True)
 
     def _step(self) -> bool:
-        """Consumes some of the text. Returns whether another call may consume more."""
+        """Consumes some of the text. Returns whether calling `_step` again may consume more."""
         raise NotImplementedError
 
     def _end(self) -> None:
@@ -44,8 +44,8 @@ class ToolParser:
         return text if len(self._text) - len(text) <= LONGEST_SPACE else None
 
     def _say_until(self, *markers: str) -> str:
-        """Emits content up to the first of the markers. Consumes and returns that marker, or
-        returns "" if none has arrived."""
+        """Emits content up to the first of `markers`. Consumes and returns the marker, or returns
+        "" if no marker has arrived."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -59,9 +59,9 @@ class ToolParser:
 
 
 class SteppedParser(ToolParser):
-    """A `ToolParser` of calls between markers, possibly within section markers. `_step_now` is the
-    method that reads the next text. `_held` is marker text that becomes content if no call
-    follows."""
+    """A `ToolParser` for formats in which a call is enclosed in markers, and a section of calls
+    possibly in further markers. `_step_now` is the method that reads the next text. `_held` is text
+    of markers that becomes content if no call follows."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -76,8 +76,8 @@ class SteppedParser(ToolParser):
         raise NotImplementedError
 
     def _call_or_end(self, call: str, begin: Callable[[], bool], end: str) -> bool:
-        """Reads the marker within a section: another call's, after which `begin` reads, or the
-        section's end."""
+        """Reads the next marker within a section: `call`, after which `begin` reads the call, or
+        `end`, which ends the section."""
         text = self._after_space()
         space = self._text[: len(self._text) - len(text or "")]
         for marker, step in ((call, begin), (end, self._words)):
@@ -97,8 +97,8 @@ class SteppedParser(ToolParser):
 
 
 class JsonToolParser(ToolParser):
-    """A `ToolParser` that reads one `CallObject` at a time. `_raw` is the object's text, which
-    becomes content if the object is not a call."""
+    """A `ToolParser` for formats in which a call is a JSON object (`CallObject`). `_raw` is the
+    text of the current object, which becomes content if the object is not a call."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -106,7 +106,8 @@ class JsonToolParser(ToolParser):
         self._raw: list[str] = []
 
     def _expect_object(self, raw: str, *, certain: bool = True) -> None:
-        """Starts to read an object. `certain`: Whether a marker announced a call."""
+        """Prepares for reading a JSON object. `certain`: Whether a marker announced that the object
+        is a call."""
         self._raw = [raw]
         self._object = CallObject(
             self._found.begin_call,
@@ -116,8 +117,8 @@ class JsonToolParser(ToolParser):
         )
 
     def _read_object(self) -> bool | None:
-        """Reads the object. Returns None while it continues, and then whether it was a call. The
-        text of an object that is not a call becomes content."""
+        """Reads the current object. Returns None until the object has ended, and then whether it
+        was a call. The text of an object that is not a call becomes content."""
         one = self._object
         assert one is not None
         for at, character in enumerate(self._text):
@@ -160,7 +161,7 @@ class HermesParser(JsonToolParser):
         return True
 
     def _close(self) -> bool:
-        """Consumes the marker after a call. The model may omit that marker."""
+        """Consumes the marker after a call, which the model may omit."""
         text = self._after_space()
         if text is not None:
             if len(text) < len(self.CLOSE) and self.CLOSE.startswith(text):
@@ -276,7 +277,7 @@ class MistralParser(JsonToolParser):
         return self._begin_named(body)
 
     def _begin_named(self, body: str) -> bool:
-        """Reads a name, an optional id, and the beginning of the arguments, {."""
+        """Reads a call's name, an optional id, and the brace that opens the arguments."""
         head, brace, _ = body.partition("{")
         name = head.replace(self.ARGUMENTS, "").partition(self.ID)[0].rstrip()
         none = len(head) > LONGEST_NAME or "\n" in head.rstrip()
@@ -316,8 +317,8 @@ class MistralParser(JsonToolParser):
         return True
 
     def _hold_space(self, characters: str) -> str | None:
-        """Consumes the white space before the next character once that character has arrived.
-        Returns the remaining text like `_after_space`."""
+        """Consumes leading `characters` (white space, separators) once another character follows
+        them. Returns the remaining text, or None if there are too many of them."""
         body = self._after_space(characters)
         if body:
             if self._held:

@@ -1,13 +1,13 @@
 """Compiles grammars for one tokenizer with llguidance, and caches them.
 
 The API server validates each grammar in a separate process (`admit`), and workers use the grammar
-to mask tokens. If both are in one process, they share the compiler and its cache. `prepare`
-compiles in threads, a few grammars at a time, so that no grammar delays a stream. `matcher` then
-finds the compiled grammar. It compiles the grammar itself if `prepare` was not called (in a
-follower of a multi-process instance, or in a replay).
+to mask tokens. An API server and a worker in one process share the compiler and its cache.
+`prepare` compiles in threads, a few grammars at a time, so that no grammar delays a stream.
+`matcher` then finds the grammar in the cache. If `prepare` was not called (in a follower of a
+multi-process instance, or in a replay), `matcher` compiles the grammar itself.
 
-llguidance's limits bound the memory of a grammar and the time of a mask. Its compiler releases the
-interpreter lock."""
+llguidance's limits bound the memory of a grammar and the time to compute a mask. The compiler in
+llguidance releases Python's global interpreter lock."""
 
 import asyncio
 import signal
@@ -37,18 +37,18 @@ TRIAL = str(Path(__file__).with_name("trial.py"))
 
 @dataclass(frozen=True, slots=True)
 class TokenizerText:
-    """The content of a tokenizer.json, and the ids that end a text of its model."""
+    """Text of a tokenizer.json file, and the token ids with which the model ends a text."""
 
     json: str
     eos_ids: tuple[int, ...]
 
 
 class GrammarCompiler:
-    """Compiles and caches the grammars of one tokenizer. All methods except `prepare` and `admit`
-    may be called from any thread; those two belong to one event loop.
+    """Compiles grammars for one tokenizer and caches them. Call `prepare` and `admit` on one event
+    loop only. All other methods may be called from any thread.
 
     Args:
-        read: Returns the tokenizer. It is called once, by `load` or for the first grammar.
+        read: Returns the tokenizer. Called once, by `load` or when the first grammar is compiled.
     """
 
     def __init__(self, read: Callable[[], TokenizerText]) -> None:
@@ -81,13 +81,14 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequestError: The grammar is invalid or too complex.
-            OverloadedError: Too many other grammars wait, or the work takes longer than `seconds`.
+            OverloadedError: Too many other grammars wait to be compiled, or validation and
+                compilation take longer than `seconds`.
         """
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
-        """Waits until the grammar of an admitted request is compiled. There is no limit on waiting
-        grammars, because admitted requests are limited already.
+        """Waits until the grammar of an admitted request is compiled. The number of waiting
+        grammars is not limited here, because the number of admitted requests is.
 
         Raises:
             InvalidRequestError: The grammar is invalid or too complex.
@@ -114,8 +115,9 @@ class GrammarCompiler:
     def _begin(
         self, grammar: Grammar, seconds: float, tried: bool
     ) -> "asyncio.Task[llguidance.LLMatcher | str]":
-        """Starts the task that compiles a grammar, one per grammar. The task continues if its
-        callers stop waiting."""
+        """Starts a task that compiles a grammar. All callers that need the grammar share the task,
+        which continues if they stop waiting. `tried`: Whether to validate the grammar in a child
+        process first."""
         if tried and self._waiting >= MOST_WAITING:
             raise OverloadedError(
                 f"grammar: {self._waiting} others are waiting to be compiled; try again later",
@@ -149,8 +151,8 @@ class GrammarCompiler:
         stop_ids: Sequence[int],
         token_ids: Sequence[int],
     ) -> TokenMatcher:
-        """Returns the state of a sequence that has generated these ids. Raises InvalidRequestError
-        for an invalid grammar."""
+        """Returns the grammar state of a sequence that has generated `token_ids`. Raises
+        InvalidRequestError for an invalid grammar."""
         inner = _usable(grammar, self._find(grammar)).deep_copy()
         words = mask_words(self.load().vocab_size)
         matcher = TokenMatcher(inner, words, sampling, Endings(self._eos_ids, tuple(stop_ids)))
@@ -197,7 +199,8 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 
 async def _tried(grammar: Grammar, seconds: float) -> str:
-    """Validates a grammar. Returns a description of the error, or "". Raises TimeoutError."""
+    """Validates a grammar in a child process. Returns a description of the error, or "" for a valid
+    grammar. Raises TimeoutError."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return ""
     try:
@@ -214,8 +217,8 @@ async def validate(text: str, seconds: float) -> str:
         A description of the error, or "" for a valid grammar.
 
     Raises:
-        TimeoutError: No result within `seconds`. The machine is then busy, because the child has a
-            smaller limit of processor time.
+        TimeoutError: No result within `seconds`. The machine is then overloaded, because the
+            child's limit of processor time is smaller than `seconds`.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,

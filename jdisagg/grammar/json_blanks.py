@@ -1,4 +1,4 @@
-"""Rules for white space between JSON tokens, as llguidance options within a schema."""
+"""Limits white space between JSON tokens, by llguidance options inside a JSON schema."""
 
 import json
 from collections.abc import Mapping
@@ -12,18 +12,20 @@ _NONE = f'"{OPTIONS}":{{"whitespace_flexible":false}}'
 
 
 def says_itself(schema: str) -> bool:
-    """Returns whether a schema, given as text, has llguidance options of its own."""
+    """Returns whether the text of a JSON schema contains llguidance options already."""
     return f'"{OPTIONS}"' in schema
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Limits white space to `WHITESPACE`, unless the schema has options of its own."""
+    """Returns the schema with white space limited to `WHITESPACE`, unless it contains llguidance
+    options already."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 
 
 def without(schema: str) -> str:
-    """Returns a schema, given as text, with white space forbidden. Other text is unchanged."""
+    """Returns the text of a JSON schema with white space forbidden. Text that is not a JSON object,
+    or contains llguidance options already, is returned unchanged."""
     head, brace, rest = schema.partition("{")
     if head.strip() or not brace or says_itself(schema):
         return schema

@@ -1,10 +1,10 @@
-"""The state of one sequence in its grammar, which determines the tokens that may come next.
+"""The grammar state of one sequence, which determines the tokens that may come next.
 
 The state depends only on the compiled grammar and the accepted ids (rule 9 of the design), so
-another worker restores it by consuming the same ids.
+another worker restores the state by consuming the same ids.
 
-A stop id is allowed where the text may end. If a request must continue (`ignore_eos`,
-`min_tokens`), stop ids are masked out as long as any other token is allowed. After a complete text,
+A stop id is allowed where the text may end. If `ignore_eos` or `min_tokens` forbid the end, stop
+ids are masked out as long as any other token is allowed. When the grammar allows no further token,
 only stop ids are allowed."""
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,8 @@ class Endings:
     """Ids that end an answer.
 
     Attributes:
-        eos_ids: The model's own ids.
-        stop_ids: All ids of the request, including the model's own.
+        eos_ids: Token ids with which the model ends a text.
+        stop_ids: All token ids that end the request's answer, including `eos_ids`.
     """
 
     eos_ids: tuple[int, ...]
@@ -35,9 +35,9 @@ class TokenMatcher:
     """The state of one sequence in its grammar.
 
     Args:
-        inner: llguidance's matcher, owned by this sequence.
-        words: Length of a mask over the tokenizer's ids, in 32-bit words.
-        sampling: Source of `min_tokens` and `ignore_eos`.
+        inner: llguidance's matcher, which no other sequence uses.
+        words: Length of a mask over all ids of the tokenizer, in 32-bit words.
+        sampling: Sampling parameters, of which `min_tokens` and `ignore_eos` are used.
         endings: Ids that end an answer.
     """
 
@@ -55,7 +55,8 @@ class TokenMatcher:
         self._stop_ids = frozenset(endings.stop_ids)
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Appends ids to the sequence. Ignores ids after a stop id, because a mesh runs ahead."""
+        """Appends ids to the sequence. Ignores ids after a stop id: a mesh may generate such ids,
+        because it runs steps ahead of this check."""
         for token_id in token_ids:
             if self._ended or token_id < 0:
                 return
@@ -66,15 +67,17 @@ class TokenMatcher:
                 self._inner.consume_token(token_id)
 
     def forced(self, most: int, vocabulary: int) -> list[int]:
-        """Consumes the next ids as long as exactly one id is possible and it is not a stop id.
+        """Consumes the ids that the grammar forces: ids are appended as long as exactly one id is
+        possible and it is not a stop id.
 
         Args:
-            most: Cap on the number of ids.
-            vocabulary: Size of the model's vocabulary. An id beyond it ends the run.
+            most: Cap on the number of consumed ids.
+            vocabulary: Size of the model's vocabulary. A forced id that is not in the vocabulary is
+                not consumed, nor is any after it.
 
         Returns:
-            The consumed ids. `fill` would have allowed each of them as the only one
-                (tests/end_to_end/test_schemas.py).
+            The consumed ids. `fill` would have allowed each of them as the only next id
+            (tests/end_to_end/test_schemas.py).
         """
         found: list[int] = []
         while len(found) < most and not self._ended:
@@ -87,11 +90,13 @@ class TokenMatcher:
         return found
 
     def fill(self, mask: np.ndarray) -> None:
-        """Writes a bit for each id that may come next. Id 0 is the lowest bit of the first word.
+        """Writes the mask of the ids that may come next, one bit per id. Id 0 is the lowest bit of
+        the first word.
 
         Args:
-            mask: uint32 [words of the model's vocabulary], contiguous. All zero if the consumed ids
-                do not match the grammar, or if the grammar exceeded its limits.
+            mask: uint32 [words of the model's vocabulary], contiguous. It is set to zeros if the
+                consumed ids do not match the grammar, or if the grammar exceeded llguidance's
+                limits.
         """
         words = self._words
         # The mask is written in place unless the model has fewer ids than its tokenizer.
@@ -115,14 +120,14 @@ class TokenMatcher:
 
 
 def _keep_out(endings: np.ndarray, mask: np.ndarray) -> None:
-    """Removes the ids in `endings` from the mask if other ids remain."""
+    """Removes the ids in `endings` from the mask, unless the mask would then be empty."""
     others = mask & ~endings
     if others.any():
         mask[:] = others
 
 
 def mask_words(vocabulary: int) -> int:
-    """Returns the number of words of a mask over that many ids."""
+    """Returns the number of 32-bit words of a mask over `vocabulary` ids."""
     return -(-vocabulary // BITS)
 
 

@@ -1,13 +1,14 @@
-"""Converts structural tags, in the form of vLLM and xgrammar, to a Lark grammar: free text in which
-certain beginnings force the model to continue in a certain form.
+"""Converts structural tags, in the form of vLLM and xgrammar, to a Lark grammar. A structural tag
+allows free text, in which certain texts (triggers) force the model to continue in a certain form.
 
     {"triggers": ["<function="],
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
-The newer form is {"format": F} with F built of the types in `_FORMATS`. A trigger is matched as
-text, so a model that has a special token for it must write it with other tokens. Free text ends
-where a trigger or the end of its tag is complete (llguidance's `lazy`). It must therefore be
-followed by a trigger or an end, or come last."""
+The newer form is {"format": F}, in which F consists of the types in `_FORMATS`. A trigger is
+matched as text. If the model has a special token with this text, the model must write the text with
+other tokens. Free text ends where a trigger or the end of the enclosing tag is complete
+(llguidance's `lazy`). Free text must therefore be last, or be followed by a trigger or the end of a
+tag."""
 
 import json
 import re
@@ -24,8 +25,8 @@ MOST_PARTS = 512
 
 
 def structural_lark(tag: Json) -> str:
-    """Returns the Lark grammar of a `structural_tag`. The InvalidRequestError for an invalid tag
-    names the part."""
+    """Returns the Lark grammar of a `structural_tag`. Raises InvalidRequestError, which names the
+    invalid part."""
     rules = _Rules()
     try:
         if "format" in tag:
@@ -39,7 +40,7 @@ def structural_lark(tag: Json) -> str:
 
 
 class _Rules:
-    """Builds the rules of the Lark grammar, which are collected in `lines`."""
+    """Builds the rules of a Lark grammar and collects them in `lines`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -47,7 +48,7 @@ class _Rules:
 
     def of(self, part: object, where: str, *, ends: str | None = None) -> str:
         """Returns the Lark expression of one format. `ends` is the text that follows the format, if
-        known. Free text includes that text."""
+        known. The expression of free text includes `ends`."""
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")

@@ -2,9 +2,9 @@
 in llguidance's form from standard input and prints a description of the error, if any.
 
 llguidance recurses over rules, and a grammar may take unbounded time. A hostile grammar that
-exceeds the limits of stack, memory or time ends only this process. The tokenizer is one of bytes,
-because the cost of a grammar hardly depends on the vocabulary. Imports only the standard library
-and llguidance, so that it starts fast."""
+exceeds the limits of stack, memory or time ends only this process. The script uses a tokenizer of
+single bytes, because the cost of a grammar hardly depends on the vocabulary. Imports only the
+standard library and llguidance, so that the process starts fast."""
 
 import random
 import resource

@@ -1,26 +1,29 @@
 """The elastic controller: decides which worker should change its role, and advises how many workers
 of each role an autoscaler should run. Pure.
 
-A pool is the workers of one role, and its need is a number of workers. A pool is short of workers
-if it causes the objective to be missed, or if it is full. TTFT misses that queueing alone explains
-are attributed to prefill if prompts wait at prefill workers, or at the router while those are busy.
-They are attributed to decode if requests wait for room to decode. A missed TPOT is attributed to
-decode, as long as a smaller batch could help. An empty pool is always short, and the other pool
-then gives a worker even if it is short itself. A fluid model estimates the share of requests that
-meet the objective, min(1, n / need) over both pools, with and without a switch:
+A pool is the set of all workers of one role. The need of a pool is the number of workers that its
+load requires. A pool is short of workers if it causes requests to miss the latency objective, or if
+it is full. If queueing alone explains why the TTFT is missed, the miss is attributed to the pool
+for which requests wait. That is prefill if prompts wait at prefill workers, or at the router while
+all prefill workers are busy. It is decode if requests wait for room at decode workers. A missed
+TPOT is attributed to decode, as long as a smaller batch could help. An empty pool is always short,
+and the other pool then gives a worker even if it is short itself. A switch is a change of one
+worker's role. A fluid model estimates the share of requests that meet the objective, min(1, n /
+need) over both pools of n workers, with and without a switch:
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences
 
-The gain must exceed `least_gain` of the horizon's requests. Draining, re-sharding the weights and
-warm-up are thus charged, and a switch that would make the other pool short is not made.
+The gain must exceed `least_gain` of the horizon's requests. The formula thus charges the time for
+draining, re-sharding the weights and warm-up. A switch that would make the other pool short is not
+made.
 
 Hysteresis: a switch requires that a pool is short for `patience_seconds`. Fewer workers are advised
-only after the pool had spare workers for `calm_seconds`. After a switch there is no other for
-`cooldown_seconds`, and earlier observations are discarded. The model may be wrong: a pool that was
-short with n workers is not reduced to n under a similar load for `remember_seconds`, so a mistake
-is not repeated. Without traffic there is no switch. The last worker of a role that takes requests
-keeps its role."""
+only after a pool had spare workers for `calm_seconds`. After a switch no other switch is made for
+`cooldown_seconds`, and earlier observations are discarded. The model may be wrong. So that a
+mistake is not repeated, a pool that was short with n workers is not reduced to n workers under a
+similar load for `remember_seconds`. Without traffic there is no switch. If only one worker of a
+role takes requests, it keeps its role."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -41,11 +44,13 @@ class ElasticConfig:
     """Settings of the elastic controller.
 
     Attributes:
-        target_use: Mean use that a pool should have, in [0, 1].
-        full_use: Peak use (`PoolView.peak_use`) above which a pool is short.
-        least_requests: Least number of outcomes in the window; with fewer, outcomes are ignored.
-        move_harm: Requests that count as lost per migrated running request.
-        switch_seconds: Assumed duration of a switch until one has been observed.
+        target_use: Mean utilization that a pool should have, in [0, 1].
+        full_use: Peak utilization (`PoolView.peak_use`) above which a pool is short of workers.
+        least_requests: Minimum number of ended requests in the observation window. With fewer,
+            their latencies are ignored.
+        move_harm: Cost of migrating one running request, as a number of requests that miss the
+            objective.
+        switch_seconds: Assumed duration of a role change until one has been observed.
     """
 
     slo: SloTarget = field(default_factory=SloTarget)
@@ -114,8 +119,8 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Workers that each role should have. The needs are the model's results, in fractional
-    workers."""
+    """Number of workers that each role should have. `prefill_need` and `decode_need` are the
+    estimated needs before rounding."""
 
     prefill: int
     decode: int
@@ -126,7 +131,8 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class WasShort:
-    """Records that a pool of `size` workers was short at time `at` under `load` (in workers)."""
+    """Records that a pool of `size` workers was too small at time `at`. `load` is the pool's load
+    then, as a number of workers."""
 
     size: int
     load: float
@@ -136,8 +142,9 @@ class WasShort:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """State that the controller keeps between decisions. `short_since`, `spare_since` and
-    `was_short` have one entry per role, prefill first. An entry is None if the pool is not (or was
-    never) short or spare."""
+    `was_short` have one entry per role, prefill first. They state since when the pool has been
+    short of workers or had spare workers, and when it was last short. An entry is None if this does
+    not apply."""
 
     short_since: tuple[float | None, float | None] = (None, None)
     spare_since: tuple[float | None, float | None] = (None, None)
@@ -149,7 +156,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a decision. `switch` is None if no role should change now; `reason` states why."""
+    """Result of a decision. `switch` is None if no role should change now. `reason` states why a
+    role should or should not change."""
 
     switch: Switch | None
     advice: Advice
@@ -171,7 +179,8 @@ class _Pool:
 
 
 def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool = True) -> Verdict:
-    """Decides on the observations of the window. With `may_switch` False it only gives advice."""
+    """Decides on the observations `view`. With `may_switch` False the result contains advice only,
+    and no switch."""
     pools = (_prefill(config, view), _decode(config, view))
     memory = replace(
         memory,
@@ -197,8 +206,9 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
 
 
 def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole) -> WorkerStatus:
-    """Returns the worker that is to take `role`. Raises InvalidRequestError or UnavailableError if
-    the change is not allowed, as for the last worker of a role."""
+    """Returns the worker `name`, which is to take `role`. Raises InvalidRequestError or
+    UnavailableError if the change is not allowed, for example because the worker is the last one of
+    its role."""
     worker = next((one for one in workers if one.name == name), None)
     if worker is None:
         raise InvalidRequestError(
@@ -229,7 +239,8 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
 def usual_layout(
     workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
 ) -> Layout:
-    """Returns the most common layout of `role` that fits the worker's devices, else its own."""
+    """Returns the most common layout of workers with `role` that fits the worker's devices, or else
+    the worker's own layout."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -237,7 +248,8 @@ def usual_layout(
 
 
 class Controller:
-    """Combines observation window, memory and decision for the live router and the simulator."""
+    """Holds the observation window and the memory between decisions, for the live router and the
+    simulator."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
@@ -253,8 +265,8 @@ class Controller:
         self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
     ) -> Verdict:
         """Samples the workers and the number `held` of requests waiting at the router, and decides.
-        After it returned a switch, no other follows until `switched` is called. With `may_switch`
-        False it only advises."""
+        After this method returned a switch, it returns no other until `switched` is called. With
+        `may_switch` False it only gives advice."""
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -262,8 +274,8 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """Records that a switch ended after `seconds`, or that it failed (None). Starts a new
-        window."""
+        """Records that a role change took `seconds`, or that it failed (None). Starts a new
+        observation window."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
         self._memory = Memory(
@@ -326,7 +338,8 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
-    """Returns whether TTFT misses its objective and would meet it more often without queueing."""
+    """Returns whether too few requests meet the TTFT objective and more would meet it without
+    queueing."""
     return (
         view.ttft_attainment < config.slo.quantile
         and view.ttft_without_queue > view.ttft_attainment
@@ -334,7 +347,8 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """Returns the need in workers. A short pool needs more than its size."""
+    """Returns the number of workers that a pool needs. A pool that is short needs more workers than
+    it has."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )
@@ -343,8 +357,8 @@ def _need(size: int, load: float, short: bool, over: float) -> float:
 def _remembered(
     config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
 ) -> tuple[WasShort | None, WasShort | None]:
-    """Returns the memory with the size and load of each pool that has been short for
-    `patience_seconds`."""
+    """Returns the new value of `Memory.was_short`: records the size and load of each pool that has
+    been short for `patience_seconds`."""
 
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
         if since is not None and now - since >= config.patience_seconds:
@@ -451,8 +465,8 @@ def _advise(
     pools: tuple[_Pool, _Pool],
     switch: Switch | None,
 ) -> Advice:
-    """Advises more workers for a short role that no switch helps, or one worker less for a role
-    that had spare workers for long."""
+    """Advises more workers for a role that is short if no switch helps. Advises one worker less for
+    a role that has had spare workers for a long time."""
     wanted: list[int] = []
     reasons: list[str] = []
     for pool, short_since, spare_since in zip(

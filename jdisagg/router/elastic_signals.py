@@ -1,10 +1,11 @@
-"""Input of the elastic controller: outcomes of requests and use of the pools in a sliding window.
+"""Input of the elastic controller: the latencies of requests and the utilization of the pools (the
+workers of one role) in a sliding window.
 
-Requests are evaluated at quantiles, not by their mean: the controller needs the share that met the
-objective, and the share that would have met it without queueing. The use of a pool is sampled: for
-a prefill worker the share of time with work, for a decode worker the fuller of its pages and slots.
-Sequences whose KV has not arrived do not count as load of the decode pool, because a shortage of
-prefill workers increases their number.
+Latencies are evaluated at quantiles, not by their mean: the controller needs the share of requests
+that met the objective, and the share that would have met it without queueing. Utilization is
+sampled: for a prefill worker the share of time with work, for a decode worker the larger of the
+fractions of pages and of slots in use. Sequences whose KV has not arrived do not count as load of
+the decode pool, because a shortage of prefill workers increases their number.
 
 Pure bookkeeping: times are arguments and the result (`View`) is plain data."""
 
@@ -20,8 +21,8 @@ from jdisagg.router.quantiles import quantile
 
 @dataclass(frozen=True, slots=True)
 class SloTarget:
-    """Objective: a share `quantile` of all requests has its first token within `ttft_seconds`
-    and at most `tpot_seconds` per further token."""
+    """Objective: a share `quantile` of all requests gets the first token within `ttft_seconds`, and
+    further tokens at most `tpot_seconds` apart on average."""
 
     ttft_seconds: float = 2.0
     tpot_seconds: float = 0.2
@@ -43,10 +44,11 @@ class EndedRequest:
     """A request that ended at time `at`.
 
     Attributes:
-        ttft_seconds: Time to the first token, infinite if the request was refused or had no token.
-        tpot_seconds: Time per further token, or None without a second token.
-        queue_seconds: Part of the TTFT spent waiting at the router, for pages and for a prefill
-            batch.
+        ttft_seconds: Seconds to the first token, or infinity if the request was refused or got no
+            token.
+        tpot_seconds: Mean seconds per further token, or None if the request got at most one token.
+        queue_seconds: Part of `ttft_seconds` that the request spent waiting: at the router, for
+            pages, and for a prefill batch.
     """
 
     at: float
@@ -60,10 +62,10 @@ class PoolView:
     """Measurements of one role's workers in the window.
 
     Attributes:
-        taking: Workers that take new requests now.
-        use: Mean use in [0, 1].
-        peak_use: Use that is exceeded in few samples (a quantile), in [0, 1].
-        waiting: Mean number of requests queued or held for the pool.
+        taking: Workers that accept new requests now.
+        use: Mean utilization, in [0, 1].
+        peak_use: High quantile of the sampled utilization, in [0, 1].
+        waiting: Mean number of requests that wait for the pool, at its workers or at the router.
         batch: Mean number of running sequences per dp rank.
     """
 
@@ -76,9 +78,10 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Values from which the controller decides. Attainments are shares of the requests that meet
-    the objective, or 1 without requests. `ttft_without_queue` is the share that would meet the TTFT
-    objective without queueing. The quantiles are in seconds, 0 without requests."""
+    """Values from which the controller decides. The attainments are the shares of requests that met
+    the TTFT or TPOT objective, or 1 without requests. `ttft_without_queue` is the share of requests
+    that would have met the TTFT objective without queueing. The latency quantiles are in seconds,
+    or 0 without requests."""
 
     now: float
     requests: int
@@ -101,7 +104,7 @@ class _Sample:
 
 
 class SloWindow:
-    """Stores the outcomes and samples of the last `window_seconds`."""
+    """Stores the ended requests and the samples of workers of the last `window_seconds`."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds
@@ -114,14 +117,14 @@ class SloWindow:
         self._since: float | None = None
 
     def outcome(self, outcome: EndedRequest) -> None:
-        """Adds the outcome of a request. Outcomes must be added in order of `at`."""
+        """Adds a request that ended. Requests must be added in order of their end times `at`."""
         self._outcomes.append(outcome)
 
     def sample(self, now: float, statuses: Iterable[WorkerStatus], held: int = 0) -> None:
-        """Adds a sample of the workers. Call it at about equal intervals. Mixed workers do not
-        count, because they never switch. `held`: Requests that wait at the router. They count as
-        waiting for prefill while all prefill workers are busy, and otherwise as waiting for room to
-        decode."""
+        """Adds a sample of the workers' statuses. Call this method at about equal intervals. Mixed
+        workers are ignored, because they never change their role. `held`: Number of requests that
+        wait at the router. They count as waiting for prefill while all prefill workers are busy,
+        and otherwise as waiting for decode workers."""
         self._latest = tuple(statuses)
         self._since = now if self._since is None else self._since
         busy = all(map(use_of, _taking(self._latest, WorkerRole.PREFILL)))
@@ -138,7 +141,8 @@ class SloWindow:
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
-        """Discards all observations. Called after a change of the pools."""
+        """Discards all observations. Called after a role change, because they describe the earlier
+        pools."""
         self._outcomes.clear()
         for samples in self._samples.values():
             samples.clear()
@@ -190,7 +194,7 @@ class SloWindow:
 
 
 def use_of(worker: WorkerStatus) -> float:
-    """Returns the current use of a worker, in [0, 1]."""
+    """Returns the current utilization of a worker, in [0, 1]."""
     if worker.role is WorkerRole.PREFILL:
         return 1.0 if worker.running or worker.waiting else 0.0
     total = sum(worker.total_pages)
@@ -202,7 +206,7 @@ def use_of(worker: WorkerStatus) -> float:
 
 
 def _at_work(worker: WorkerStatus) -> int:
-    """Returns the number of sequences whose KV has arrived."""
+    """Returns the number of a decode worker's sequences whose KV has arrived."""
     return max(0, worker.running - worker.handoffs)
 
 

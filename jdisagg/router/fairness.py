@@ -1,18 +1,18 @@
-"""Fair order of the requests that wait at the router: by weighted virtual time between tenants, and
-by urgency within a tenant. A pure queue.
+"""Fair order of the requests that wait at the router. Tenants are ordered by weighted virtual time,
+and the requests of one tenant by urgency. Pure data structure.
 
-Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) over the tokens of a request as
-in VTC (Sheng et al., OSDI'24: prompt + 2 x answer). A tenant's virtual time grows by cost / weight
-with each request served, and the tenant with the least is served next. A tenant that was idle
-resumes at the queue's current virtual time, so idleness earns no credit. The queue's virtual time
-grows by cost / sum of the weights of all waiting tenants (as in Parekh and Gallager, 1993). It does
-not follow the served tenant alone: otherwise new tenants that arrive one after another would all
-start before the tenants served since. Before a waiting tenant is served, other tenants therefore
-get at most their head request and their share.
+Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) in which a request costs tokens
+as in VTC (Sheng et al., OSDI'24): prompt + 2 x answer. A tenant's virtual time grows by cost /
+weight with each request served. The tenant with the smallest virtual time is served next. A tenant
+that was idle resumes at the queue's current virtual time, so idleness earns no credit. The queue's
+virtual time grows by cost / sum of the weights of all waiting tenants (as in Parekh and Gallager,
+1993). It does not simply follow the virtual time of the tenant served last: otherwise new tenants
+that arrive one after another would all be served before tenants that already wait. As a result,
+each other tenant gets at most one request beyond its fair share before a waiting tenant is served.
 
-Within a tenant: by the time at which the first token is due, minus `PRIORITY_SECONDS` for each step
-of priority, at most `MOST_PRIORITY` steps. An old request of low priority therefore eventually
-precedes new ones of high priority."""
+Within a tenant: requests are ordered by the time at which their first token is due, minus
+`PRIORITY_SECONDS` for each step of priority, at most `MOST_PRIORITY` steps. An old request of low
+priority therefore eventually precedes new requests of high priority."""
 
 import heapq
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ MOST_PRIORITY = 10
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """An entry of the queue. `due`: Time when its first token is due. `cost`: Its tokens."""
+    """A request in the queue. `due`: Time when its first token is due. `cost`: Cost in tokens."""
 
     key: int
     tenant: str
@@ -41,8 +41,8 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant with requests. `passed`: Its virtual time. `cost` and `count`: Totals of its waiting
-    requests."""
+    """A tenant with requests in the queue. `passed`: Virtual time of the tenant. `cost` and
+    `count`: Total cost and number of its waiting requests."""
 
     passed: float
     cost: float = 0.0
@@ -51,7 +51,8 @@ class _Tenant:
 
 
 class FairQueue:
-    """Fair queue. `weights`: Weight of each tenant; a tenant that is not listed has weight 1."""
+    """Queue that serves tenants in proportion to their weights. `weights`: Weight of each tenant; a
+    tenant that is not listed has weight 1."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
@@ -116,7 +117,8 @@ class FairQueue:
             self._drop(ticket, self._tenants[ticket.tenant])
 
     def ahead(self, tenant: str, cost: float, due: float, priority: int = 0) -> float:
-        """Returns the cost served before a request arriving now, if no other arrived later."""
+        """Returns the total cost of the requests that would be served before a request that arrives
+        now, if no further request arrived."""
         mine = self._tenants.get(tenant)
         passed = mine.passed if mine else max(self._passed, self._ends.get(tenant, 0.0))
         urgency = Ticket(1 << 62, tenant, due, cost, priority).urgency
@@ -153,8 +155,8 @@ class FairQueue:
         tenant.count -= 1
 
     def _idle(self, name: str, tenant: _Tenant) -> None:
-        """Removes a tenant without waiting requests. Keeps the tenant's virtual time while it is
-        ahead of the queue's."""
+        """Removes a tenant that has no waiting requests. Keeps the tenant's virtual time while it
+        exceeds the queue's virtual time."""
         del self._tenants[name]
         self._ends = (
             {other: end for other, end in self._ends.items() if end > self._passed}

@@ -1,11 +1,13 @@
 """Index of the KV blocks that live workers report as cached (`messages/kept_blocks.py`).
 
-The index is a hint: a worker uses the blocks that it has when the request arrives. Missing,
-duplicate or reordered reports do not corrupt the index. The reply contains the number of the last
-applied event, after which the worker continues or sends a full snapshot. A worker that is gone or
-replaced leaves no entries. `most_blocks` bounds the entries, summed over workers.
+The index is a hint: a worker uses only the blocks that it still has when the request arrives.
+Missing, duplicate or reordered reports do not corrupt the index. The reply to a report contains the
+number of the last event that the index applied. The worker then sends the events after it, or a
+full snapshot. Entries of a worker that is gone or replaced are removed. `most_blocks` bounds the
+number of entries, summed over workers.
 
-Workers with the same scheme and block size share an index. Pure. Used on one event loop."""
+Workers with the same naming scheme and block size share one `PrefixIndex`. Pure. Used on one event
+loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,11 +23,12 @@ MOST_BLOCKS = 1 << 21
 
 
 class KnownBlocks:
-    """Index of cached blocks. Implements `router.decision.Affinity`.
+    """Index of the KV blocks that workers have cached. Implements `router.decision.Affinity`.
 
     Args:
-        secret: Key of block names. It must equal the workers' key, or no block is found.
-        most_blocks: Cap on entries summed over workers.
+        secret: Key with which block names are hashed. It must equal the workers' key, or no block
+            is found.
+        most_blocks: Cap on the number of entries, summed over workers.
         names: Creates the function that names blocks, from a secret, a model and a block size in
             tokens.
     """
@@ -45,16 +48,17 @@ class KnownBlocks:
         self._numbering = Numbering()
 
     def __len__(self) -> int:
-        """Number of distinct blocks of all workers."""
+        """Number of distinct blocks that any worker has cached."""
         return sum([len(index) for index in self._indices.values()])
 
     def blocks(self, worker: str) -> int:
-        """Returns the number of blocks of one worker."""
+        """Returns the number of blocks that one worker has cached."""
         scheme = self._schemes.get(worker)
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """Adds a worker. `scheme`: Its block naming, or None without a prefix cache."""
+        """Adds a worker. `scheme`: How the worker names its blocks, or None if it has no prefix
+        cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)
@@ -71,8 +75,9 @@ class KnownBlocks:
                 del self._indices[scheme]
 
     def told(self, news: KeptNews) -> KeptMark:
-        """Applies a worker's report if it follows the last one. Returns the number of the last
-        applied event. Raises InvalidRequestError for a malformed report."""
+        """Applies a worker's report of changes to its cache. A report that does not follow the last
+        one is not applied. Returns the number of the last applied event. Raises InvalidRequestError
+        for a malformed report."""
         names = _hashes(news)
         worker, scheme = news.worker, self._schemes.get(news.worker)
         if scheme is None:

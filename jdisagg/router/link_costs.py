@@ -1,8 +1,8 @@
-"""Cost of transferring KV between each pair of workers, over the best link that their places share
-and the number of its lanes.
+"""Cost of transferring KV between each pair of workers. The transfer uses the fastest link that
+connects the two workers' places, with as many lanes as the workers' tensor parallelism allows.
 
-The costs depend only on the workers' descriptions. They are computed once and kept until a worker
-comes, goes or changes its description. Matrices are [prefill workers, decode workers]."""
+The costs depend only on the workers' descriptions. They are computed once and stored until a worker
+arrives, leaves or changes its description. Matrices are [prefill workers, decode workers]."""
 
 import functools
 from collections.abc import Sequence
@@ -19,16 +19,17 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkSide:
-    """The workers on one side of the pairs. `places`: Codes [parts, workers], 0 for unknown parts.
-    `speeds`: Each worker's index into the list of speeds."""
+    """The senders or the receivers of the pairs. `places`: Codes of the parts (rack, host, domain,
+    process) of each worker's place, [parts, workers], 0 for unknown parts. `speeds`: Each worker's
+    index into the list of speeds."""
 
     places: Array
     speeds: Indices
 
 
 class LinkCosts:
-    """Costs from workers `prefill` to workers `decode`. `far`: Link between workers in different
-    racks."""
+    """Costs of KV transfers from the workers `prefill` to the workers `decode`. `far`: Link between
+    workers in different racks."""
 
     def __init__(
         self, prefill: LinkSide, decode: LinkSide, speeds: Sequence[Speed], far: Link
@@ -48,8 +49,9 @@ class LinkCosts:
         self._alike: tuple[float, float, float] | None = None  # terms common to all pairs, or None
 
     def seconds(self, prefills: Indices, decodes: Indices | slice, missing: Array | float) -> Array:
-        """Returns the seconds to transfer `missing` tokens between workers at these indices,
-        [prefills, decodes]. `missing` is one number or one per decode worker."""
+        """Returns the seconds to transfer the KV of `missing` tokens between the workers at the
+        indices `prefills` and `decodes`, as an array [prefills, decodes]. `missing` is one number
+        or one per decode worker."""
         if self._alike is not None and isinstance(missing, float) and isinstance(decodes, slice):
             latency, lanes, per_byte = self._alike
             each = latency + float(self._wire_bytes[0]) * missing / lanes * per_byte
@@ -84,8 +86,8 @@ class LinkCosts:
 
 @functools.lru_cache(maxsize=1024)
 def _links(speed: Speed, far: Link) -> tuple[Array, Array]:
-    """Returns latencies and seconds per byte, indexed by how many parts of their places two workers
-    share: none, rack, host, domain or process."""
+    """Returns the latency in seconds, and the seconds per byte, of each possible link. The index is
+    the number of parts (rack, host, domain, process) that the places of two workers share."""
     hardware = speed.kind.hardware
     links = (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
     return np.array([link.latency_seconds for link in links]), np.array(

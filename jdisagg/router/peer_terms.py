@@ -1,11 +1,12 @@
-"""Predicted seconds of each candidate if it fetches cached KV (`worker/peer_fetch.py`).
+"""Predicted prefill costs of each candidate if it fetches cached KV from another worker, the holder
+(`worker/peer_fetch.py`).
 
-There are at most two holders: the prefill worker with the most cached tokens (of several, the least
-busy), and the decode worker with the most (of several, the one with the least issued work;
-`PlacementPolicy.fetch_from_decode`). A candidate is charged the cheaper of two ways: compute all
-tokens that it lacks, or fetch from a holder and compute the rest. A fetch starts after the steps
-already issued on both meshes and overlaps with the candidate's queue. Pure arithmetic. The holder
-decides what it sends when the fetch arrives."""
+At most two holders are considered: the prefill worker with the most cached tokens (of several, the
+least busy), and the decode worker with the most cached tokens (of several, the one with the least
+issued work; `PlacementPolicy.fetch_from_decode`). A candidate is charged the cheaper of two ways:
+compute all tokens that are not cached, or fetch KV from a holder and compute the rest. A fetch
+starts after the steps already issued to both meshes, and overlaps with the candidate's queue. This
+module only predicts. The holder decides what it sends when the fetch arrives."""
 
 from dataclasses import replace
 
@@ -24,7 +25,8 @@ CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 @plain
 class Trusted:
-    """Flags of the prefill and decode workers from which KV may be fetched. None means all."""
+    """Flags of the prefill workers and of the decode workers: whether KV may be fetched from the
+    worker. None means that it may be fetched from all."""
 
     prefills: Flags | None = None
     decodes: Flags | None = None
@@ -40,7 +42,8 @@ def with_fetches(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
-    """Returns the costs of prefill workers if each uses the cheaper of computing and fetching."""
+    """Returns the costs of prefill workers if each chooses the cheaper way: compute the prompt, or
+    fetch cached KV first."""
     queue = np.maximum(0.0, costs.queue)
     waiting = np.minimum(queue, _issued(state, side, table))
     holders = _prefill_holders(costs, waiting, trusted)
@@ -71,8 +74,8 @@ def with_fetches(
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
-    """Returns the prefill worker to fetch from, as a list of at most one. `waiting`: For each
-    worker, seconds until its issued steps are done."""
+    """Returns the prefill worker from which others may fetch KV, as a list of at most one.
+    `waiting`: For each worker, seconds until its issued steps are done."""
     at, known = _asked(costs.known, trusted.prefills)
     if not len(at) or len(costs.rows) < 2:
         return ()
@@ -85,7 +88,7 @@ def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> t
 def _decode_holders(
     state: ClusterState, costs: DecodeCosts, trusted: Trusted, query: PlacementQuery
 ) -> tuple[Holder, ...]:
-    """Returns the decode worker to fetch from, as a list of at most one."""
+    """Returns the decode worker from which others may fetch KV, as a list of at most one."""
     at, known = _asked(known_at(state, costs.rows, query), trusted.decodes)
     if not len(at):
         return ()
@@ -115,7 +118,8 @@ def _issued(state: ClusterState, side: Side, table: Table) -> Array:
 def _computing(
     state: ClusterState, side: Side, table: Table, query: PlacementQuery, holder: Holder
 ) -> Array:
-    """Returns the seconds that each prefill worker needs for the tokens that the holder lacks."""
+    """Returns the seconds that each prefill worker needs to compute the tokens that the holder does
+    not have cached."""
     seconds = np.empty(len(table))
     new, known = np.array([query.work.tokens - holder.tokens]), np.array([holder.tokens])
     for speed, chunk, which in alike(state, side, table):

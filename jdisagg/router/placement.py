@@ -1,15 +1,15 @@
 """Chooses the workers of an attempt: the pair with the least predicted time to the request's end.
 If none can start the request now, the result states the reason. Pure.
 
-`decide` evaluates every worker once, in columns. Pairs are evaluated for the few prefill workers
-with the earliest first token against all decode workers. The objective is time to first token +
-hand-off gap + the remaining tokens at the predicted step. Penalties for a first token beyond the
-limit and a step beyond the bound exceed any predicted time. `candidates` selects the workers and
-their penalties. A worker that still loads programs is charged the remaining loading time. If any
-candidate's speed is unknown, the least loaded workers are chosen, with a preference for those that
-have the prompt cached.
+`decide` evaluates every worker once, in vectorized form. It then evaluates pairs of the few prefill
+workers with the earliest first token and all decode workers. It minimizes time to first token +
+hand-off gap + remaining tokens x predicted seconds of a decode step. A first token after its time
+limit and a step beyond the TPOT bound add penalties that exceed any predicted time. `candidates`
+selects the workers and adds penalties of its own. A worker that still loads XLA programs is charged
+the remaining loading time. If any candidate's speed is unknown, the least loaded workers are
+chosen, with a preference for those that have the prompt cached.
 
-Raises UnavailableError when no worker of a needed role takes requests."""
+Raises UnavailableError when no worker of a required role takes requests."""
 
 from dataclasses import replace
 
@@ -61,13 +61,16 @@ UNPRICED = "no latency prediction without prices (--hardware)"
 
 @plain
 class Weighed:
-    """Predicted costs of all choices, in seconds.
+    """Predicted costs of all possible choices, in seconds.
 
     Attributes:
-        pairs: Time to the end [prefill workers, decode workers], minus `spared`.
-        spared: Prefill seconds that each prefill worker's cache saves for other requests.
-        local: Costs of prefilling on the decode workers, or None if no decode worker can.
-        alone: Time to the end if the decode worker also prefills (inf: not possible).
+        pairs: Time to the request's end for each pair [prefill workers, decode workers], minus
+            `spared`.
+        spared: For each prefill worker, prefill seconds that other requests save because the
+            worker's cached prefix is used.
+        local: Costs of computing the prompt on the decode workers, or None if no decode worker can
+            prefill.
+        alone: Time to the request's end if the decode worker also prefills (inf: not possible).
     """
 
     prefills: PrefillCosts
@@ -86,7 +89,7 @@ def decide(
 
     Returns:
         A `Decision`, a `Deferred` if the request must wait at the router, or a `Refusal` if its
-        first token would come after its limit.
+        first token would come after its time limit.
 
     Raises:
         UnavailableError: No worker of a needed role takes requests.
@@ -103,7 +106,7 @@ def another_prefill(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
     """Returns another worker to continue a prompt whose prefill worker failed. A worker in `avoid`
-    is chosen only if there is no other."""
+    is chosen only if no other worker is available."""
     some = usable(
         state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, policy
     )
@@ -115,8 +118,8 @@ def another_prefill(
 def another_decode(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
-    """Returns the worker to take over a running sequence. Draining workers and those in `avoid` are
-    never chosen."""
+    """Returns the decode worker to which a running sequence should migrate. Draining workers and
+    those in `avoid` are never chosen."""
     some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
     some = some.where(some.against < FAILED)
     if not len(some):
@@ -127,7 +130,8 @@ def another_decode(
 def witnesses(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy, most: int = 16
 ) -> frozenset[str]:
-    """Returns at most the best `most` workers of each role. A decision among these alone equals the
+    """Returns the workers that a decision record must contain: the best `most` workers of each
+    role, and workers from which they may fetch KV. A decision among these workers equals the
     decision among all workers."""
     prefills, decodes = candidates(state, query, now, policy)
     if len(prefills) + len(decodes) <= 2 * most:
@@ -205,8 +209,8 @@ def weigh(
 
 
 def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:
-    """Returns seconds to the first token of pairs [prefill workers, decode workers]. The shape is
-    [prefill workers, 1] if decode workers make no difference."""
+    """Returns the seconds to the first token of each pair, as an array [prefill workers, decode
+    workers]. The shape is [prefill workers, 1] if decode workers make no difference."""
     if decodes.room or not policy.decode_first:
         return (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
     return np.maximum(prefills.queue[:, None], decodes.queue[None, :]) + prefills.prefill[:, None]
@@ -221,12 +225,13 @@ def _weigh_alone(
     policy: PlacementPolicy,
     rest: Array,
 ) -> tuple[LocalCosts, Array]:
-    """Returns the time to the end on each decode worker that prefills itself, and the local costs.
+    """Returns the time to the request's end on each decode worker if it computes the prompt itself,
+    and the costs of the prefill.
 
-    Running streams stall while the prompt is computed, and their loss is charged to this request.
-    Where prefill workers exist, a decode worker computes at most one chunk. It computes none if a
-    stream would wait for a token longer than the bound, or if its streams have not recovered from
-    the last computed chunk."""
+    Running streams stall while the prompt is computed, and the lost time is charged to this
+    request. Where prefill workers exist, a decode worker computes at most one chunk. It computes
+    none if a stream would wait for a token longer than the TPOT bound, or if its streams have not
+    made up for the last chunk's delay."""
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
@@ -282,8 +287,9 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Adds to the pair's reason why its decode worker does not compute the prompt: the rule that
-    forbids it, or missing prefill programs although local prefill would be cheaper."""
+    """Extends the stated reason of a pair by why its decode worker does not compute the prompt
+    itself. Either a rule forbids this, or the worker has no prefill programs although local prefill
+    would be cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -411,9 +417,9 @@ def _decision(
 def _admitted(
     decision: Decision, weighed: Weighed, query: PlacementQuery, policy: PlacementPolicy
 ) -> PlacementOutcome:
-    """Returns the decision if it is in time and can start now, else a refusal or a deferral. A
-    worker that was chosen for its cached prefix may have a queue while others have none; this does
-    not defer the request."""
+    """Returns the decision if the request can start now and its first token comes in time, else a
+    refusal or a deferral. A worker that was chosen for its cached prefix may have a queue while
+    other workers have none. Such a queue does not defer the request."""
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
     if ttft > query.limit_seconds:
@@ -486,8 +492,9 @@ def _source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[int, int]:
-    """Returns the worker to fetch from if there are no predictions: its row and its cached tokens,
-    or (-1, 0). A decode worker is chosen only if it has more cached than any prefill worker."""
+    """Returns the worker from which cached KV should be fetched if costs cannot be predicted: its
+    row number and its number of cached tokens, or (-1, 0). A decode worker is chosen only if it has
+    more tokens cached than any prefill worker."""
     found = -1, 0
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():
@@ -501,8 +508,8 @@ def _source(
 
 
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
-    """Returns the score of each worker, which is minimised if there are no predictions: load minus
-    the cached share of the prompt."""
+    """Returns a score of each worker, used if costs cannot be predicted: its load minus a bonus for
+    the cached share of the prompt. The worker with the lowest score is chosen."""
     score = some.against + some.load
     at, tokens = known_at(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens

@@ -1,9 +1,10 @@
 """Predicts the length of answers for reservations, placement and fairness.
 
-`LearnedLengths` returns a quantile of recent lengths per tenant and class of prompt lengths (powers
-of two). A class with too few samples falls back to the tenant, then to all tenants. `MaxTokens`
-returns max_tokens, which no prediction exceeds. Answers that max_tokens cut off count with that
-length. Each call costs O(log n). No clock is used."""
+`LearnedLengths` predicts a quantile of the recent lengths in the same class: the tenant and the
+prompt's length, rounded to a power of two. If a class has too few samples, all answers of the
+tenant are used, and then those of all tenants. `MaxTokens` predicts the request's max_tokens, which
+no prediction exceeds. An answer that max_tokens cut off counts with the length at the cut. Each
+call costs O(log n). No clock is used."""
 
 import bisect
 from collections import deque
@@ -26,7 +27,7 @@ class LengthPredictor(Protocol):
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int: ...
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records the length of an answer that ended by itself or at max_tokens."""
+        """Records the length of an answer that ended by itself or was cut off at max_tokens."""
         ...
 
     @property
@@ -36,7 +37,8 @@ class LengthPredictor(Protocol):
 
 
 class MaxTokens:
-    """Predicts max_tokens of the request. `typical_tokens` is still learned."""
+    """Predicts the request's max_tokens as the length of each answer. `typical_tokens` is learned
+    from past answers."""
 
     def __init__(self) -> None:
         self._all = _Lengths()
@@ -53,11 +55,11 @@ class MaxTokens:
 
 
 class LearnedLengths:
-    """Predicts a quantile of observed lengths.
+    """Predicts a quantile of the lengths of past answers.
 
     Args:
         quantile: Share of answers that should not exceed the prediction.
-        classes: Cap on stored classes. The least recently observed class is evicted.
+        classes: Cap on the number of stored classes. The least recently observed class is evicted.
     """
 
     def __init__(self, quantile: float = 0.75, classes: int = 4096) -> None:
@@ -88,7 +90,7 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths, in order of arrival and sorted by size."""
+    """The last `WINDOW` lengths of answers, in order of arrival and sorted by size."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -100,7 +102,7 @@ class _Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean length, or a typical length before the first answer."""
+        """Mean length of the answers, or an assumed length before the first answer."""
         return self._sum / len(self._latest) if self._latest else 256.0
 
     def add(self, length: int) -> None:
@@ -117,7 +119,8 @@ class _Lengths:
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
-    """Returns the lengths of a key and marks it as most recently used."""
+    """Returns the lengths stored under a key, and marks the key as most recently used. Evicts the
+    oldest of more than `most` keys."""
     lengths = known[key] = known.pop(key, None) or _Lengths()
     if len(known) > most:
         del known[next(iter(known))]

@@ -1,10 +1,10 @@
-"""The router's index of the workers' prefix caches: how many pages of a chain (the pages of a
-prompt, in order) each worker has cached.
+"""The router's index of the workers' prefix caches: how many leading pages of a chain (the pages of
+a prompt, in order) each worker has cached.
 
-The entry of a page is an integer with a bit per worker, so that a thousand workers are matched with
-one operation per page. The result is an array with a count per worker (`ByWorker`), because usually
-most workers have the system prompt cached. The index may lag behind the caches. A wrong match costs
-time but never changes a token."""
+Each page has an entry: an integer with one bit per worker. One operation per page therefore matches
+a thousand workers. The result is a dense array with a count per worker (`ByWorker`), because
+usually most workers have the system prompt cached. The index may lag behind the caches. A wrong
+match costs time but never changes a token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,14 +19,16 @@ Counts = npt.NDArray[np.int64]
 
 @plain
 class Roster:
-    """Immutable mapping of numbers to workers ("" if a number is free). Compare it by `is`."""
+    """Immutable assignment of numbers to workers: `names[number]` is the worker, or "" if the
+    number is free. Two rosters are equal only if they are the same object."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, int]
 
 
 class Numbering:
-    """Assigns each worker the lowest free number. Several indices may share one numbering."""
+    """Assigns each worker the lowest free number. Several `PrefixIndex` objects may share one
+    numbering."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -58,8 +60,8 @@ class Numbering:
 
 
 class ByWorker(Mapping[str, int]):
-    """A count per worker, as an array indexed by the workers' numbers. As a mapping it omits
-    zeros."""
+    """A count per worker, as an array indexed by the workers' numbers. As a mapping from worker
+    names it omits workers with count 0."""
 
     def __init__(self, roster: Roster, counts: Counts) -> None:
         self.roster = roster
@@ -85,7 +87,7 @@ class ByWorker(Mapping[str, int]):
         return int(np.count_nonzero(self.counts))
 
     def __add__(self, other: "ByWorker") -> "ByWorker":
-        """Adds two arrays of counts with the same numbering of workers."""
+        """Adds the counts of two arrays that use the same roster."""
         return ByWorker(self.roster, self.counts + other.counts)
 
     def __mul__(self, factor: int) -> "ByWorker":
@@ -96,11 +98,13 @@ class ByWorker(Mapping[str, int]):
 
 
 class PrefixIndex:
-    """Index of cached pages.
+    """Index of the pages that workers have cached.
 
     Args:
-        most_pages: Cap on entries summed over workers. Further insertions are dropped.
-        numbering: Numbering shared with other indices. A worker is in only one of them.
+        most_pages: Cap on the number of entries, summed over workers. Further insertions are
+            dropped.
+        numbering: Numbers of the workers. It may be shared with other indices if each worker is in
+            only one of them.
     """
 
     def __init__(self, most_pages: int | None = None, numbering: Numbering | None = None) -> None:
@@ -114,20 +118,20 @@ class PrefixIndex:
         self._last: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Number of distinct pages of all workers."""
+        """Number of distinct pages that any worker has cached."""
         return len(self._holders)
 
     def pages(self, worker: str) -> int:
-        """Returns the number of pages of one worker."""
+        """Returns the number of pages that one worker has cached."""
         return len(self._pages.get(worker, ()))
 
     def last(self, worker: str) -> int:
-        """Returns the number of the worker's last applied event."""
+        """Returns the sequence number of the last event that was applied for the worker."""
         return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """Applies a worker's next events. Returns False if events are missing: nothing is then
-        applied until a snapshot."""
+        """Applies a worker's next cache events. Returns False if events before them are missing.
+        Events are then ignored until a snapshot arrives."""
         self._know(worker)
         for event in events:
             if event.number <= self._last[worker]:
@@ -139,7 +143,8 @@ class PrefixIndex:
         return True
 
     def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:
-        """Replaces a worker's entries by a snapshot (event number, page hashes)."""
+        """Replaces a worker's entries by a full snapshot of its cache: the number of the last event
+        that it includes, and the page hashes."""
         self._know(worker)
         number, hashes = snapshot
         for page_hash in self._pages[worker] - hashes:
@@ -149,7 +154,8 @@ class PrefixIndex:
         self._last[worker] = number
 
     def forget(self, worker: str) -> None:
-        """Removes a worker that is gone or restarted. A restarted one counts events from 1."""
+        """Removes a worker that is gone or restarted. A restarted worker numbers its events from 1
+        again."""
         if worker not in self._bits:
             return
         for page_hash in tuple(self._pages[worker]):

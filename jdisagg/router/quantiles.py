@@ -8,7 +8,8 @@ Value = TypeVar("Value", int, float)
 
 
 def quantile(values: Sequence[float], at: float) -> float:
-    """Returns the smallest value that at least a share `at` does not exceed, or 0 if empty."""
+    """Returns the smallest of the values such that at least a fraction `at` of them is not larger.
+    Returns 0 if there are no values."""
     return of_sorted(sorted(values), at) if values else 0.0
 
 
