@@ -1,12 +1,13 @@
-"""Readiness means that KV transfer works: a small block was recently transferred from prefill to
-decode (rule 11 of the design).
+"""Readiness of a cluster: it is ready while KV transfer works, that is, while KV was recently
+transferred from a prefill to a decode worker (rule 11 of the design).
 
-`Canary` stores when each pair of workers last transferred KV, and decides whether that is recent
-enough. It is pure, and times are arguments. Real hand-offs count as well (`succeeded` is called for
-each), so a busy pair needs no canary. `CanaryRunner` sends a canary request over each pair without
-a recent transfer, using a probe (`canary_probe.py`).
+A canary is a tiny request that tests the KV transfer of one pair of workers. `Canary` stores when
+each pair last transferred KV, and decides whether this is recent enough. It is pure, and times are
+arguments. Hand-offs of clients' requests count as well (`succeeded` is called for each), so a busy
+pair needs no canary. `CanaryRunner` sends a canary over each pair without a recent transfer, using
+a probe (`canary_probe.py`).
 
-Pairs with a worker that left are dropped, because their transfers are no evidence about current
+Pairs with a worker that left are dropped, because their transfers are no evidence about the current
 workers."""
 
 import asyncio
@@ -20,7 +21,8 @@ STATUS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """A pair of workers. `prefill` is empty for a mixed worker, which prefills for itself."""
+    """A prefill and a decode worker. `prefill` is empty for a mixed worker, which computes prompts
+    itself."""
 
     prefill: str
     decode: str
@@ -43,7 +45,8 @@ class _Known:
 
 
 class Canary:
-    """State of readiness: ready while some pair succeeded within the last `ready_seconds`."""
+    """Readiness of a cluster: ready while at least one pair of workers transferred KV within the
+    last `ready_seconds`."""
 
     def __init__(self, ready_seconds: float) -> None:
         self._ready_seconds = ready_seconds
@@ -54,7 +57,7 @@ class Canary:
         return tuple(self._pairs)
 
     def know(self, pairs: Collection[Pair]) -> None:
-        """Replaces the set of current pairs."""
+        """Replaces the set of current pairs of workers."""
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:
@@ -74,7 +77,8 @@ class Canary:
             known.tried_at = now
 
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
-        """Returns the pairs that had neither an attempt nor a transfer for `every_seconds`."""
+        """Returns the pairs to which a canary should be sent: those that had neither a canary nor a
+        KV transfer for `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
         return tuple(
             pair
@@ -83,7 +87,7 @@ class Canary:
         )
 
     def age_seconds(self, pair: Pair, now: float) -> float | None:
-        """Returns the seconds since the pair's last success, or None if there was none."""
+        """Returns the seconds since the pair last transferred KV, or None if it never did."""
         known = self._pairs.get(pair)
         return None if known is None or known.succeeded_at is None else now - known.succeeded_at
 
@@ -117,16 +121,17 @@ def _latest(known: _Known) -> float | None:
 
 
 class CanaryRunner:
-    """Sends a canary over each pair that is due, and reports changes of readiness.
+    """Sends a canary (a tiny test request) over each pair of workers without a recent KV transfer,
+    and reports changes of readiness.
 
     Args:
-        probe: Transfers KV over a pair. Raises if that fails.
-        pairs: Returns the current pairs.
-        clock: Clock of the intervals.
-        canary: The state to update.
-        every_seconds: Longest time without a transfer before a pair is due.
-        timeout_seconds: Time limit of a probe.
-        changed: Called with the first readiness and at each change.
+        probe: Sends a canary over a pair. Raises if the KV transfer fails.
+        pairs: Returns the current pairs of workers.
+        clock: Clock with which the intervals are measured.
+        canary: Readiness that the runner updates.
+        every_seconds: Seconds without a KV transfer after which a canary is sent over a pair.
+        timeout_seconds: Time limit of a canary, in seconds.
+        changed: Called with the readiness after the first look and at each change.
     """
 
     def __init__(
@@ -172,8 +177,8 @@ class CanaryRunner:
             await self._clock.sleep(self._every_seconds / 4)
 
     async def _look(self) -> None:
-        """Starts due canaries, one per pair at a time. A pair that hangs delays only its own next
-        canary."""
+        """Sends the canaries that are due, at most one per pair at a time. A canary that hangs
+        delays only the next canary of the same pair."""
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 self._canary.know(await self._pairs())

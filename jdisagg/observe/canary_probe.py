@@ -1,8 +1,9 @@
-"""Sends a canary: a tiny request of a reserved tenant that is reserved, prefilled, handed off and
-decoded like any other request.
+"""Sends a canary: a tiny request that tests the KV transfer of one pair of workers. It belongs to a
+tenant of its own. Pages are reserved for it, and it is prefilled, handed off and decoded like any
+other request.
 
-The probe calls the ports of one pair directly, because the request path would choose a pair itself.
-Everything that a canary holds is freed, even after a failure."""
+The probe calls the ports of the pair directly, because the request path would choose the workers
+itself. The workers' resources are freed afterwards, even after a failure."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,8 @@ NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
-    """Returns all pairs of workers that accept requests. A mixed worker forms a pair alone."""
+    """Returns all pairs of a prefill and a decode worker that accept requests. A mixed worker alone
+    counts as a pair."""
     serving = [status for status in statuses if not status.draining]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [
@@ -51,8 +53,8 @@ class PortProbe:
     Args:
         prefill: Prefill ports by worker name.
         decode: Decode ports by worker name.
-        new_id: Returns unique ids.
-        deadline_seconds: Time limit of a canary.
+        new_id: Returns a unique id for each reservation and hand-off.
+        deadline_seconds: Time limit of a canary, in seconds.
         address: Returns the address of a prefill worker's `PeerPort`, as in `HandoffSource`.
     """
 
@@ -131,7 +133,7 @@ class PortProbe:
 
 
 def _request(request_id: str) -> Request:
-    """Builds a request of small token ids, which every vocabulary contains."""
+    """Builds a request whose prompt has small token ids, because every vocabulary contains them."""
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     return Request(
         request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0

@@ -1,5 +1,5 @@
-"""Writes the router's decisions to a file, one JSON object per line (router/decision_record.py),
-which `replay` can repeat.
+"""Writes the router's placement decisions to a file, one JSON object per line.
+`router.decision_record.replay` can repeat each decision.
 
     with DecisionLog("decisions.jsonl") as log:
         RequestPath(..., settings=PlacerSettings(events=log))
@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog(NoRouterEvents):
-    """Appends each decision to the file. Raises ConfigError if the file cannot be opened."""
+    """Listener that appends each placement decision to a file. Raises ConfigError if the file
+    cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -71,8 +72,8 @@ class DecisionLog(NoRouterEvents):
 
 
 def read_records(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file. Raises ConfigError if the file cannot be read or a line is not
-    a JSON object. Skips an incomplete last line, whose writing was interrupted."""
+    """Yields the records of a decision log. Raises ConfigError if the file cannot be read or a line
+    is not a JSON object. An incomplete last line, whose writing was interrupted, is skipped."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:

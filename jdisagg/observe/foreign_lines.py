@@ -1,8 +1,8 @@
 """Reads lines from stdin and writes each to stdout as one JSON object.
 
-A separate program that uses only the standard library. `logs.start_logging` starts it. It must
-outlive the logging process to read its last lines, so it ignores signals to the process group and
-ends at the end of its input."""
+`logs.start_logging` starts this program, which uses only the standard library, in a separate
+process. The program must outlive the logging process to read its last lines. It therefore ignores
+signals to the process group, and ends at the end of its input."""
 
 import json
 import re
@@ -16,7 +16,8 @@ _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 def wrapped(line: str, process: str, now: float) -> str:
-    """Returns `line` as a JSON object. A JSON object stays unchanged."""
+    """Returns a log line as a JSON object. A line that is a JSON object already is returned
+    unchanged."""
     try:
         if isinstance(json.loads(line), dict):
             return line

@@ -5,8 +5,8 @@
 
 Fields of `extra` become fields of the line. A record is always exactly one line of valid JSON: line
 breaks are escaped, values without a JSON form become text, and a record is written even if a value
-cannot be converted. Lines that libraries write directly to stderr (native lines of gRPC, XLA and
-Gloo, or of a dying interpreter) become JSON too (`foreign_lines.py`)."""
+cannot be converted. Lines that are written directly to stderr (by native code of gRPC, XLA and
+Gloo, or by a crashing interpreter) are converted to JSON, too (`foreign_lines.py`)."""
 
 import logging
 import os
@@ -91,9 +91,9 @@ def configure_logging(
 
     Args:
         log_format: One of FORMATS.
-        process: Name of the process, a field of every line.
+        process: Name of the process, which every line contains.
         worker: Name of the worker, if it differs from the process's name.
-        level: Level of our own loggers. The level of other libraries is WARNING.
+        level: Level of jdisagg's loggers. The level of other libraries is WARNING.
         stream: Output stream. By default stderr.
 
     Returns:
@@ -117,8 +117,8 @@ def configure_logging(
 
 
 def start_logging(log_format: str, process: str) -> None:
-    """Calls `configure_logging` for an entry point. With "json", everything else that the process
-    writes to stderr becomes JSON as well."""
+    """Configures logging for an entry point (`configure_logging`). With "json", everything else
+    that the process writes to stderr is converted to JSON, too."""
     handler = configure_logging(log_format, process)
     if log_format == "json" and isinstance(handler, logging.StreamHandler):
         _wrap_foreign_lines(handler, process)
@@ -126,7 +126,7 @@ def start_logging(log_format: str, process: str) -> None:
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
     """Converts each line that this process writes to stderr to a JSON object. Lines of `handler`
-    are unchanged, and other lines become messages of the logger "stderr".
+    are JSON already and stay unchanged. Other lines become messages of the logger "stderr".
 
     The lines pass through a child process, so that the last lines of a crashing process are not
     lost. The child ends with the last process that writes to its input."""
@@ -151,7 +151,7 @@ def _utc(created: float) -> str:
 
 
 def _plain(value: object) -> object:
-    """Returns the value if JSON can hold it, else its text."""
+    """Returns the value itself if it has a JSON form, else its text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -1,9 +1,10 @@
-"""Measures an executor: the duration, transferred bytes and request of each command.
+"""Measures a mesh's executor: the duration, the transferred bytes and the request of each command.
 
-Commands run in order, so a command's time starts when the previous one ended, not when it was
-enqueued. Pulls and file commands run in parallel, so their time starts when they are posted. The
-request is found from the commands alone: for a row by its offers, for a pull by its offer, and for
-an admitted sequence by the last writer of the page with the sequence's newest position."""
+Commands run in order, so the time of a command starts when the previous command ended, not when the
+command was enqueued. Pulls and file commands run in parallel to others, so their time starts when
+they are posted. The request of a command is derived from ids in the commands. A prefill row and a
+pull contain the id of an offer (KV that is ready for transfer). A sequence that starts decoding
+belongs to the request whose command last wrote the page of the sequence's newest position."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -53,8 +54,8 @@ class _Move:
 
 
 class ObservedExecutor:
-    """Wraps an `Executor`. `worker` is the label of its metrics. Wrap it when the mesh card is
-    final."""
+    """Wraps an `Executor` and measures its commands. `worker` is the label of the metrics. Wrap the
+    executor only when its `card` is final, because the wrapper copies the reference."""
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
         self.limits: MeshLimits = executor.limits
@@ -205,8 +206,8 @@ class ObservedExecutor:
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """Returns the KV that a command moved to or from host memory or disk. None means that it moved
-    none."""
+    """Returns tier, direction and bytes of the KV that a command moved to or from host memory or
+    disk, or None if it moved none."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
             part = command.groups / limits.layer_groups  # share of the layers in this piece
@@ -224,8 +225,8 @@ def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move
 
 
 def _owner(worker: str, row: PrefillRow) -> Key:
-    """Returns the owner of a row: its hand-off if the row has offers, else its reservation, whose
-    worker prefills for itself."""
+    """Returns the key of the hand-off or reservation to which a prefill row belongs. A row with
+    offers belongs to a hand-off. A row without offers belongs to a reservation of this worker."""
     return (
         offer_key(row.offers[0].offer_id) if row.offers else reservation_key(worker, row.sequence)
     )

@@ -1,14 +1,14 @@
-"""Prometheus metrics of one process. Some are recorded when events happen. Others are read from
-their owners at each scrape.
+"""Prometheus metrics of one process. Some are recorded when events happen. Others are read at each
+scrape from the objects that hold the values, their owners.
 
 Each process has one `Metrics` with its own registry, so that several clusters fit into one test
 process. Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions).
 A group is created at its first use, so a worker exports no empty request histograms. The wrappers
-of this package update them once per span or command, never per token. Counters, worker statuses and
-compilations are read at the scrape (`sources.py`). They are read on their own event loop, although
-`prometheus_client` serves from its own threads. Names are `jdisagg_<what>_<unit>`. Labels come from
-small fixed sets (worker, codec, cause), never from requests. All our metrics have the model's name
-as a label."""
+of this package update the groups once per span of tokens or per command, never per token. Counters,
+worker statuses and numbers of compilations are read at the scrape (`sources.py`). They are read on
+the event loop of their owners, although `prometheus_client` serves from its own threads. Names are
+`jdisagg_<what>_<unit>`. Labels come from small fixed sets (worker, codec, cause), never from
+requests. All metrics of jdisagg have the model's name as a label."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -59,7 +59,8 @@ RATIO_BUCKETS = (
 
 
 class MetricGroup:
-    """Metrics that are created together."""
+    """Base class of groups of metrics. The metrics of a group are created together, when one is
+    first used."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -194,8 +195,8 @@ class PredictionMetrics(MetricGroup):
 
 
 class Metrics(NoRouterEvents):
-    """All metrics of one process. `scrape` returns the text for Prometheus, and `serve` opens a
-    port for it. `model` may be set later."""
+    """All metrics of one process. `scrape` returns the metrics in Prometheus' text format, and
+    `serve` opens a port that serves this text. `model` may be set after construction."""
 
     def __init__(self, process: str, model: str = "") -> None:
         self.model = model
@@ -231,7 +232,8 @@ class Metrics(NoRouterEvents):
             self.predictions.ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
-        """Exports all counters of `owner` under their own names."""
+        """Exports all counters of `owner`. The name of each counter becomes the name of a
+        metric."""
         self._watched.append(Watched(owner, counters))
 
     def watch_worker(
@@ -241,7 +243,7 @@ class Metrics(NoRouterEvents):
         counters: Counters | None = None,
         compilations: Compilations | None = None,
     ) -> None:
-        """Exports a worker's status and counters."""
+        """Exports a worker's status, counters and number of compilations."""
         self._watched.append(Watched(name, counters, status, compilations=compilations))
 
     def watch_cluster(self, statuses: StatusesOf) -> None:
@@ -264,14 +266,14 @@ class Metrics(NoRouterEvents):
         self._watched = [watched for watched in self._watched if watched.owner != name]
 
     async def scrape(self) -> bytes:
-        """Reads all owners, each within STATUS_SECONDS, and returns the metrics text. Call it on
-        the owners' event loop."""
+        """Reads the values of all owners, each for at most STATUS_SECONDS, and returns the metrics
+        text. Call this method on the event loop of the owners."""
         families = await self._read()
         return generate_latest(_Families(lambda: families))
 
     def serve(self, port: int, host: str) -> Callable[[], None]:
-        """Serves GET /metrics with prometheus_client's server, in its own threads. Owners are read
-        on the event loop on which `serve` is called.
+        """Serves GET /metrics with prometheus_client's server, in its own threads. At a scrape,
+        values are read on the event loop on which `serve` was called.
 
         Returns:
             A function that closes the port.
@@ -324,7 +326,7 @@ class _Reading(Collector):
         self._read = read
 
     def describe(self) -> list[Metric]:
-        """Returns no metric names, because the owners determine the names at each scrape."""
+        """Returns no metric names, because the names are known only at each scrape."""
         return []
 
     def collect(self) -> Iterable[Metric]:

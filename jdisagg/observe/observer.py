@@ -5,8 +5,8 @@
     port = wrap.decode("decode-0", port, observer)
     path = wrap.path(path, observer)
 
-Each wrapper has the Protocol of the wrapped object, which does not depend on being observed.
-Without an observer (None) the functions of `wrap` return their argument unchanged."""
+Each wrapper implements the Protocol of the wrapped object. Without an observer (None) the functions
+of `wrap` return their argument unchanged."""
 
 import time
 from collections import OrderedDict
@@ -26,8 +26,8 @@ RESUMED = "resumed"
 
 
 class Causes:
-    """Stores why the latest attempt at each request ended, so that the next attempt can report it.
-    The oldest entries are dropped."""
+    """Stores why the latest attempt at each request ended, so that the span of the next attempt can
+    contain this cause. When the store is full, the oldest entries are dropped."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -43,16 +43,17 @@ class Causes:
 
 
 class Observer:
-    """The metrics of a process, and its spans if requested.
+    """The metrics of a process, and its tracing spans if requested.
 
     Args:
         process: Name of this process in metrics, logs and timelines.
-        timelines: Whether to keep the newest spans for a timeline.
+        timelines: Whether to store the newest spans, from which a timeline can be written.
         otlp_endpoint: Address of an OTLP collector for spans, or "".
         now: Clock of all measurements.
         wall: Clock that returns seconds since the epoch.
-        recent: Whether to keep the latest traced requests for the web page. Without timelines and a
-            collector, only requests whose client requests tracing are traced.
+        recent: Whether to store the spans of the latest traced requests for the web page. With
+            neither timelines nor a collector, a request is traced only if its client requests
+            tracing.
     """
 
     def __init__(

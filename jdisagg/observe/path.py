@@ -1,5 +1,5 @@
-"""Measures the request path from the client's side: TTFT, gaps between tokens, and the `Timings` of
-each finished request. Starts the root span of each request's trace."""
+"""Measures the request path from the client's side: TTFT, times between tokens, and the `Timings`
+of each finished request. Starts the root span of each request's trace."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -85,7 +85,7 @@ class ObservedPath:
 
 
 def _cached_of(event: StreamEvent) -> dict[str, int]:
-    """Returns the root span's attributes: cached tokens of the prompt by tier."""
+    """Returns attributes for the root span: the number of cached prompt tokens by cache tier."""
     usage = event.usage
     if usage is None or not usage.cached_tokens:
         return {}

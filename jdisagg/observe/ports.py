@@ -2,8 +2,9 @@
 
 `Observed*` wraps a port on the caller's side: remote ports in a router, peers in a decode worker,
 and the workers themselves in a single process. `Served` wraps a worker's own ports in the worker's
-process. It only registers which request each reservation and hand-off number belongs to. Calls
-carry the trace context, while commands of the mesh carry numbers (tracing.py)."""
+process. It only registers to which request the id of each reservation and hand-off belongs. This is
+needed because calls between processes carry the trace context, while commands to the mesh carry
+only ids (tracing.py)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -226,7 +227,7 @@ class ObservedDecode:
 
 @dataclass(slots=True)
 class _Receiving:
-    """State of a hand-off at the receiver."""
+    """Progress of one hand-off at the worker that receives its KV."""
 
     acknowledged: set[int] = field(default_factory=set)
     offers: int | None = None
@@ -235,7 +236,8 @@ class _Receiving:
 
 
 class ObservedPeer:
-    """Middleware that measures a `PeerPort`. `receiver` is the worker that pulls."""
+    """Middleware that measures calls to a `PeerPort`, through which workers pull KV from each
+    other. `receiver` is the worker that pulls."""
 
     def __init__(self, receiver: str, observer: Observer) -> None:
         self._receiver = receiver
@@ -307,8 +309,8 @@ class ObservedPeer:
         await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Records a hand-off when its end is known and all offers are acknowledged. Transfer time
-        after the end of the prefill is exposed transfer time."""
+        """Records the exposed transfer time of a hand-off (the transfer time after the end of the
+        prefill), once the prefill has ended and the receiver has acknowledged all offers."""
         if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
             return
         now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
@@ -322,8 +324,9 @@ class ObservedPeer:
 
 
 class Served:
-    """Middleware of all ports of worker `worker`, in the worker's process. `prefill` and `reserve`
-    carry the caller's trace context. Later calls refer to the numbers that were registered."""
+    """Middleware of all ports of worker `worker`, in the worker's process. Calls of `prefill` and
+    `reserve` carry the caller's trace context, which is registered under the id of the hand-off or
+    reservation. Later calls carry only the id."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -387,7 +390,8 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns why another attempt follows this span, or "" if none follows."""
+    """Returns why a span of tokens ended its attempt so that another attempt follows, or "" if none
+    follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:
@@ -399,7 +403,8 @@ def _cause_in(span: Span) -> str:
 def _failures(
     observer: Observer, worker: str, call: str, request: Request, attempt: int
 ) -> Iterator[None]:
-    """Counts the exceptions of a call, and stores each as the cause of the next attempt."""
+    """Context manager that counts the exceptions of a call, and stores each as the cause of the
+    request's next attempt."""
     try:
         yield
     except Exception as error:

@@ -4,9 +4,9 @@
         executor = wrap.mesh("decode-0", executor, observer)
 
 Opens the metrics port if configured, writes the timeline at the end and on SIGUSR1, and exports
-spans if requested. Everything stops when the context ends, even after an error. A timeline folder
-that cannot be created raises at the start. A later failure to write a timeline is only logged, so
-that observability never stops the process. A thread writes it."""
+spans if requested. Everything stops when the context ends, even after an error. If the timeline
+folder cannot be created, the context raises at its start. A thread writes the timelines. A failure
+to write one is only logged, so that observability never stops the process."""
 
 import asyncio
 import contextlib
@@ -30,14 +30,15 @@ class ObserveConfig:
     """Settings of a process's observability.
 
     Args:
-        metrics_port: Port of Prometheus metrics, or 0 for no port.
-        metrics_host: Interface of that port. 0.0.0.0 means all.
-        timelines: Folder for timelines, or "" to keep none.
+        metrics_port: Port that serves Prometheus metrics, or 0 for no port.
+        metrics_host: Network interface of the metrics port. 0.0.0.0 means all interfaces.
+        timelines: Folder to which timelines are written, or "" for no timelines.
         log_format: One of `logs.FORMATS`.
         log_requests: Whether to log every finished request.
-        otlp_endpoint: OTLP collector for spans, `http://host:4317`, or "".
-        metrics: Whether to keep metrics and the latest traced requests without a metrics port, for
-            the HTTP API and its web page.
+        otlp_endpoint: Address of an OTLP collector that receives spans, such as `http://host:4317`,
+            or "".
+        metrics: Whether to keep metrics and the latest traced requests even without a metrics port.
+            The HTTP API and its web page need them.
     """
 
     metrics_port: int = 0
@@ -61,7 +62,8 @@ class ObserveConfig:
             raise ConfigError("metrics_host is empty; name an interface, or 0.0.0.0 for all")
 
     def check_ports(self, count: int = 1) -> None:
-        """Raises ConfigError if `count` consecutive metrics ports are not free."""
+        """Raises ConfigError unless `count` consecutive ports, starting with the metrics port, are
+        free."""
         for port in range(self.metrics_port, self.metrics_port + count if self.metrics_port else 0):
             listening_socket(self.metrics_host, port, OTHER_METRICS_PORT).close()
 
@@ -72,7 +74,8 @@ class ObserveConfig:
 
 @contextlib.asynccontextmanager
 async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observer | None]:
-    """Context manager. Yields the process's observer, or None if `config` is all off.
+    """Context manager. Yields the process's observer, or None if `config` requests no
+    observability.
 
     Raises:
         ConfigError: The port is taken, the timeline folder cannot be created, or the span exporter
@@ -101,8 +104,8 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
 
 
 def write_timeline(observer: Observer | None, folder: str) -> None:
-    """Writes the timeline in the background, or logs that the process keeps none. SIGUSR1 calls
-    this function. Call it on the event loop."""
+    """Writes the process's timeline in a thread, or logs that timelines are off. Handler of
+    SIGUSR1. Call this function on the event loop."""
     if observer is None or not folder:
         _log.info("SIGUSR1: no timeline to write; start with --timelines=DIR")
         return

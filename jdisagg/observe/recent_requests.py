@@ -1,8 +1,9 @@
 """Spans of the latest traced requests, which the web page draws as timelines.
 
-An OpenTelemetry exporter that keeps spans by trace. A client that chose its trace id can read its
-spans while the request runs. Spans that belong to no request are dropped. When the store is full,
-the oldest trace is dropped. A trace with too many spans keeps the first ones."""
+An OpenTelemetry exporter that keeps spans by trace. A client that chose the trace id of its request
+can read the request's spans while the request runs. Spans that belong to no request are dropped.
+When the store is full, the oldest trace is dropped. If a trace has too many spans, only its first
+spans are stored."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RecentSpan:
-    """A span in seconds since the epoch, with its attributes. `ended` is None for an instant."""
+    """A span with its attributes. Times are in seconds since the epoch. `ended` is None for an
+    instant, which has no duration."""
 
     name: str
     started: float
@@ -30,7 +32,7 @@ class RecentSpan:
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """A traced request that has ended. `trace` has 32 hexadecimal digits."""
+    """A traced request that has ended. `trace` is its trace id, in 32 hexadecimal digits."""
 
     trace: str
     request: str
@@ -41,8 +43,8 @@ class RecentRequest:
 
 
 class RecentRequests(SpanExporter):
-    """Stores the spans of the latest traced requests. Use it on one thread: spans of requests end
-    on the event loop, where they are also read."""
+    """Stores the spans of the latest traced requests. Use it on the event loop only, where the
+    spans of requests end and are read."""
 
     def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
         self._most_traces = traces
@@ -57,7 +59,8 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Returns the finished spans of a trace by start time; none for an unknown trace."""
+        """Returns the finished spans of a trace, in order of their start. An unknown trace has
+        none."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:

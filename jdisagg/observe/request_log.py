@@ -1,4 +1,5 @@
-"""The request log of the APIs: optionally a line per request, and totals every ten seconds.
+"""The request log of the HTTP and gRPC APIs: optionally a line per request, and a line of totals
+every ten seconds.
 
     with log.request(request_id, tenant) as record:
         record.built(request)
@@ -45,7 +46,7 @@ class RequestRecord:
 
 
 class _Work:
-    """Totals of the work since they were last logged."""
+    """Totals of requests and tokens since the last line of totals."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -57,7 +58,7 @@ class RequestLog:
 
     Args:
         each: Whether to log every request.
-        errors: Function that counts an error by gRPC code and type, or None.
+        errors: Function that counts an error by its gRPC code and exception type, or None.
         waiting: Returns the number of requests that wait for workers.
     """
 
@@ -134,7 +135,8 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(EVERY_SECONDS, self._line)
 
     def _line(self) -> None:
-        """Logs a line with the totals of the past seconds. Stops if there was no work."""
+        """Logs a line with the totals of the past interval. Stops repeating after an interval
+        without requests."""
         self._timer, work = None, self._work
         if not (self._running or work.ended or work.failed):
             return

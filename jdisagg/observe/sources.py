@@ -1,12 +1,13 @@
 """Metrics that are read at the scrape: worker statuses, counters, compilations, readiness, and the
 elastic controller's advice.
 
-A counter `leases_expired` of worker `decode-0` becomes
-`jdisagg_leases_expired_total{owner="decode-0"}` by rule, so a new counter needs no change in this
-module. `_SPLIT` lists counters that are exported as one metric with a label. `_TOLD_ELSEWHERE`
-lists counters whose value another metric already has. For a worker that does not answer in time
-only `jdisagg_worker_up` 0 is exported. A router's metrics about its workers have names of their own
-(`jdisagg_router_worker_*`), so that sums over all processes count no worker twice."""
+Names of metrics are derived from names of counters: `leases_expired` of worker `decode-0` becomes
+`jdisagg_leases_expired_total{owner="decode-0"}`. A new counter therefore needs no change in this
+module. `_SPLIT` lists counters that are exported together as one metric with a label.
+`_TOLD_ELSEWHERE` lists counters whose value another metric already has. If a worker does not answer
+in time, only `jdisagg_worker_up` is exported for it, with value 0. A router's metrics about its
+workers have names of their own (`jdisagg_router_worker_*`), so that sums over all processes count
+no worker twice."""
 
 import asyncio
 import functools
@@ -41,8 +42,9 @@ _TOLD_ELSEWHERE = ("requests_started", "requests_ended", "kv_bytes_received")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Values read from one owner at a scrape. `up`: Whether a worker of this process answered, or
-    None if the owner has no status of its own."""
+    """Values read at a scrape from one owner, an object that holds values such as a worker or a
+    router. `up`: Whether the owner, a worker of this process, answered. None if the owner is no
+    worker."""
 
     owner: str
     counts: tuple[tuple[str, Labels, int], ...]
@@ -53,8 +55,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An owner whose values are read. `status`: Returns the status of one worker. `statuses`:
-    Returns the statuses of workers that may come and go."""
+    """An owner (such as a worker or a router) whose values are read at each scrape. `status`:
+    Returns the owner's status, if the owner is a worker. `statuses`: Returns the statuses of a
+    router's current workers."""
 
     owner: str
     counters: Counters | None = None
@@ -81,7 +84,8 @@ class Watched:
 
 
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
-    """Yields metric families, each with the samples of all owners, as Prometheus requires."""
+    """Yields Prometheus metric families. Each family occurs once and contains the samples of all
+    owners, as Prometheus requires."""
     yield from _counters(readings)
     compilations = _family(
         CounterMetricFamily,
@@ -134,7 +138,8 @@ def _family(
     labels: Sequence[str],
     rows: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Builds a metric family. A row contains the values of its labels and the metric's value."""
+    """Builds a metric family. Each of `rows` contains the values of the labels and the value of the
+    metric."""
     family = kind(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)
@@ -213,7 +218,8 @@ def build_families(process: str, model: str, version: str, jax: str) -> Iterator
 
 
 def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
-    """Yields readiness and the age of each pair's last KV transfer."""
+    """Yields metrics of the cluster's readiness: whether it is ready, and the age of the last KV
+    transfer between each pair of workers."""
     yield GaugeMetricFamily(
         "jdisagg_ready",
         "1 if KV was recently transferred from prefill to decode.",
@@ -229,7 +235,8 @@ def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
 
 
 def advice_families(advice: AdviceReport) -> Iterator[Metric]:
-    """Yields the elastic controller's advice, for an external autoscaler that reads Prometheus."""
+    """Yields metrics of the elastic controller's advice on pool sizes, for an external autoscaler
+    that reads Prometheus."""
     by_role = (
         ("advised", "Advised number of workers of a role.", advice.prefill, advice.decode),
         (
@@ -257,8 +264,8 @@ def advice_families(advice: AdviceReport) -> Iterator[Metric]:
 
 
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:
-    """Yields (rank, state, pages). "reserved" pages wait for KV that has not fully arrived, and
-    "used" pages are in use. Together with "free" they add up to all pages."""
+    """Yields (dp rank, state, number of KV pages). "reserved" pages wait for KV that has not fully
+    arrived, and "used" pages are in use. Reserved, used and "free" pages add up to all pages."""
     reserved_by_rank = status.reserved_pages or (0,) * len(status.free_pages)
     for rank, (free, total, reserved) in enumerate(
         zip(status.free_pages, status.total_pages, reserved_by_rank, strict=True)

@@ -2,11 +2,12 @@
 
 `TraceEventExporter` is an OpenTelemetry exporter. It keeps a process's newest spans in a ring
 buffer and writes them to a file that viewers open directly. `merge` joins the files of several
-processes. Each request has a row in every process that served it. Each mesh has a row with all its
-commands. Complete events ("X") of one row must nest, so overlapping events are spread over lanes,
-and each lane is a named `tid`. Times are whole microseconds since the epoch, or since the first
-event in a merged trace. Rounding keeps nested events nested. Processes are aligned by wall clock.
-This is exact within a host; between hosts it is as accurate as their clock synchronization."""
+processes. In the timeline of a process, each request that it served has a row, and each mesh has a
+row with all its commands. The format requires that complete events ("X") of one row nest.
+Overlapping events are therefore spread over several lanes of the row, and each lane is a named
+`tid`. Times are whole microseconds since the epoch, or since the first event in a merged trace.
+Rounding keeps nested events nested. Processes are aligned by wall clock. The alignment is exact
+within a host. Between hosts it is as accurate as their clock synchronization."""
 
 import os
 from collections import deque
@@ -27,7 +28,8 @@ Value = str | int | float | bool
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
-    """An event. `ph` is X for complete (with `dur`), i for an instant, and M for metadata."""
+    """An event in the Trace Event Format. `ph` is X for a complete event (with `dur`), i for an
+    instant, and M for metadata."""
 
     name: str
     ph: str
@@ -46,7 +48,8 @@ class Trace(msgspec.Struct):
 
 
 class _Kept(NamedTuple):
-    """A stored span (times in microseconds) and its row. `ended` is None for an instant."""
+    """A stored span and the row in which it is drawn. Times are in microseconds. `ended` is None
+    for an instant."""
 
     row: str
     name: str
@@ -56,8 +59,8 @@ class _Kept(NamedTuple):
 
 
 class TraceEventExporter(SpanExporter):
-    """Keeps the newest `capacity_events` spans of `process`. `write` may be called at any time from
-    any thread."""
+    """Span exporter that keeps the newest `capacity_events` spans of `process`. `write` may be
+    called at any time from any thread."""
 
     def __init__(self, process: str, capacity_events: int = CAPACITY_EVENTS) -> None:
         self.process = process
@@ -78,7 +81,8 @@ class TraceEventExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def write(self, directory: str | Path) -> Path:
-        """Writes all kept spans to a file of this process, atomically.
+        """Writes all stored spans to a file in `directory`, atomically. The file's name contains
+        the process's name.
 
         Writes event by event, because one long call of an encoder would hold the interpreter lock
         and block other threads."""
@@ -101,7 +105,7 @@ class TraceEventExporter(SpanExporter):
 
 
 def read_timelines(directory: str | Path) -> list[Trace]:
-    """Reads all timelines in a folder. Raises ConfigError if there are none or one is
+    """Reads all timeline files in a folder. Raises ConfigError if there is none or one is
     unreadable."""
     paths = sorted(Path(directory).glob(f"*{FILE_SUFFIX}"))
     if not paths:
@@ -192,8 +196,8 @@ def _events(process: str, pid: int, kept: Sequence[_Kept]) -> Iterator[TraceEven
 
 
 def _lanes(members: Sequence[_Kept]) -> list[int]:
-    """Returns for each event the first lane in which it nests. Events must be ordered by start,
-    longest first. Instants use lane 0."""
+    """Returns a lane for each event, such that the events of a lane nest. Events must be ordered by
+    start, and the longest first if they start together. Instants use lane 0."""
     lanes_open: list[list[int]] = []
     return [
         0 if one.ended is None else _lane(lanes_open, one.started, one.ended) for one in members

@@ -1,17 +1,19 @@
 """OpenTelemetry spans of the work that a process does for requests.
 
-Each request has one trace. The router creates its root span, which is a child of the client's span
+Each request has one trace. The router creates the root span, which is a child of the client's span
 if the client sends W3C trace context (`jdisagg/trace_context.py`). Calls carry the context to
-workers. Within a process, most code has only a number: of a hand-off, an offer or a reservation.
-Code that has both the number and its owner registers them with `own`. A span of a number without an
-owner is held until an owner is registered. No code passes contexts only for tracing.
+workers. Within a process, most code has only a key: the id of a hand-off, an offer or a
+reservation. Code that has both the key and its owner (a trace context or another key) registers
+them with `own`. A span whose key has no owner yet is held until its owner is registered. No code
+therefore needs to pass contexts only for tracing.
 
-Spans are created when their work is over, with times of the observer's clock. `now` and `wall`
-align that clock with the epoch once. An instant is a span without duration, marked `instant`. A
-span of work that a mesh does for many requests together has a `track` instead of an owner. It
-appears in timelines only, because a separate trace per step would be useless.
+Spans are created when their work is over, with times of the observer's clock. Its times are
+converted to times since the epoch by one comparison with the wall clock at the start. An instant is
+a span without duration, marked `instant`. Work that a mesh does for many requests together belongs
+to no single trace. Its spans have a `track` instead of an owner, and appear in timelines only.
 
-Without a provider no spans are created, stored or sent. Environment variables are not read."""
+Without an OpenTelemetry provider no spans are created, stored or sent. OpenTelemetry's environment
+variables are not read."""
 
 import time
 from collections import OrderedDict
@@ -53,25 +55,27 @@ def offer_key(offer_id: int) -> Key:
 
 
 def reservation_key(worker: str, reservation_id: int) -> Key:
-    """Returns a reservation's key with its worker: each worker numbers its own reservations."""
+    """Returns the key of a reservation. It contains the worker's name, because each worker numbers
+    its own reservations."""
     return ("reservation", worker, reservation_id)
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """Returns `context` with the request's id added, which spans in that context then include."""
+    """Returns `context` with the request's id added. Spans that are created in the context include
+    the id."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
 class Tracing:
     """Creates the spans of a process. Without a `provider` tracing is off and every call returns at
-    once. Callers check `on` before they compute values that only a span needs.
+    once. Callers check `on` before they compute values that are needed only for a span.
 
     Args:
         provider: OpenTelemetry's provider, or None.
         now: The observer's clock.
         wall: Clock that returns seconds since the epoch.
-        every: Whether to record requests whose client sent no sampling decision. Otherwise only
-            requests whose client requests tracing are recorded.
+        every: Whether to record requests whose client sent no sampling decision. If False, a
+            request is recorded only if its client requests tracing.
     """
 
     def __init__(
@@ -102,7 +106,8 @@ class Tracing:
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
         **attributes: Value,
     ) -> tuple[trace.Span, Context]:
-        """Opens a span. Returns the span and its context, for child spans. Close it with `end`."""
+        """Starts a span. Returns the span, and its context for child spans. Call `end` to end the
+        span."""
         parent = self.owner(owner) if isinstance(owner, tuple) else owner
         parent = otel.get_current() if parent is None else parent
         if request_id:
@@ -128,8 +133,8 @@ class Tracing:
         owner: Key | Context | None = None,
         **attributes: Value,
     ) -> None:
-        """Records work from `started` to `ended` for `owner`. With `track` it is for no single
-        request."""
+        """Records a span from `started` to `ended` for `owner`. With `track`, the span belongs to
+        no single request."""
         if not self.on:
             return
         if isinstance(owner, tuple):
@@ -147,7 +152,8 @@ class Tracing:
             self.span(name, at, at, owner, instant=True, **attributes)
 
     def own(self, key: Key, owner: Key | Context | None) -> None:
-        """Registers that `key` belongs to a known `owner`. Drops the oldest keys."""
+        """Registers that `key` (such as a hand-off's id) belongs to `owner`. When too many keys are
+        stored, the oldest are dropped."""
         context = self.owner(owner) if isinstance(owner, tuple) else owner
         if not self.on or context is None:
             return
@@ -161,8 +167,8 @@ class Tracing:
         return self._owners.get(key)
 
     def flush(self) -> None:
-        """Passes queued spans, and held spans without an owner, to the exporters. Do not call it on
-        the event loop, because an exporter may wait for the network."""
+        """Passes queued spans, and held spans without an owner, to the exporters. Do not call this
+        method on the event loop, because an exporter may wait for the network."""
         while self._parked:
             for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
                 self._emit(name, started, ended, otel.Context(), attributes)
@@ -170,7 +176,7 @@ class Tracing:
             self._provider.force_flush()
 
     def close(self) -> None:
-        """Flushes and stops the exporters."""
+        """Passes all remaining spans to the exporters and stops them."""
         self.flush()
         if self._provider:
             self._provider.shutdown()
@@ -211,7 +217,8 @@ class _RequestsAlone(BatchSpanProcessor):
 
 
 def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> TracerProvider:
-    """Returns a provider that follows the caller's sampling decision; by default it records."""
+    """Returns an OpenTelemetry provider that follows the caller's sampling decision. Without such a
+    decision it records all spans."""
     provider = TracerProvider(
         sampler=ParentBased(ALWAYS_ON),
         resource=Resource(
@@ -237,7 +244,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
         endpoint: `http://host:port`, or `https://` for TLS.
 
     Raises:
-        ConfigError: The exporter is not installed, or the endpoint has another form.
+        ConfigError: The exporter package is not installed, or the endpoint is not such a URL.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(

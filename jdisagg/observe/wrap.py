@@ -1,5 +1,5 @@
-"""Wraps the parts of a process with measuring wrappers if there is an observer. Without one, every
-function returns its argument unchanged."""
+"""Functions that wrap the parts of a process (ports, meshes, the request path) to measure them.
+Without an observer, every function returns its argument unchanged."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,8 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
-    """Wraps a peer port. `receiver` is the worker that pulls from it."""
+    """Wraps a peer port to measure KV transfers. `receiver` is the worker that pulls KV through the
+    port."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
@@ -58,7 +59,8 @@ def calls(
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Wraps a factory of ports of workers that may come and go."""
+    """Wraps a function that opens the ports of a worker, so that the ports of workers that register
+    later are measured, too."""
     if observer is None:
         return open_ports
 
@@ -76,14 +78,16 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """Wraps the function with which `receiver` resolves its peers."""
+    """Wraps the function with which worker `receiver` finds the port of a peer, so that transfers
+    from each peer are measured."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """Creates the API's request log. Error counts and waiting requests become metrics."""
+    """Creates the request log of an API. With an observer, errors and waiting requests are also
+    exported as metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
     metrics = observer.metrics
@@ -94,7 +98,8 @@ def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int
 
 
 def served(protocol: type[P], worker: str, port: P, observer: Observer | None) -> P:
-    """Wraps a worker's own port, which is served to other processes."""
+    """Wraps a worker's own port, which other processes call, so that spans in the worker belong to
+    the caller's trace."""
     if observer is None or not observer.tracing.on:
         return port
     return through(protocol, port, Served(worker, observer))

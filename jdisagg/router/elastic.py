@@ -8,8 +8,8 @@ for which requests wait. That is prefill if prompts wait at prefill workers, or 
 all prefill workers are busy. It is decode if requests wait for room at decode workers. A missed
 TPOT is attributed to decode, as long as a smaller batch could help. An empty pool is always short,
 and the other pool then gives a worker even if it is short itself. A switch is a change of one
-worker's role. A fluid model estimates the share of requests that meet the objective, min(1, n /
-need) over both pools of n workers, with and without a switch:
+worker's role. A fluid model estimates the share of requests that meet the objective, with and
+without a switch: the smaller of both pools' min(1, workers / need). The gain of a switch is
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences
@@ -248,8 +248,8 @@ def usual_layout(
 
 
 class Controller:
-    """Holds the observation window and the memory between decisions, for the live router and the
-    simulator."""
+    """The elastic controller with its state: the observation window and the memory between
+    decisions. The live router and the simulator use it."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
