@@ -93,7 +93,6 @@ class HarmonyParser:
         return True
 
     def _between(self) -> bool:
-        """Reads text outside all messages, which is content."""
         found, marker = self._until(_BETWEEN)
         self._found.say(found)
         self._said = self._said or bool(found.strip())

@@ -176,7 +176,6 @@ class CallObject:
             self._give(value if isinstance(value, str) and value.strip() else "{}")
 
     def _give(self, arguments: str) -> None:
-        """Passes arguments to `add` once the name is known."""
         if self._arguments is None:
             return
         self._arguments.append(arguments)

@@ -29,7 +29,6 @@ class MarkedParser(SteppedParser):
         return self._call_or_end(self.CALL, self._head, self.SECTION_END)
 
     def _head(self) -> bool:
-        """Reads the name and the beginning of the arguments."""
         head, brace, rest = self._text.partition("{")
         before, separated, after = head.partition(self.SEPARATOR)
         name = self._name(before.strip(), after.strip()) if separated else ""

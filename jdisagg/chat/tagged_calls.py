@@ -50,7 +50,6 @@ class TaggedParser(SteppedParser):
         return bool(marker)
 
     def _in_outer(self) -> bool:
-        """Reads the text after OUTER or after a call."""
         return self._call_or_end(self.CALL, self._begin_name, self.OUTER_END)
 
     def _begin_name(self) -> bool:
@@ -137,7 +136,6 @@ class TaggedParser(SteppedParser):
             self._text, self._passed = rest, True
 
     def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
-        """Returns the value without the white space that the format adds around it."""
         return value
 
     def _types_of(self, key: str) -> frozenset[str]:

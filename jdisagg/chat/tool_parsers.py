@@ -161,7 +161,6 @@ class HermesParser(JsonToolParser):
         return True
 
     def _close(self) -> bool:
-        """Consumes the marker after a call, which the model may omit."""
         text = self._after_space()
         if text is not None:
             if len(text) < len(self.CLOSE) and self.CLOSE.startswith(text):
@@ -277,7 +276,6 @@ class MistralParser(JsonToolParser):
         return self._begin_named(body)
 
     def _begin_named(self, body: str) -> bool:
-        """Reads a call's name, an optional id, and the brace that opens the arguments."""
         head, brace, _ = body.partition("{")
         name = head.replace(self.ARGUMENTS, "").partition(self.ID)[0].rstrip()
         none = len(head) > LONGEST_NAME or "\n" in head.rstrip()

@@ -244,8 +244,6 @@ class Attempt:
     async def _prefill(
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
-        """Computes the prompt at the prefill worker `source`, whose reply carries the first token
-        of each child."""
         peer, peer_tokens = self._peer_of(source.worker)
         call = PrefillCall(
             request=self._run.request,
@@ -410,7 +408,6 @@ class Attempt:
         )
 
     def _begin(self, part: Coroutine[object, object, None]) -> Part:
-        """Runs `part` as a task. When the task ends, `_failure` is woken."""
         task = asyncio.create_task(part)
         task.add_done_callback(lambda _: self._news.set())
         return task
@@ -426,7 +423,6 @@ class Attempt:
     # ---- the end
 
     async def _end_child(self, child: int) -> None:
-        """Ends one child at the decode worker. The worker continues with the other children."""
         await quietly(self._held.port.cancel(self._held.key, child), self._times.close_seconds)
 
     async def _end_decode(self, spans: AsyncIterator[Span]) -> None:
@@ -440,7 +436,6 @@ class Attempt:
         await self._release(self._times.close_seconds)
 
     async def _release(self, seconds: float) -> None:
-        """If the prefill worker is reachable, frees the KV that it holds for this attempt."""
         if self._prefilling is not None:
             self._prefilling.cancel()
             await asyncio.gather(self._prefilling, return_exceptions=True)

@@ -405,7 +405,6 @@ class Frontend:
     async def _tokens(
         self, prompt: Prompt, size_bytes: int, within_context: bool
     ) -> tuple[int, ...]:
-        """Tokenizes a prompt that `_check_prompt` accepted and returns the token ids."""
         if isinstance(prompt, TokenPrompt):
             if within_context:
                 # Checks the length first, to spend no time on the ids of too long a list.

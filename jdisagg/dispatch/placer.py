@@ -96,9 +96,6 @@ class PlacementRequest:
 
 @plain
 class _Sized:
-    """A placement request with derived values that are computed once, although the request may be
-    decided many times."""
-
     asked: PlacementRequest
     work: Work
     known: Known
@@ -110,8 +107,6 @@ def _nobody_knows() -> Mapping[str, int]:
 
 @dataclass(slots=True, eq=False)
 class _RecentDecision:
-    """A recent decision. The measured times are added when the request reaches them."""
-
     at: float
     waited_seconds: float
     prompt_tokens: int

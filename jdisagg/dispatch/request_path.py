@@ -150,7 +150,6 @@ class RequestPath:
         run.attempts[attempt] = asyncio.create_task(self._attempt(run, attempt, wait_seconds))
 
     async def _attempt(self, run: RequestRun, attempt: Attempt, wait_seconds: float) -> None:
-        """Runs one attempt. Starts further attempts for its children that have not ended."""
         error: Exception | None = None
         placed = False
         try:

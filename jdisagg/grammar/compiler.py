@@ -199,8 +199,6 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 
 async def _tried(grammar: Grammar, seconds: float) -> str:
-    """Validates a grammar in a child process. Returns a description of the error, or "" for a valid
-    grammar. Raises TimeoutError."""
     if grammar.kind is GrammarKind.JSON_OBJECT:
         return ""
     try:
@@ -245,7 +243,6 @@ async def validate(text: str, seconds: float) -> str:
 
 
 def _as_llguidance(grammar: Grammar) -> str:
-    """Converts a grammar to llguidance's form. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             text = grammar.text.strip()

@@ -40,8 +40,6 @@ def structural_lark(tag: Json) -> str:
 
 
 class _Rules:
-    """Builds the rules of a Lark grammar and collects them in `lines`."""
-
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._parts = 0

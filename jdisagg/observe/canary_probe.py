@@ -53,7 +53,7 @@ class PortProbe:
     Args:
         prefill: Prefill ports by worker name.
         decode: Decode ports by worker name.
-        new_id: Returns a unique id for each reservation and hand-off.
+        new_id: Returns a unique id for each canary and each hand-off.
         deadline_seconds: Time limit of a canary, in seconds.
         address: Returns the address of a prefill worker's `PeerPort`, as in `HandoffSource`.
     """
@@ -133,7 +133,6 @@ class PortProbe:
 
 
 def _request(request_id: str) -> Request:
-    """Builds a request whose prompt has small token ids, because every vocabulary contains them."""
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     return Request(
         request_id, tuple(range(1, PROMPT_TOKENS + 1)), sampling, tenant=CANARY_TENANT, priority=0

@@ -151,7 +151,6 @@ def _utc(created: float) -> str:
 
 
 def _plain(value: object) -> object:
-    """Returns the value itself if it has a JSON form, else its text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

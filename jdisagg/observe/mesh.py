@@ -46,8 +46,6 @@ _FILES = (SaveBlock, LoadBlock)
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """KV that a command wrote to a cache tier or restored from it."""
-
     tier: str
     way: str
     bytes: float

@@ -85,7 +85,6 @@ class ObservedPath:
 
 
 def _cached_of(event: StreamEvent) -> dict[str, int]:
-    """Returns attributes for the root span: the number of cached prompt tokens by cache tier."""
     usage = event.usage
     if usage is None or not usage.cached_tokens:
         return {}

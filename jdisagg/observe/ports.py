@@ -227,8 +227,6 @@ class ObservedDecode:
 
 @dataclass(slots=True)
 class _Receiving:
-    """Progress of one hand-off at the worker that receives its KV."""
-
     acknowledged: set[int] = field(default_factory=set)
     offers: int | None = None
     ended_at: float = 0.0

@@ -46,8 +46,6 @@ class RequestRecord:
 
 
 class _Work:
-    """Totals of requests and tokens since the last line of totals."""
-
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.prompt_tokens = self.generated_tokens = self.ended = self.failed = 0

@@ -138,8 +138,6 @@ def _family(
     labels: Sequence[str],
     rows: Iterable[tuple[Sequence[str], float]],
 ) -> Metric:
-    """Builds a metric family. Each of `rows` contains the values of the labels and the value of the
-    metric."""
     family = kind(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)

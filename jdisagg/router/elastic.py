@@ -454,7 +454,6 @@ def _gain(
 
 
 def _served(a: int, a_need: float, b: int, b_need: float) -> float:
-    """Returns the share of requests for which both pools have capacity."""
     return min(1.0, a / a_need if a_need > 0 else 1.0, b / b_need if b_need > 0 else 1.0)
 
 

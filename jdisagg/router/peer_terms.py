@@ -88,7 +88,6 @@ def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> t
 def _decode_holders(
     state: ClusterState, costs: DecodeCosts, trusted: Trusted, query: PlacementQuery
 ) -> tuple[Holder, ...]:
-    """Returns the decode worker from which others may fetch KV, as a list of at most one."""
     at, known = _asked(known_at(state, costs.rows, query), trusted.decodes)
     if not len(at):
         return ()

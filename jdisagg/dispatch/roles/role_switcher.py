@@ -142,7 +142,6 @@ class RoleSwitcher:
                 )
 
     async def _placed(self, report: SwitchReport) -> None:
-        """Waits until the router can place requests on the worker."""
         while True:
             live = any(
                 status.name == report.worker and not status.draining
@@ -154,7 +153,6 @@ class RoleSwitcher:
 
 
 async def _report(port: RolePort) -> SwitchReport | None:
-    """Returns the worker's report on its role, or None if the worker does not answer."""
     try:
         return await port.switch_report()
     except JdisaggError:
