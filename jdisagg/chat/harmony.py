@@ -81,8 +81,7 @@ class HarmonyParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def _beginning(self) -> bool:
-        """Reads the rest of the header that began in the prompt. The rest may start with a
-        recipient."""
+        """Reads the rest of the header that began in the prompt; a recipient may come first."""
         text = self._text.lstrip(" ")
         if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
             if len(text) < len(_TO):

@@ -49,8 +49,7 @@ class JsonValue:
         return False
 
     def ends_before(self, character: str) -> bool:
-        """Returns whether the value is a number, `true`, `false` or `null` that ends before
-        `character`."""
+        """Returns whether a number, `true`, `false` or `null` ends before `character`."""
         bare = self._begun and not self._in_string and not self._open
         return bare and character in ",}]" + SPACE
 

@@ -225,8 +225,8 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
 
 
 def json_bytes(name: str, value: object) -> int:
-    """Returns the size of a value as JSON, in bytes. Raises InvalidRequestError if the value has no
-    JSON form."""
+    """Returns a value's size as JSON, in bytes. Raises InvalidRequestError if it has no JSON
+    form."""
     try:
         return len(msgspec.json.encode(value))
     except (TypeError, ValueError, RecursionError) as error:

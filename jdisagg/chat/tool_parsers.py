@@ -106,8 +106,7 @@ class JsonToolParser(ToolParser):
         self._raw: list[str] = []
 
     def _expect_object(self, raw: str, *, certain: bool = True) -> None:
-        """Prepares for reading a JSON object. `certain`: Whether a marker announced that the object
-        is a call."""
+        """Starts to read a JSON object. `certain`: Whether a marker announced it as a call."""
         self._raw = [raw]
         self._object = CallObject(
             self._found.begin_call,

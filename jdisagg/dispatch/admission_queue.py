@@ -18,8 +18,7 @@ from jdisagg.timeouts import RequestTimeouts
 
 
 class Endable(Protocol):
-    """A request's placement on workers. `end` releases the worker capacity that the placement
-    holds."""
+    """A request's placement on workers. `end` releases the workers' capacity."""
 
     def end(self) -> None: ...
 
@@ -75,8 +74,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return len(self._queue)
 
     def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
-        """Returns the seconds that a new request would wait if the queue is served at its recent
-        speed."""
+        """Returns the seconds that a new request would wait at the queue's recent service rate."""
         if not self._queue:
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
@@ -89,8 +87,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
     async def wait(
         self, item: Item, tenant: str, cost: float, due: float, priority: int
     ) -> PlacedT:
-        """Queues a request until it is placed, and returns the placement. Raises the errors of
-        `place`."""
+        """Queues a request until it is placed. Raises the errors of `place`."""
         self._last_key += 1
         key = self._last_key
         waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)

@@ -114,8 +114,7 @@ class ChatAnswers:
         return f"call_{drawn[:CALL_ID_CHARACTERS]}"
 
     def _thinking(self) -> bool:
-        """Returns whether the prompt ends inside reasoning. Some chat templates end with the marker
-        that opens reasoning."""
+        """Returns whether the prompt ends inside reasoning, which some templates open."""
         marks, chat = self._form.marks, self._chat
         if marks is None:
             return False

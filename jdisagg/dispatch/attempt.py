@@ -94,8 +94,7 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether every child has ended at its worker, so that the attempt waits only for the end
-        of the worker's stream."""
+        """Whether every child has ended at its worker."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:

@@ -105,8 +105,7 @@ def _check(
 
 
 class LongTexts:
-    """Runs work on long texts in threads. All texts being processed have at most `room_bytes` bytes
-    in total."""
+    """Runs work on long texts in threads, on at most `room_bytes` bytes of text at a time."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes

@@ -335,8 +335,7 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """Waits until the earlier stream of a request that its client resumes has ended at this
-        server."""
+        """If a client resumes a request, waits until the earlier stream has ended here."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -385,8 +384,7 @@ class Frontend:
         return await self._path.reset_cache()
 
     def _check_prompt(self, prompt: Prompt) -> int:
-        """Makes those checks of a prompt that need no tokenizer. Returns an estimate of the bytes
-        to tokenize."""
+        """Checks a prompt without the tokenizer. Returns an estimate of the bytes to tokenize."""
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
                 raise InvalidRequestError(

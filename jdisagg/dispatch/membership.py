@@ -38,8 +38,7 @@ Port = TypeVar("Port")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPorts:
-    """Ports through which the router calls a registered worker in its role. `close` ends all calls
-    and is idempotent."""
+    """Ports through which the router calls a worker. `close` ends all calls. Idempotent."""
 
     prefill: PrefillPort | None = None
     decode: DecodePort | None = None
@@ -98,8 +97,7 @@ class Membership:
 
     @property
     def model(self) -> ModelCard | None:
-        """Model of the first registered worker, which all other workers must serve. None while no
-        worker has registered."""
+        """Model that all workers must serve, or None while no worker has registered."""
         return self._model
 
     def register(self, card: WorkerCard) -> None:
@@ -130,8 +128,7 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Stores the status that a worker's heartbeat carries. Returns False if the worker must
-        register again."""
+        """Stores a worker's new status. Returns False if the worker must register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -154,8 +151,7 @@ class Membership:
         return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
-        """Removes a worker that leaves. Idempotent. A newer process with the same name is not
-        removed."""
+        """Removes a worker, unless a newer process has taken its name. Idempotent."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
             self._forget(entry)
@@ -202,8 +198,7 @@ class Membership:
         )
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last status of each worker. Suspect workers are marked as draining in the
-        result."""
+        """Returns the last status of each worker, in which suspect workers are draining."""
         said = [
             (entry, entry.status)
             for entry in self._entries.values()
@@ -218,8 +213,7 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether the live workers can serve requests: at least one mixed worker, or one prefill
-        and one decode worker."""
+        """Whether a mixed worker is live, or both a prefill worker and a decode worker."""
         roles = {status.role for status in self.statuses() if not status.draining}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 

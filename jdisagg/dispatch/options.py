@@ -131,8 +131,7 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """Returns logit biases as pairs (token id, bias). `biases` is a mapping or an iterable of
-    pairs."""
+    """Converts logit biases, a mapping or pairs, to a tuple of (token id, bias)."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 

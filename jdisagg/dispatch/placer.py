@@ -295,8 +295,7 @@ class Placer:
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the maximum number of prompt tokens that a decode worker may compute itself.
-        Infinity means no limit."""
+        """Returns the maximum number of prompt tokens that a decode worker may compute."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
@@ -342,8 +341,7 @@ class Placer:
             self.accounts.bar(worker, 0.0)
 
     def _breaker(self, worker: str) -> Breaker | None:
-        """Returns the circuit breaker of a worker, or None if the worker has not failed since it
-        registered."""
+        """Returns a worker's circuit breaker, or None if it has not failed since it registered."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 

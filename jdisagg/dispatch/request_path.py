@@ -310,8 +310,7 @@ class RequestPath:
             await self._quiet.wait()
 
     async def _ask_workers(self) -> None:
-        """Updates the snapshot with the statuses of all workers. Removes those that do not
-        answer."""
+        """Requests all statuses. Removes workers that do not answer from the snapshot."""
         accounts, now = self.placer.accounts, self._context.clock.now()
         reported = {status.name: status for status in await self.status()}
         for name in [name for name in accounts.state if name not in reported]:

@@ -55,8 +55,7 @@ NewTextStream = Callable[[Request], TextStream]
 
 
 class RunningAttempt(Protocol):
-    """An attempt of the request. `over`: Whether every child of the attempt has ended at its
-    worker."""
+    """An attempt of the request. `over`: Whether all its children have ended at workers."""
 
     @property
     def over(self) -> bool: ...
@@ -319,8 +318,7 @@ class RequestRun:
         return event
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with `error`. The client receives the events already queued before the
-        error is raised."""
+        """Ends the request with `error`, after the client received all queued events."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:

@@ -100,8 +100,7 @@ class TokenStream:
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Adds tokens and returns the new text. After a stop string has ended the output, all
-        tokens are dropped."""
+        """Adds tokens and returns the new text. Drops all tokens after a stop string."""
         pieces: list[str] = []
         for index, token_id in enumerate(token_ids):
             if self.stopped:
@@ -220,8 +219,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Adds text. Returns the text that can be delivered, or "" if a stop string was completed
-        before."""
+        """Adds text and returns the text that can be delivered: none after a stop string."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):

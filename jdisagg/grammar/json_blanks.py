@@ -17,8 +17,7 @@ def says_itself(schema: str) -> bool:
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the schema with white space limited to `WHITESPACE`, unless it contains llguidance
-    options already."""
+    """Limits white space to `WHITESPACE`, unless the schema has llguidance options already."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 

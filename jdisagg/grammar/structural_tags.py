@@ -25,8 +25,7 @@ MOST_PARTS = 512
 
 
 def structural_lark(tag: Json) -> str:
-    """Returns the Lark grammar of a `structural_tag`. Raises InvalidRequestError, which names the
-    invalid part."""
+    """Returns a tag's Lark grammar. Raises InvalidRequestError, which names the invalid part."""
     rules = _Rules()
     try:
         if "format" in tag:
@@ -100,8 +99,7 @@ class _Rules:
         return f"({' | '.join(found)})"
 
     def tag(self, part: Json, where: str, begun: str = "") -> str:
-        """Returns the Lark expression of a tag. `begun`: The part of the tag's `begin` that is
-        already matched."""
+        """Returns a tag's Lark expression. `begun`: Part of its `begin` that is already matched."""
         begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
         content = part.get("content")
         if content is None and "schema" in part:

@@ -21,8 +21,7 @@ STATUS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """A prefill and a decode worker. `prefill` is empty for a mixed worker, which computes prompts
-    itself."""
+    """A prefill and a decode worker. `prefill` is empty for a mixed worker."""
 
     prefill: str
     decode: str

@@ -23,8 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog(NoRouterEvents):
-    """Listener that appends each placement decision to a file. Raises ConfigError if the file
-    cannot be opened."""
+    """Appends each placement decision to a file. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -16,8 +16,7 @@ _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 def wrapped(line: str, process: str, now: float) -> str:
-    """Returns a log line as a JSON object. A line that is a JSON object already is returned
-    unchanged."""
+    """Converts a log line to a JSON object, unless it is one already."""
     try:
         if isinstance(json.loads(line), dict):
             return line

@@ -59,8 +59,7 @@ RATIO_BUCKETS = (
 
 
 class MetricGroup:
-    """Base class of groups of metrics. The metrics of a group are created together, when one is
-    first used."""
+    """Base class of groups of metrics that are created together, at the group's first use."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -232,8 +231,7 @@ class Metrics(NoRouterEvents):
             self.predictions.ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
-        """Exports all counters of `owner`. The name of each counter becomes the name of a
-        metric."""
+        """Exports all counters of `owner` as metrics with the counters' names."""
         self._watched.append(Watched(owner, counters))
 
     def watch_worker(

@@ -388,8 +388,7 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns why a span of tokens ended its attempt so that another attempt follows, or "" if none
-    follows."""
+    """Returns why another attempt follows after a span of tokens, or "" if none follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:

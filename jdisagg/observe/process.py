@@ -62,8 +62,7 @@ class ObserveConfig:
             raise ConfigError("metrics_host is empty; name an interface, or 0.0.0.0 for all")
 
     def check_ports(self, count: int = 1) -> None:
-        """Raises ConfigError unless `count` consecutive ports, starting with the metrics port, are
-        free."""
+        """Raises ConfigError unless `count` ports, from the metrics port on, are free."""
         for port in range(self.metrics_port, self.metrics_port + count if self.metrics_port else 0):
             listening_socket(self.metrics_host, port, OTHER_METRICS_PORT).close()
 

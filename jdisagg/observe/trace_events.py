@@ -105,8 +105,7 @@ class TraceEventExporter(SpanExporter):
 
 
 def read_timelines(directory: str | Path) -> list[Trace]:
-    """Reads all timeline files in a folder. Raises ConfigError if there is none or one is
-    unreadable."""
+    """Reads all timelines in a folder. Raises ConfigError if none exists or one is unreadable."""
     paths = sorted(Path(directory).glob(f"*{FILE_SUFFIX}"))
     if not paths:
         raise ConfigError(

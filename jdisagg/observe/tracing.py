@@ -55,14 +55,12 @@ def offer_key(offer_id: int) -> Key:
 
 
 def reservation_key(worker: str, reservation_id: int) -> Key:
-    """Returns the key of a reservation. It contains the worker's name, because each worker numbers
-    its own reservations."""
+    """Returns a reservation's key. Reservation ids are unique only within a worker."""
     return ("reservation", worker, reservation_id)
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """Returns `context` with the request's id added. Spans that are created in the context include
-    the id."""
+    """Returns `context` with a request id, which spans in the context then include."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
@@ -106,8 +104,7 @@ class Tracing:
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
         **attributes: Value,
     ) -> tuple[trace.Span, Context]:
-        """Starts a span. Returns the span, and its context for child spans. Call `end` to end the
-        span."""
+        """Starts a span, which `end` ends. Returns the span, and its context for child spans."""
         parent = self.owner(owner) if isinstance(owner, tuple) else owner
         parent = otel.get_current() if parent is None else parent
         if request_id:
@@ -133,8 +130,7 @@ class Tracing:
         owner: Key | Context | None = None,
         **attributes: Value,
     ) -> None:
-        """Records a span from `started` to `ended` for `owner`. With `track`, the span belongs to
-        no single request."""
+        """Records a span for `owner`. With `track`, the span belongs to no single request."""
         if not self.on:
             return
         if isinstance(owner, tuple):

@@ -39,8 +39,7 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
-    """Wraps a peer port to measure KV transfers. `receiver` is the worker that pulls KV through the
-    port."""
+    """Wraps a peer port, through which worker `receiver` pulls KV."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
@@ -59,8 +58,7 @@ def calls(
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Wraps a function that opens the ports of a worker, so that the ports of workers that register
-    later are measured, too."""
+    """Wraps a function that opens a worker's ports, so that all ports it opens are measured."""
     if observer is None:
         return open_ports
 
@@ -86,8 +84,7 @@ def peers(
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """Creates the request log of an API. With an observer, errors and waiting requests are also
-    exported as metrics."""
+    """Creates the request log of an API. An observer also exports its numbers as metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
     metrics = observer.metrics

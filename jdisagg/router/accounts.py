@@ -123,8 +123,7 @@ class Accounts:
             self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
-        """Sets the time of a worker's last heartbeat. Used after this router could receive no
-        heartbeats for a while."""
+        """Sets the time of the last heartbeat, after this router could receive none for a while."""
         row = self.state.row(worker)
         if row is not None:
             self.state.hear(row, heard_at)
@@ -176,8 +175,7 @@ class Accounts:
 
 
 class Charges:
-    """The charges of one attempt to its workers, from its placement to its end. All methods are
-    idempotent."""
+    """The charges of one attempt, until it ends. All methods are idempotent."""
 
     def __init__(
         self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float

@@ -81,8 +81,7 @@ class Quotas:
         self._buckets: dict[str, Bucket] = {}
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Takes tokens from the tenant's bucket. Raises QuotaExceededError if the bucket holds too
-        few tokens."""
+        """Takes tokens from a tenant's bucket, or raises QuotaExceededError."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -129,8 +128,7 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """Returns the seconds to serve requests of total cost `cost`, or 0 while the speed is
-        unknown."""
+        """Returns the seconds to serve a total cost `cost`, or 0 while the speed is unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS

@@ -44,8 +44,8 @@ class Candidates:
 
     @property
     def penalties(self) -> Array | None:
-        """Each worker's penalty plus the seconds until its XLA programs are loaded, or None if all
-        sums are 0."""
+        """Each worker's penalty plus seconds until its programs are loaded, or None if all are
+        0."""
         if self.against is self.side.zeros and not self.side.loading:
             return None
         return self.against + self.table["loading_seconds"]
@@ -57,8 +57,7 @@ class Candidates:
 
     @property
     def trusted(self) -> Flags | None:
-        """Flag for each worker: whether cached KV may be fetched from it. None if KV may be fetched
-        from all workers."""
+        """Whether cached KV may be fetched from each worker, or None if this holds for all."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property
@@ -92,8 +91,7 @@ def candidates(
 def usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
-    """Returns the workers of `side` (prefill or decode) that may be chosen, with their
-    penalties."""
+    """Returns the workers of one side that may be chosen, with their penalties."""
     rows, table = side.rows, side.table or state.table.take(side.span)
     all_well = not (side.draining or query.avoid) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):

@@ -188,8 +188,7 @@ class ClusterState:
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """Returns the row number of each worker in `roster`, as a read-only array. Unknown workers
-        have -1."""
+        """Returns `row_of` of each worker in `roster`, as a read-only array."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
@@ -251,8 +250,7 @@ class ClusterState:
             self._place(row, description)
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """Stores a worker's status. Does not change the `own_` columns, which `accounts`
-        maintains."""
+        """Stores a worker's status, without changing the `own_` columns."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -302,16 +300,14 @@ class ClusterState:
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Returns a worker's values by column, without the columns that follow from its
-        description."""
+        """Returns a worker's values by column, except those that its description determines."""
         row = self._rows[name]
         return {
             column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
         }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """Adds a worker with the values `numbers`, by column. Raises KeyError for an unknown
-        column."""
+        """Adds a worker with `numbers` by column. Raises KeyError for an unknown column."""
         self._descriptions[name] = description
         row = self._rows.get(name)
         if row is None:

@@ -1,5 +1,4 @@
-"""Input and output of placement, as plain data that the live router, decision logs and the
-simulator share."""
+"""Input and output of placement, as plain data for the router, decision logs and simulator."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -94,8 +94,7 @@ def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
 
 
 def replay(record: Mapping[str, Any]) -> PlacementOutcome:
-    """Decides again on the snapshot in a record and returns the answer. Raises the errors of
-    `placement.decide`."""
+    """Decides again on the snapshot in a record. Raises the errors of `placement.decide`."""
     with _Reading():
         if record["version"] != VERSION:
             raise ConfigError(

@@ -179,8 +179,7 @@ class _Pool:
 
 
 def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool = True) -> Verdict:
-    """Decides on the observations `view`. With `may_switch` False the result contains advice only,
-    and no switch."""
+    """Decides on the observations `view`. With `may_switch` False the result has no switch."""
     pools = (_prefill(config, view), _decode(config, view))
     memory = replace(
         memory,
@@ -347,8 +346,7 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """Returns the number of workers that a pool needs. A pool that is short needs more workers than
-    it has."""
+    """Returns the number of workers that a pool needs: more than `size` if it is short."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )

@@ -141,8 +141,7 @@ class SloWindow:
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
-        """Discards all observations. Called after a role change, because they describe the earlier
-        pools."""
+        """Discards all observations, which describe the pools before a role change."""
         self._outcomes.clear()
         for samples in self._samples.values():
             samples.clear()

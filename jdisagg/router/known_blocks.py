@@ -57,8 +57,7 @@ class KnownBlocks:
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """Adds a worker. `scheme`: How the worker names its blocks, or None if it has no prefix
-        cache."""
+        """Adds a worker. `scheme`: Its naming of blocks, or None if it has no prefix cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)

@@ -27,8 +27,7 @@ class Roster:
 
 
 class Numbering:
-    """Assigns each worker the lowest free number. Several `PrefixIndex` objects may share one
-    numbering."""
+    """Assigns each worker the lowest free number. `PrefixIndex` objects may share it."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -154,8 +153,7 @@ class PrefixIndex:
         self._last[worker] = number
 
     def forget(self, worker: str) -> None:
-        """Removes a worker that is gone or restarted. A restarted worker numbers its events from 1
-        again."""
+        """Removes a worker that is gone, or that restarted and numbers events from 1 again."""
         if worker not in self._bits:
             return
         for page_hash in tuple(self._pages[worker]):

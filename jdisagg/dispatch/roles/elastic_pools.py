@@ -127,8 +127,7 @@ class ElasticPools:
         )
 
     async def run(self) -> None:
-        """Samples and decides at regular intervals, forever. A failure is logged and does not end
-        the loop."""
+        """Samples and decides at regular intervals. A failure is logged and the loop continues."""
         while True:
             try:
                 await self._round()
