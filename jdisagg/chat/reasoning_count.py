@@ -19,7 +19,7 @@ class Thinker(Protocol):
 
     @property
     def undecided(self) -> bool:
-        """Whether it depends on the next text whether reasoning begins."""
+        """Whether only the next text shows if reasoning begins."""
         ...
 
 

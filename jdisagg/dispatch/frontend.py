@@ -142,7 +142,7 @@ class Frontend:
 
     Args:
         path: Request path, which runs the requests.
-        codec: Tokenizer.
+        codec: Tokenizer of the served model.
         model: The served model.
         limits: Limits on requests, such as the largest prompt.
         routing: Returns the router's routing status.

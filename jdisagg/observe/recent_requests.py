@@ -59,7 +59,8 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Returns the finished spans of a trace in order of their start, none if it is unknown."""
+        """Returns the finished spans of a trace in order of their start. Unknown traces have
+        none."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:

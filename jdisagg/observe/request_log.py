@@ -133,8 +133,7 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(EVERY_SECONDS, self._line)
 
     def _line(self) -> None:
-        """Logs the totals of the past interval. Repeats itself until an interval has no
-        requests."""
+        """Logs the totals of each interval, until an interval has no requests."""
         self._timer, work = None, self._work
         if not (self._running or work.ended or work.failed):
             return

@@ -196,7 +196,7 @@ class Tracing:
         span.end(self._ns(max(started, ended)))
 
     def _wanted(self, parent: Context) -> bool:
-        """Returns the sampler's decision for a parent context without calling the sampler."""
+        """Returns whether spans with this parent are recorded, without calling the sampler."""
         context = trace.get_current_span(parent).get_span_context()
         return context.trace_flags.sampled if context.is_valid else self._every
 

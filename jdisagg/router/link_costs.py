@@ -19,9 +19,9 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkSide:
-    """The senders or the receivers of the pairs. `places`: Codes of the parts (rack, host, domain,
-    process) of each worker's place, [parts, workers], 0 for unknown parts. `speeds`: Each worker's
-    index into the list of speeds."""
+    """All workers that send KV, or all that receive it. `places`: Codes of the parts (rack, host,
+    domain, process) of each worker's place, [parts, workers], 0 for unknown parts. `speeds`: Each
+    worker's index into the list of speeds."""
 
     places: Array
     speeds: Indices

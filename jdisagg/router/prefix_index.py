@@ -20,7 +20,7 @@ Counts = npt.NDArray[np.int64]
 @plain
 class Roster:
     """Immutable assignment of numbers to workers: `names[number]` is the worker, or "" if the
-    number is free. Two rosters are equal only if they are the same object."""
+    number is free. Compare it by identity (`is`)."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, int]
@@ -86,7 +86,7 @@ class ByWorker(Mapping[str, int]):
         return int(np.count_nonzero(self.counts))
 
     def __add__(self, other: "ByWorker") -> "ByWorker":
-        """Adds the counts of two arrays that use the same roster."""
+        """Adds the counts of two arrays that have the same `Roster`."""
         return ByWorker(self.roster, self.counts + other.counts)
 
     def __mul__(self, factor: int) -> "ByWorker":
