@@ -1,8 +1,10 @@
-"""Runs a cluster on one host: routers and workers as child processes, one log, a live table.
+"""Runs a cluster on one host. Routers and workers are child processes. Their output goes to one
+log, below which a live table shows their state.
 
-A worker that dies is restarted under its name and address. A worker that exits because of its
-configuration ends the cluster. On the first signal routers refuse new requests, running requests
-end, then the workers stop. The second signal stops at once. Children die with this process."""
+A worker that crashes is restarted under the same name and address. If a worker exits because its
+configuration is invalid, the cluster stops. On the first SIGTERM or SIGINT, the routers refuse new
+requests and wait for running requests, and then the workers stop. On the second signal, all
+processes stop at once. The child processes are killed if this process dies."""
 
 import asyncio
 import contextlib
@@ -29,8 +31,9 @@ _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 
 
 class Cluster:
-    """Starts the plan's process groups, monitors them through the router's status, and stops them
-    in order. Construct on the event loop. Raises ConfigError for invalid files of secrets."""
+    """Starts the processes of a plan, monitors them through the router's status, and stops them in
+    order. The constructor must run on the event loop. Raises ConfigError if a configured file of
+    secrets is invalid."""
 
     def __init__(self, plan: ClusterPlan, log: ClusterLog) -> None:
         service = plan.config.engine.service
@@ -50,7 +53,8 @@ class Cluster:
         self._workers = [self._group(spec) for spec in plan.workers()]
 
     async def run(self) -> int:
-        """Runs the cluster; returns the exit status: 0 after a stop, 1 if a process cannot work."""
+        """Runs the cluster until it is stopped. Returns the exit status: 0 after a signal, 1 if a
+        process cannot run with its configuration."""
         watching = asyncio.create_task(self._watch())
         try:
             for group in (*self._routers, *self._workers):
@@ -79,7 +83,8 @@ class Cluster:
         )
 
     def _take_line(self, name: str, line: str) -> None:
-        """Writes a process's line to the log, and stores the start phase that the line reports."""
+        """Writes a child process's output line to the log. If the line reports a phase of the
+        process's start, stores the phase for the table."""
         owner = name if name in self._phases else name.rpartition(".")[0]
         if found := _COMPILED.search(line):
             self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"
@@ -93,7 +98,8 @@ class Cluster:
         self._signals.raise_first()
 
     async def _watch(self) -> None:
-        """Updates the table, and prints one line when all processes serve."""
+        """Updates the table periodically, and logs one line when all processes are ready to
+        serve."""
         served = False
         client = AsyncClient(
             self._plan.address,
@@ -123,8 +129,8 @@ class Cluster:
                 await asyncio.sleep(_POLL_SECONDS)
 
     def _shown(self, group: SupervisedGroup, statuses: dict[str, WorkerStatus]) -> Shown:
-        """Returns a group's row for the table, without figures unless the group serves, because the
-        router's figures may be from before a restart."""
+        """Returns a process group's row of the table. Figures are shown only if the group serves,
+        because the router may still report figures from before a restart."""
         if group.state is not GroupState.RUNNING:
             self._phases.pop(group.name, None)
             return Shown(group.name, group.state.value, group.restarts, None)
@@ -133,7 +139,8 @@ class Cluster:
         return Shown(group.name, phase or "running", group.restarts, status)
 
     async def _stop_all(self) -> None:
-        """Stops the routers first, because their running requests need the workers."""
+        """Stops the routers before the workers, because requests that still run at the routers need
+        the workers."""
         await self._stop_groups(self._routers, self._stop_seconds)
         await self._stop_groups(self._workers, self._stop_seconds)
 

@@ -1,8 +1,9 @@
-"""Writes one log of all processes to stderr and, if configured, one file for each process.
+"""Writes the output of all of a cluster's processes to one log on stderr and, if configured, to one
+file for each process.
 
 In text format, each line begins with its process's name. In JSON format, each line is an object
-with a `process` field, including lines that are not JSON themselves. On a terminal the text log
-scrolls above a live table of the processes; elsewhere a line of figures is written periodically."""
+with a `process` field, including lines that are not JSON themselves. On a terminal, the text log
+scrolls above a live table of the processes. Otherwise a line of figures is written periodically."""
 
 import json
 import sys
@@ -25,7 +26,8 @@ _PLAIN_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One row of the table. `status`: last status from the router, or None if not serving."""
+    """One row of the process table. `status` is the last status that the router reported, or None
+    if the process does not serve."""
 
     name: str
     state: str
@@ -34,8 +36,8 @@ class Shown:
 
 
 class ClusterLog:
-    """The log and the table; `close` ends both. Raises ConfigError if it cannot make
-    `directory`."""
+    """The cluster's log and process table. `close` ends both. Raises ConfigError if `directory`
+    cannot be created."""
 
     def __init__(
         self, live: bool, directory: str | None, title: str, log_format: str = "text"
@@ -86,8 +88,8 @@ class ClusterLog:
 
 
 def json_line(process: str, line: str) -> str:
-    """Returns a JSON line with the field `process`: `line` itself if it is a JSON object, else an
-    object that contains `line`."""
+    """Returns a JSON object as text, with the field `process`. The object is `line` itself if it is
+    a JSON object, else an object that contains `line` as text."""
     try:
         fields = json.loads(line)
     except ValueError:

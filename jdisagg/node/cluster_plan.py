@@ -1,7 +1,8 @@
-"""Plans the processes of a cluster on one host and their configurations. Starts no process.
+"""Plans which processes a cluster on one host consists of, and their configurations. Starts no
+process.
 
-Every process has a fixed port, at which others find it after a restart. Only an instance's
-coordinator gets a new port at each start, because the old port may still be in use."""
+Every process has a fixed port, which stays the same after a restart. Only the JAX coordinator of a
+multi-process instance gets a new port at each start, because the old port may still be in use."""
 
 import errno
 import os
@@ -42,8 +43,10 @@ class ClusterConfig:
         model: Directory of the model.
         processes: Number of processes of each worker.
         changes_roles: Whether the first router changes workers' roles.
-        gpus: GPUs to assign to the workers' processes, in order; empty to assign none.
-        gpus_per_process: Number of GPUs of each process; None for as many as the layout needs.
+        gpus: Indices or UUIDs of the GPUs to assign to the workers' processes, in order. If empty,
+            no GPUs are assigned.
+        gpus_per_process: Number of GPUs of each worker process. None selects the number that the
+            layout needs.
     """
 
     engine: EngineConfig
@@ -71,7 +74,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """Plan of one instance, whose `layout` spans one process for each of `ports`."""
+    """Plan of one instance. The instance has one process for each of `ports`, and `layout` spans
+    all of them."""
 
     name: str
     role: WorkerRole
@@ -90,10 +94,10 @@ class ClusterPlan:
     """All processes of a cluster.
 
     Attributes:
-        ports: The routers' ports.
+        ports: Port of each router.
         folder: Folder of the processes' configuration files, which are written at each start.
         gpus: GPUs by process name. Processes without an entry may use all GPUs.
-        http_ports: The routers' HTTP ports; empty without HTTP.
+        http_ports: HTTP port of each router. Empty without HTTP.
     """
 
     config: ClusterConfig
@@ -118,7 +122,7 @@ class ClusterPlan:
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
-        """Service configuration of each router."""
+        """Returns the service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         return tuple(
             replace(service, port=port, http_port=http_port)
@@ -129,8 +133,8 @@ class ClusterPlan:
         return self.routers()[0]
 
     def routers(self) -> tuple[GroupSpec, ...]:
-        """Returns the routers' groups, named router, router-1 and so on. Only the first has a
-        metrics port and changes roles."""
+        """Returns the process groups of the routers, named router, router-1 and so on. Only the
+        first router has a metrics port and changes roles."""
         names = ["router", *(f"router-{index}" for index in range(1, len(self.ports)))]
         return tuple(
             GroupSpec(name, lambda index=index, name=name: (self._router(name, index),))
@@ -163,7 +167,8 @@ class ClusterPlan:
         )
 
     def worker_configs(self, instance: InstancePlan) -> tuple[WorkerProcessConfig, ...]:
-        """Returns the configurations of an instance's processes, with a new coordinator port."""
+        """Returns the configuration of each process of an instance, with a new port for the JAX
+        coordinator."""
         config, count = self.config, len(instance.ports)
         made = worker_config(config.engine, instance.role)
         metrics_port = config.observe.metrics_port
@@ -203,8 +208,8 @@ class ClusterPlan:
 
     @property
     def _returns(self) -> bool:
-        """Whether prefill workers also fetch cached KV from decode workers; never if a codec
-        transferred KV to these, because codecs lose precision."""
+        """Whether prefill workers also fetch cached KV from decode workers. False if decode workers
+        received their KV through a codec, because codecs lose precision."""
         engine = self.config.engine
         return engine.routing.fetch_from_decode and engine.decode.codec == "none"
 
@@ -236,7 +241,7 @@ class ClusterPlan:
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
-    """Returns the plan of a cluster, with free ports chosen. Raises ConfigError or LayoutError."""
+    """Chooses free ports and returns the plan of a cluster. Raises ConfigError or LayoutError."""
     engine, shape, service = config.engine, config.shape, config.engine.service
     layouts = {
         WorkerRole.PREFILL: (shape.prefill, engine.prefill.layout),
@@ -265,13 +270,14 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _router_ports(host: str, first: int, count: int) -> list[int]:
-    """Returns `count` consecutive ports from `first` on, or free ports if `first` is 0."""
+    """Returns `count` ports: consecutive ports from `first` on, or any free ports if `first` is
+    0."""
     return [first + index for index in range(count)] if first else free_ports(host, count)
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
-    """Returns the number of devices of each of the instance's processes. An instance of one process
-    can change its role, so it gets enough devices for the other role's layout."""
+    """Returns the number of devices for each process of an instance. An instance of one process may
+    change its role later. Therefore it gets enough devices for the layouts of both roles."""
     alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
     layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
     return max(
@@ -294,7 +300,7 @@ def _gpus_of_process(
 def plan_instances(
     role: WorkerRole, count: int, layout: Layout, processes: int, host: str
 ) -> tuple[InstancePlan, ...]:
-    """Plans `count` instances of a role, named role-0, role-1 and so on, with a free port for each
+    """Plans `count` instances of a role, with names like "prefill-0" and a free port for each
     process. Raises ConfigError."""
     if count < 0 or processes < 1:
         raise ConfigError(
@@ -321,11 +327,11 @@ def plan_instances(
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Returns `count` different ports on which no program listens. If another program takes a port
-    before its use, the process that needs the port reports the error.
+    """Returns `count` different ports on which no program listens. Another program may take a port
+    later. Then the process that needs the port fails with an error.
 
-    To make collisions unlikely, ports are drawn at random below the range that systems use for
-    outgoing connections and port 0 (from 32768 on Linux). Raises ConfigError if none is free."""
+    To make this unlikely, ports are drawn at random below the range that the operating system
+    assigns by itself (from 32768 on Linux). Raises ConfigError if none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     free: list[int] = []
     for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):

@@ -1,5 +1,5 @@
-"""Builds an embedded cluster with tokenizer and frontend from a configuration, for serving or
-generating in one process."""
+"""Builds an embedded cluster with tokenizer and frontend from a configuration. Used to serve or to
+generate text in one process."""
 
 import asyncio
 import logging
@@ -47,12 +47,12 @@ Relayout = Callable[[Loaded, Layout, Sequence[Device]], Loaded]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint and the functions that load it.
+    """A model checkpoint and the functions that load it.
 
     Attributes:
-        load: Loads the weights onto a mesh.
-        relayout: Reshards loaded weights to another layout.
-        grammars: Grammar compiler for the checkpoint's tokenizer, or None without a tokenizer.
+        load: Function that loads the weights onto a mesh.
+        relayout: Function that reshards loaded weights to another layout.
+        grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
     """
 
     directory: str
@@ -67,12 +67,12 @@ class ModelSource:
 def prepare_runtime(
     cpu_devices: int, compilation_cache: str, memory_fraction: float | None = None
 ) -> None:
-    """Applies settings that must precede the first use of a device. Raises ConfigError if a device
-    has been used already.
+    """Applies the JAX settings that must be made before the first use of a device. Raises
+    ConfigError if a device has been used already.
 
     Args:
         cpu_devices: Number of virtual CPU devices.
-        memory_fraction: Fraction of a GPU's memory that XLA may use; None means 0.9.
+        memory_fraction: Fraction of a GPU's memory that XLA may use. None selects 0.9.
     """
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
@@ -99,22 +99,23 @@ def prepare_runtime(
 
 
 def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
-    """Calls `prepare_runtime` for an embedded cluster. By default there are as many virtual CPU
-    devices as the layouts need."""
+    """Calls `prepare_runtime` for an embedded cluster. `cpu_devices` defaults to the number of
+    devices that the layouts need."""
     prepare_runtime(
         cpu_devices or devices_of(config), config.compilation_cache, memory_fraction(config)
     )
 
 
 def memory_fraction(config: EngineConfig) -> float | None:
-    """Returns the fraction of device memory for the process, the largest of its meshes'."""
+    """Returns the fraction of device memory that this process may use: the largest fraction that
+    one of its meshes is configured with."""
     given = [side.memory_fraction for side in (config.prefill, config.decode)]
     return max((part for part in given if part is not None), default=None)
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
-    """Returns the router's descriptions of the two workers: one process, and speeds if the
-    configuration names the hardware."""
+    """Returns the descriptions of the two workers for the router. Each worker has one process.
+    Speeds are included if the configuration names the hardware."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
@@ -128,11 +129,11 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 
 class Deployment:
-    """An embedded cluster with tokenizer and frontend. Raises ConfigError if a mesh needs more
-    memory than its devices have.
+    """An embedded cluster with tokenizer and frontend. The constructor raises ConfigError if a mesh
+    needs more memory than its devices have.
 
     Args:
-        record_to: Folder for recordings; empty for none.
+        record_to: Folder for recordings of the meshes' commands. If empty, nothing is recorded.
         tell: Called before allocation with a line for each mesh on the memory that it will use.
     """
 
@@ -199,12 +200,13 @@ class Deployment:
         self._loading: asyncio.Task[None] | None = None
 
     async def start(self, *, at_once: bool = False) -> None:
-        """Warms up, with a progress bar on stderr if warm-up takes long, and starts the workers.
+        """Warms up and then starts the workers. Shows a progress bar on stderr if warm-up takes
+        long.
 
         Args:
-            at_once: Whether to start the workers before warm-up if programs of the same
-                configuration were compiled on this machine before. They are then loaded from the
-                compilation cache while the meshes are idle.
+            at_once: Whether to start the workers before warm-up, if the programs of this
+                configuration were compiled on this machine before. The programs are then loaded
+                from the compilation cache whenever the meshes are idle.
         """
         warmed = None
         if at_once and self.config.warm_up:
@@ -226,8 +228,8 @@ class Deployment:
         await self.cluster.stop()
 
     async def _load(self) -> None:
-        """Loads all programs. A failure is only logged, because a request that needs the program
-        will fail and report the same error."""
+        """Loads all programs from the compilation cache. A failure is only logged, because a
+        request that needs the program will raise the same error."""
         try:
             await self.cluster.warm_up(beside=True)
         except Exception as error:

@@ -1,7 +1,8 @@
-"""Assigns a host's GPUs to child processes, which receive them in the environment.
+"""Assigns a host's GPUs to child processes. Each child process receives its GPUs in environment
+variables.
 
-GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU, each
-with a part of the memory. Imports neither JAX nor CUDA."""
+GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU. Each
+then uses a part of the GPU's memory. This module imports neither JAX nor CUDA."""
 
 import os
 from collections import Counter
@@ -46,8 +47,8 @@ def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]
 def gpus_of_host(
     environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> tuple[int | str, ...]:
-    """Returns the GPUs that this process may use, from NVIDIA's device files and
-    CUDA_VISIBLE_DEVICES. Empty if JAX is configured for other platforms."""
+    """Returns the GPUs that this process may use, according to NVIDIA's device files and
+    CUDA_VISIBLE_DEVICES. Returns none if JAX is configured for other platforms."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()
@@ -68,8 +69,8 @@ def gpus_of_host(
 def assign_gpus(
     names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Assigns to each process as many of the next GPUs in the list as the process needs. Raises
-    ConfigError if there are too few."""
+    """Assigns GPUs to processes in order. Each process gets as many of the next GPUs as `needs`
+    states. Raises ConfigError if there are too few GPUs."""
     if sum(needs) > len(gpus):
         wanted = ", ".join(f"{name} {need}" for name, need in zip(names, needs, strict=True))
         raise ConfigError(
@@ -96,10 +97,12 @@ def gpu_environment(
     fraction: float,
     all_gpus: Sequence[int | str],
 ) -> dict[str, str]:
-    """Returns `environment` with the variables of a process: visible GPUs, XLA's memory fraction.
+    """Returns `environment` with the GPU variables of one process: visible GPUs, and the fraction
+    of GPU memory for XLA.
 
     Args:
-        fraction: Memory fraction of a GPU, divided among the processes that share it.
+        fraction: Fraction of a GPU's memory. It is divided equally among the processes that share
+            the GPU.
     """
     shared = max((Counter(all_gpus)[gpu] for gpu in gpus), default=1)
     told = {VISIBLE: ",".join(map(str, gpus)), MEMORY: f"{fraction / max(1, shared):.4f}"}
@@ -109,21 +112,23 @@ def gpu_environment(
 
 
 def set_memory_fraction(fraction: float) -> None:
-    """Sets this process's memory fraction for XLA; call before JAX first uses a device. A value in
-    the user's environment takes precedence."""
+    """Sets the fraction of GPU memory that XLA may use in this process. Must be called before JAX
+    first uses a device. Does not override a value in the user's environment."""
     if _MEMORY_BEFORE not in os.environ:
         os.environ.setdefault(MEMORY, f"{fraction:.4f}")
 
 
 def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None:
-    """Returns the indices of visible GPUs that this task of Slurm or Open MPI uses: an equal share
-    of the node's, or all if the scheduler bound GPUs to tasks. Returns None without a scheduler, so
-    that JAX uses all.
+    """Returns the indices of the visible GPUs for this task of Slurm or Open MPI. Each task gets an
+    equal share of the node's GPUs, or all visible GPUs if the scheduler has bound GPUs to tasks.
+    Returns None without a scheduler, so that JAX uses all GPUs.
 
-    By default jax.distributed.initialize would give each task exactly one device.
+    This function is needed because jax.distributed.initialize gives each task exactly one device by
+    default.
 
     Raises:
-        ConfigError: Tasks cannot share the GPUs equally, or a scheduler variable is not a number.
+        ConfigError: The number of GPUs is not a multiple of the number of tasks, or a variable of
+            the scheduler is not a number.
     """
     size, tasks = _number(environment, _LOCAL_SIZES)
     _, rank = _number(environment, _LOCAL_RANKS)
@@ -143,7 +148,8 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
-    """Returns the first of the variables that is set, and its number. "4(x2)" and "4,2" give 4."""
+    """Returns the name and the number of the first variable that is set. The number of "4(x2)" and
+    of "4,2" is 4."""
     name = next((name for name in names if name in environment), "")
     if not name:
         return "", None

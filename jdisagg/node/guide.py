@@ -1,7 +1,8 @@
-"""Answers the planning guide's questions with the simulator. The simulation runs in a child
-process, so that it does not block the server and can be ended if it takes too long.
+"""Answers questions of the web page's planning guide, by simulation. The simulation runs in a child
+process. Therefore it does not block the server, and it can be killed if it takes too long.
 
-One question is answered at a time; others are rejected meanwhile. The latest answers are cached."""
+Only one question is answered at a time. Other questions are rejected meanwhile. The latest answers
+are cached."""
 
 import asyncio
 import contextlib
@@ -21,8 +22,8 @@ PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
 
 class Guide:
-    """Answers questions. `program`: command that reads a question from stdin and writes the answer
-    to stdout, both as JSON."""
+    """Answers questions of the planning guide. `program` is the command of the child process, which
+    reads a question from stdin and writes the answer to stdout, both as JSON."""
 
     def __init__(self, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
         self._program = program
@@ -35,10 +36,10 @@ class Guide:
 
         Args:
             body: The question, as JSON.
-            crowded: Whether the server is busy; then only cached answers are returned.
+            crowded: Whether the server is busy. If so, only cached answers are returned.
 
         Raises:
-            InvalidRequestError: A field is invalid; the message names it.
+            InvalidRequestError: A field is invalid. The message has the field's name.
             OverloadedError: Another question is being answered, or the server is busy.
         """
         question = parse_question(body)
@@ -86,7 +87,8 @@ class Guide:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's environment with this package, if not installed, on the path."""
+    """Returns the environment for the child process. If this package is not installed, its folder
+    is added to the Python path."""
     here = str(Path(jdisagg.__file__).resolve().parents[1])
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

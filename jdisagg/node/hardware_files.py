@@ -1,5 +1,6 @@
-"""Resolves the configuration field `hardware`, which names an accelerator of the table
-(costs/hardware.py) or a JSON file that `jdisagg measure_costs` wrote."""
+"""Finds the accelerator description for the configuration field `hardware`. The field is the name
+of a known accelerator (costs/hardware.py), or the path of a JSON file that `jdisagg measure_costs`
+wrote."""
 
 import dataclasses
 import json
@@ -10,7 +11,8 @@ from jdisagg.errors import ConfigError
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Returns the table's accelerator of that name, or reads the file if the name ends in .json."""
+    """Returns the known accelerator with this name. If the name ends in .json, reads the
+    accelerator from that file."""
     if name in HARDWARE or not name.endswith(".json"):
         return accelerator(name)
     try:
@@ -28,8 +30,8 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def write_accelerator(path: Path, measured: Accelerator, notes: dict[str, object]) -> None:
-    """Writes an accelerator to a file. `notes` on the measurement are stored under "measured",
-    which readers ignore."""
+    """Writes an accelerator description to a file. `notes` about the measurement are stored under
+    "measured", which readers ignore."""
     path.write_text(
         json.dumps({**dataclasses.asdict(measured), "measured": notes}, indent=1) + "\n"
     )

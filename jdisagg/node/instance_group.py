@@ -1,8 +1,10 @@
-"""Runs a worker's instance in several processes: the leader's and the followers' side.
+"""Runs one worker in several processes: one leader, which serves, and followers, which run the same
+programs.
 
 Every process calls `join_instance` before the first use of a device. The leader calls `lead`,
-builds its executor, warms up and calls `Leading.over`. Followers build, then call `follow`. All
-processes warm up in the same order, because their programs meet in collectives."""
+builds its executor, warms up and calls `Leading.over`. Each follower builds its executor and calls
+`follow`. All processes must warm up in the same order, because a collective waits for all
+processes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,20 +27,21 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The leader's connection to its followers."""
+    """The leader's connections to its followers."""
 
     followers: Followers
     server: InstanceServer
     ready_seconds: float = DEFAULT_TIMEOUTS.instance.starting_silence_seconds
 
     async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
-        """Waits until the followers are warm, and returns the executor of the whole instance. Call
-        when this process is warm. `local`: this process's executor; `end`: KV endpoint."""
+        """Waits until the followers are warmed up, and returns an executor that runs commands on
+        all processes. Must be called when this process is warmed up. `local` is this process's
+        executor, `end` the endpoint for KV transfers."""
         await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 
     async def stop(self) -> None:
-        """Stops the followers after their queued commands."""
+        """Stops the followers after they have run their queued commands."""
         self.followers.stop()
         await self.server.stop()
 
@@ -50,9 +53,9 @@ async def lead(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> Leading:
-    """Listens for the followers on the service's host, with the service's TLS, and sends them the
-    address. Returns before the followers join. If the instance fails, this process ends with
-    `exit_status` within seconds, even if a thread hangs."""
+    """Listens for the followers on the service's host, with the service's TLS settings, and sends
+    them the address. Returns before the followers connect. If a process of the instance fails, this
+    process ends with `exit_status` within seconds, even if a thread hangs."""
     followers = Followers(group.processes, clock, timeouts)
     followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
@@ -72,9 +75,9 @@ async def follow(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> None:
-    """Runs a follower on its executor until the leader stops the follower. Raises
-    `UnavailableError` if the instance failed; this process then ends with `exit_status` within
-    seconds, even if a thread hangs."""
+    """Runs a follower on its executor until the leader stops it. Raises UnavailableError if a
+    process of the instance failed. This process then ends with `exit_status` within seconds, even
+    if a thread hangs."""
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
     credentials = cluster_credentials(service or ServiceConfig())
     connection = LeaderConnection(place.address, credentials, timeouts.connect_seconds)

@@ -1,8 +1,8 @@
-"""Reads and writes recipes: Python files whose `get_config()` returns an `EngineConfig`, and whose
-optional `get_cluster()` returns a `ClusterShape`.
+"""Reads and writes recipes. A recipe is a Python file with a function `get_config()` that returns
+an `EngineConfig`, and optionally a function `get_cluster()` that returns a `ClusterShape`.
 
-An embedded cluster serves one instance of each role. A multi-process cluster serves as many as the
-shape states. Starts no process."""
+An embedded cluster has one instance of each role. A multi-process cluster has as many as the
+`ClusterShape` states. This module starts no process."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ Returned = TypeVar("Returned")
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Number of instances of each role."""
+    """Number of instances of each role in a cluster."""
 
     prefill: int = 0
     decode: int = 0
@@ -40,8 +40,8 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Runs a recipe file and returns its configuration. Raises ConfigError, naming the line, if the
-    file is not a recipe or raises."""
+    """Runs a recipe file and returns its configuration. Raises ConfigError if the file is not a
+    recipe or raises an error. The message has the line."""
     config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(
@@ -52,8 +52,8 @@ def load_recipe(path: str) -> EngineConfig:
 
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
-    """Returns the result of the recipe's `get_cluster()`, or without that function one instance of
-    each role of `mode` (None: the recipe's mode)."""
+    """Returns the result of the recipe's `get_cluster()`. Without this function, returns one
+    instance of each role of `mode`. If `mode` is None, the recipe's mode is used."""
     module = _run(path)
     if not hasattr(module, "get_cluster"):
         return (
@@ -82,7 +82,8 @@ def _run(path: str) -> ModuleType:
 
 
 def _told(path: str, call: Callable[[], Returned]) -> Returned:
-    """Calls the recipe's code. Converts exceptions to a ConfigError naming the line."""
+    """Calls a function of the recipe. Converts its exceptions to a ConfigError with the line in the
+    recipe."""
     try:
         return call()
     except JdisaggError as error:
@@ -95,7 +96,8 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
 
 
 def _line(path: str, error: Exception) -> str:
-    """Returns the line of the recipe that failed, or "" if unknown."""
+    """Returns ", line N" with the number of the recipe's line that raised the error, or "" if
+    unknown."""
     if (
         isinstance(error, SyntaxError)
         and error.lineno
@@ -112,7 +114,7 @@ def _line(path: str, error: Exception) -> str:
 
 
 def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
-    """Returns the configuration of a worker of `role`."""
+    """Returns the configuration of a worker in `role`, derived from the recipe's configuration."""
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
     cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
     two_meshes = config.mode is Mode.DISAGGREGATED
@@ -131,8 +133,8 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
-    """Returns the text of a recipe file with model, mode, instances that the mode uses, and
-    shape."""
+    """Returns the text of a recipe file: model, mode, the instance configurations that the mode
+    uses, and the number of instances."""
     two = config.mode is Mode.DISAGGREGATED
     parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]
     parts += [f"prefill={_call(config.prefill, InstanceConfig())},"] if two else []
@@ -160,7 +162,8 @@ def get_cluster() -> ClusterShape:
 
 
 def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
-    """Returns a value's constructor call as text, without default arguments."""
+    """Returns the Python text of a constructor call that creates `value`. Omits arguments that
+    equal the default."""
     fields = [
         (spec.name, getattr(value, spec.name))
         for spec in dataclasses.fields(value)

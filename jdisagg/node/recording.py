@@ -1,11 +1,11 @@
-"""Records a mesh's commands and results to a file, in order, and rebuilds the mesh so that `jdisagg
-replay` can run the commands again.
+"""Records the commands and results of a mesh's executor to a file, in order. Rebuilds the mesh from
+the file, so that `jdisagg replay` can run the commands again.
 
 A file is a magic word followed by records. A record is a byte for its kind, the command's number,
-the payload's length (both little-endian) and the payload. Kinds are the header (JSON that describes
-the mesh), commands and results (encoded by `packed`), and errors (text). Each record is flushed at
-once, so that the recording of a process that died ends with its last command. A truncated last
-record is ignored. Recordings contain prompts and are private."""
+the payload's length (both little-endian) and the payload. The kinds are header (JSON that describes
+the mesh), command, result (both encoded by `packed`), and error (text). Each record is flushed at
+once, so that after a crash the recording ends with the last command before the crash. A truncated
+last record is ignored. Recordings contain prompts and are private."""
 
 import asyncio
 import contextlib
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """Description of the recorded mesh. `limits`: fields of `MeshLimits` except the KV spec, which
-    is derived from the model."""
+    """Description of the recorded mesh. `limits` has the fields of `MeshLimits`, except the KV
+    spec, which is derived from the model."""
 
     name: str
     model: str
@@ -67,8 +67,8 @@ class RecordingHeader:
 
 @dataclasses.dataclass(slots=True)
 class RecordedCommand:
-    """One command and its result or error. Both are unset if the recording ends before the
-    command."""
+    """One command with its result or error. Result and error are both unset if the recording ends
+    before the command has completed."""
 
     number: int
     command: StepCommand
@@ -84,7 +84,8 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Wraps an `Executor` and records all commands and results. Write errors stop the recording."""
+    """Wraps an `Executor` and records all its commands and results. If writing fails, the recording
+    stops and commands continue."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -139,7 +140,8 @@ class RecordingExecutor:
 
 
 def read_recording(path: Path) -> Recording:
-    """Reads a recording. Raises ConfigError if the file is no recording or of another version."""
+    """Reads a recording. Raises ConfigError if the file is not a recording, or is of another
+    version."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -191,12 +193,14 @@ def record(
     layout: Layout,
     model: ModelConfig,
 ) -> RecordingExecutor:
-    """Returns `executor` wrapped to record to `folder`/`name`.commands. An existing file is not
-    overwritten, because a run before a restart is often interesting; the new file is numbered.
+    """Returns `executor`, wrapped to record to the file `name`.commands in `folder`. If the file
+    exists, a numbered file is created instead, because the recording before a restart is often
+    useful.
 
     Args:
-        executor: The mesh itself, or the leader's broadcast over it.
-        mesh: This process's mesh, which the header describes.
+        executor: Executor of the mesh. In an instance of several processes, the executor that sends
+            commands to all processes.
+        mesh: Executor of this process's mesh, which the recording's header describes.
     """
     limits = {
         key: value for key, value in dataclasses.asdict(mesh.limits).items() if key != "kv_spec"
@@ -229,7 +233,8 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
-    """Returns a wrapper that records an embedded cluster's meshes, or None for an empty folder."""
+    """Returns a function that wraps the executors of an embedded cluster to record them in
+    `folder`. Returns None if `folder` is empty."""
 
     def between(name: str, instance: Replica) -> Executor:
         return record(
@@ -242,7 +247,7 @@ def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
 def rebuild(
     header: RecordingHeader, devices: Sequence[Device], channel: Channel, load: LoadModel
 ) -> MeshExecutor:
-    """Rebuilds the recorded mesh on devices of this process."""
+    """Builds a mesh as described by the recording's header, on devices of this process."""
     layout = Layout.parse(header.layout)
     loaded = load(layout, devices)
     fields = {

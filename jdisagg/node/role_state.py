@@ -1,8 +1,9 @@
-"""Stores a worker process's role and its changes. Implements `RolePort` for all the worker's runs.
+"""Stores the role of a worker process, and the progress of a role change. Implements `RolePort`, by
+which a router requests role changes.
 
-Changes that cannot work are refused before the current run ends. The process is notified of a
-requested change (`asked`); worker_process.py runs the worker and records each finished phase of the
-change in the report."""
+A change that is impossible is refused at once, while the worker still serves in the old role. A
+possible change sets the event `asked`. Then worker_process.py ends the worker's current run and
+starts a run in the new role. It records each completed phase of the change in a report."""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from jdisagg.messages.worker_status import WorkerRole
 
 def fixed_because(processes: int, told_how: bool) -> str:
     """Returns the reason why a worker with `processes` processes cannot change its role, and the
-    remedy; empty if it can."""
+    remedy. Returns "" if the worker can change its role."""
     if processes > 1:
         return (
             f"its instance has {processes} processes, and only instances of one process can"
@@ -29,17 +30,17 @@ def fixed_because(processes: int, told_how: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A worker's role and layout, which change together."""
+    """A worker's role and layout. A role change replaces both."""
 
     role: WorkerRole
     layout: Layout
 
 
 class RoleState:
-    """The current role and the running change, if any.
+    """The current role of a worker process, and the role change in progress, if any.
 
     Args:
-        fixed: The reason why this process can never change its role; empty if it can.
+        fixed: Reason why this process can never change its role. Empty if it can.
         devices: Number of devices of this process.
     """
 
@@ -58,7 +59,8 @@ class RoleState:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is running: from its request until the worker serves in either role."""
+        """Whether a role change is in progress, from its request until the worker serves again in
+        the new or the old role."""
         return self._report.state is SwitchState.DRAINING
 
     async def switch_role(self, call: SwitchCall) -> None:
@@ -102,11 +104,11 @@ class RoleState:
             )
 
     def failed(self, reason: str) -> None:
-        """Records that the change failed, so that the worker returns to its old role."""
+        """Records that the role change failed and the worker returns to its old role."""
         self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
-        """Records that the worker serves in the role `now`."""
+        """Records that the worker now serves in the current role."""
         self._geometry = geometry
         self._report = msgspec.structs.replace(
             self._report, boot_id=boot_id, role=self.now.role, layout=self.now.layout
@@ -118,7 +120,8 @@ class RoleState:
             )
 
     def _lap(self) -> float:
-        """Returns the seconds since the previous call."""
+        """Returns the seconds since the previous call, which is the duration of a phase of the
+        change."""
         before, self._told = self._told, self._clock.now()
         return self._told - before
 

@@ -1,5 +1,6 @@
-"""Runs a router process: service, registration of workers, readiness, canaries and the elastic
-controller. `launch.router` reads the flags."""
+"""Runs a router process. It serves requests, registers workers, reports readiness, sends canaries
+(small test requests), and runs the elastic controller, which changes workers' roles. The flags are
+read in `launch.router`."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -55,9 +56,9 @@ class RouterConfig:
     Attributes:
         elastic: Thresholds of the elastic controller, which advises on role changes.
         changes_roles: Whether the router acts on the controller's advice.
-        canary_seconds: Seconds between canaries, small requests that check the transfer of KV. 0
-            disables canaries; readiness is then independent of KV transfers.
-        log_requests: Whether to log a line for each request.
+        canary_seconds: Seconds between canaries, which are small requests that test the transfer of
+            KV. 0 disables canaries, and then readiness does not depend on KV transfers.
+        log_requests: Whether to log one line for each request.
     """
 
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -70,7 +71,7 @@ class RouterConfig:
 
 
 class Router:
-    """One router. Construct on the event loop."""
+    """A router process. The constructor must run on the event loop."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Router:
         self._canary: CanaryRunner | None = None
 
     async def run(self) -> None:
-        """Serves until a signal, then drains and returns."""
+        """Serves until SIGTERM or SIGINT, then waits for running requests and returns."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
         known = KnownBlocks(block_secret(service))
         membership = Membership(
@@ -165,7 +166,8 @@ class Router:
     def _elastic(
         self, membership: Membership, path: RequestPath
     ) -> tuple[Controller, ElasticPools]:
-        """Returns the elastic controller and the pools that act on its advice."""
+        """Returns the elastic controller, and the worker pools in which its role changes are
+        made."""
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,
@@ -226,7 +228,8 @@ class Router:
     async def _watch(
         self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
-        """Periodically removes silent workers, and updates frontend model and health status."""
+        """Periodically removes workers that send no heartbeats. Updates the model and the health
+        status that the frontend reports."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
         while True:
@@ -265,11 +268,13 @@ class Router:
                 continue
 
     def _is_ready(self, membership: Membership) -> bool:
-        """Returns whether prefill and decode have workers, and KV was transferred recently."""
+        """Returns whether there are workers for prefill and for decode, and whether KV was
+        transferred recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _model_info(self, membership: Membership) -> ModelInfo:
-        """Returns the workers' model, or a description from the tokenizer without workers."""
+        """Returns the description of the workers' model. Without workers, returns a description
+        derived from the tokenizer."""
         model, tokenizer = membership.model, self._tokenizer
         named = self._config.service.served_model_name
         cards = sorted(membership.cards(), key=lambda card: card.name)
@@ -300,7 +305,8 @@ class Router:
 
 
 class _HandoversSeen(NoRouterEvents):
-    """Reports hand-offs of clients' requests to the canary as successes."""
+    """Reports successful KV hand-offs of clients' requests to the canary, which then needs no test
+    request."""
 
     def __init__(self, canary: Canary, clock: Clock) -> None:
         self._canary = canary

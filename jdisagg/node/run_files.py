@@ -1,7 +1,7 @@
-"""Passes a child process's configuration in a JSON file that the parent writes.
+"""Passes a configuration from a parent process to a child process, in a JSON file.
 
-The JSON mirrors the configuration's dataclasses, which validate the fields again on reading. Files
-contain paths of secrets, never secrets."""
+The JSON has the structure of the configuration's dataclasses, which validate the fields again on
+reading. Files contain paths of secret files, but no secrets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,8 @@ from jdisagg.observe.process import ObserveConfig
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Index of a process in its instance, and number of processes. With `count` 0 the cluster's
-    scheduler provides both."""
+    """Index of a process in its multi-process instance, and the instance's number of processes. If
+    `count` is 0, the cluster scheduler (such as Slurm) provides both."""
 
     index: int = 0
     count: int = 1
@@ -33,7 +33,7 @@ class WorkerProcessConfig:
     Attributes:
         devices: Number of virtual CPU devices.
         place: Location of the worker in the network, as in the worker's card.
-        sharers: Number of workers that share the host's memory, including this one.
+        sharers: Number of workers on this host that share its memory, including this one.
     """
 
     name: str
@@ -50,7 +50,8 @@ class WorkerProcessConfig:
 
 @dataclass(frozen=True)
 class RouterProcessConfig:
-    """Configuration of a router process. Only the tokenizer of the directory `model` is read."""
+    """Configuration of a router process. The router reads only the tokenizer from the directory
+    `model`."""
 
     router: RouterConfig
     model: str
@@ -62,14 +63,16 @@ ProcessConfig = TypeVar("ProcessConfig", WorkerProcessConfig, RouterProcessConfi
 
 
 def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) -> None:
-    """Writes the file atomically, because a restarted process reads it again."""
+    """Writes a configuration file atomically, because a child process may read the file again after
+    a restart."""
     written = path.with_suffix(".part")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     written.replace(path)
 
 
 def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
-    """Reads a configuration of type `kind`. Raises ConfigError for a missing or invalid file."""
+    """Reads a configuration of type `kind`. Raises ConfigError if the file is missing or
+    invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:

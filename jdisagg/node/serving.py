@@ -1,4 +1,5 @@
-"""Serves a frontend until a signal. Imports no JAX: the caller builds the frontend."""
+"""Serves a frontend until SIGTERM or SIGINT. The caller builds the frontend, so that this module
+does not import JAX."""
 
 import asyncio
 import gc
@@ -26,13 +27,16 @@ async def serve_until_signalled(
     log: RequestLog | None = None,
     observer: Observer | None = None,
 ) -> Broken | None:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends the drain.
+    """Serves until SIGTERM or SIGINT, then waits for running requests. A second signal ends the
+    wait.
 
     Args:
-        ready: Called, once the server listens, with the configuration including actual ports.
-        observer: Observer whose metrics and traced requests the HTTP server shows, or None.
-        broken: Awaitable that returns when the engine has failed. Running requests are then cut
-            short, so that clients continue on the next server, and its result is returned.
+        ready: Function that is called when the server listens, with the configuration that has the
+            actual ports.
+        observer: Observer whose metrics and request traces the HTTP server publishes, or None.
+        broken: Awaitable that completes when the engine has failed. Running requests are then ended
+            early, so that clients can continue them on another server. The awaitable's result is
+            returned.
     """
     scrape = observer.metrics.scrape if observer else None
     server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer, config))
@@ -58,15 +62,15 @@ async def serve_until_signalled(
 
 
 def keep_for_good() -> None:
-    """Excludes all existing objects from garbage collection. With JAX's objects a full collection
-    takes 190 ms, during which all streams pause. Do not call in a process that may free a mesh
-    before its end, such as a worker that can change its role."""
+    """Excludes all existing objects from garbage collection. A full collection of JAX's objects
+    takes 190 ms, during which all streams pause. Must not be called in a process that may free a
+    mesh before its end, such as a worker that can change its role."""
     gc.collect()
     gc.freeze()
 
 
 def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
-    """Returns the data sources that the web page shows besides the status."""
+    """Returns the data sources for the web page, in addition to the status."""
     guide = Guide() if config.http_guide else None
     return PageSources(observer.recent if observer else None, guide)
 
@@ -81,8 +85,9 @@ def where(service: ServiceConfig) -> str:
 
 
 def curl(service: ServiceConfig) -> str:
-    """A command that asks the HTTP API, to be printed below the ready line. Empty without HTTP, and
-    with TLS, where it depends on the client's certificates."""
+    """Returns a curl command that sends a request to the HTTP API, to print when the server is
+    ready. Returns "" without HTTP. Also returns "" with TLS, because the command then depends on
+    the client's certificates."""
     if service.http_port is None or service.tls_certificate:
         return ""
     host = {"0.0.0.0": "localhost", "::": "localhost"}.get(service.host, service.host)

@@ -1,5 +1,5 @@
-"""Handles SIGTERM and SIGINT: the first signal ends a process gracefully, the second forces its
-end. Before a process serves, either signal ends the process at once."""
+"""Handles SIGTERM and SIGINT. The first signal ends the process gracefully, the second at once.
+While a process is still starting, the first signal ends it at once."""
 
 import asyncio
 import os
@@ -11,9 +11,9 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_once() -> None:
-    """Makes either signal end the process silently with status 128 + the signal's number, until an
-    event loop handles the signals. No exception is raised, because the exit would wait for
-    compiling threads. SIGUSR1 is ignored meanwhile."""
+    """Makes SIGTERM and SIGINT end the process silently with status 128 + signal number, until an
+    event loop handles the signals. No exception is raised, because a normal exit would wait for
+    threads that compile. SIGUSR1 is ignored meanwhile."""
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
@@ -24,7 +24,8 @@ def end_at_once() -> None:
 
 
 class StopSignals:
-    """Handles both signals once constructed on the event loop. The second signal calls `force`."""
+    """Handles SIGTERM and SIGINT from its construction on, which must happen on the event loop. The
+    second signal calls `force`."""
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:
         self._force = force
@@ -42,11 +43,11 @@ class StopSignals:
         await self._came.wait()
 
     def raise_first(self) -> None:
-        """Simulates the first signal."""
+        """Has the effect of a first signal."""
         self._came.set()
 
     def release(self) -> None:
-        """Restores the handlers that were set before the event loop."""
+        """Restores the signal handlers that were set before this object was constructed."""
         for number in ENDS:
             self._loop.remove_signal_handler(number)
 

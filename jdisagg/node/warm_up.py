@@ -1,5 +1,5 @@
-"""Helps with warm-up before serving: a progress bar, a mark of configurations whose programs were
-compiled on this machine before, and an estimate of the loading time.
+"""Helpers for warm-up: a progress bar, an estimate of the loading time, and a mark that the
+programs of a configuration were compiled on this machine before.
 
 The mark is a file beside the compilation cache, named by a hash of everything that determines the
 programs: configuration, role, model and versions. If the cache was cleared but the mark was not,
@@ -30,8 +30,9 @@ FIRST_GUESS_SECONDS = 5.0  # estimate before the first program has been timed
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows progress: on a terminal a bar on stderr if warm-up takes long, elsewhere a log line
-    every `LOG_SECONDS`. Yields a function to call with (done, total)."""
+    """Shows the progress of warm-up. On a terminal shows a bar on stderr if warm-up takes long,
+    else logs a line every `LOG_SECONDS`. Yields a function, which the caller calls with (done,
+    total)."""
     logged_at = time.monotonic()
     with tqdm(
         desc=what, unit="program", delay=2, file=sys.stderr, leave=False, disable=None
@@ -50,8 +51,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class WarmedBefore:
-    """Mark that the programs of a worker's configuration and role (None: of all meshes of an
-    embedded cluster) were compiled on this machine before."""
+    """A mark in the file system that the programs for a configuration and role were compiled on
+    this machine before. With role None, the mark covers all meshes of an embedded cluster."""
 
     def __init__(
         self, config: WorkerConfig | EngineConfig, role: WorkerRole | None, fingerprint: str
@@ -80,13 +81,14 @@ class WarmedBefore:
         return self._mark is not None and self._mark.exists()
 
     def note(self) -> None:
-        """Writes the mark: all programs have been compiled."""
+        """Writes the mark. Called when all programs have been compiled."""
         if self._mark is not None and self._mark.parent.is_dir():
             self._mark.touch()
 
 
 class Loading:
-    """Estimates the seconds until all programs are loaded, from the mean time of those loaded."""
+    """Estimates the seconds until all programs are loaded, from the mean loading time of the
+    programs so far."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -96,7 +98,8 @@ class Loading:
         self._over = False
 
     def resume(self) -> None:
-        """Excludes the wait for an idle mesh since the last program from the estimate."""
+        """Excludes the time since the last program from the estimate, because it was spent waiting
+        for an idle mesh."""
         self._since = self._now()
 
     def progress(self, done: int, total: int) -> None:
@@ -106,7 +109,7 @@ class Loading:
         self._since = now
 
     def end(self) -> None:
-        """Ends the loading; the estimate is 0 from now on."""
+        """Records that all programs are loaded. The estimate is 0 from now on."""
         self._over = True
 
     def seconds(self) -> float:

@@ -1,9 +1,10 @@
-"""Runs a worker in one role: builds, warms up, serves, registers, drains and deregisters.
-`WorkerProcessState` holds what later runs in the same process reuse.
+"""Runs a worker in one role, from building its executor to deregistration. A worker process may run
+in several roles, one after the other. `WorkerProcessState` holds what later runs reuse, such as
+weights and compiled programs.
 
 Invariants: the worker registers only after its programs are compiled and its port answers, and
-deregisters before its port closes. A run that fails frees all its resources, so that another may
-begin in the same process on the same devices."""
+deregisters before its port closes. A run that fails frees all its resources, so that another run
+can begin in the same process on the same devices."""
 
 import asyncio
 import contextlib
@@ -85,12 +86,13 @@ LOOK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Identity of a worker. `WorkerConfig` has the configuration.
+    """Identity of a worker. Its configuration is in `WorkerConfig`.
 
     Attributes:
-        record_to: Folder for recordings of the worker's commands; empty for none.
-        place, geometry, hardware: Fields of `WorkerCard` and `ModelCard`.
-        sharers: Number of workers that share the host's memory, including this one.
+        record_to: Folder for recordings of the worker's commands. If empty, nothing is recorded.
+        place, geometry, hardware: Location, model geometry and hardware that the worker publishes
+            (`WorkerCard`, `ModelCard`).
+        sharers: Number of workers on this host that share its memory, including this one.
     """
 
     name: str
@@ -108,7 +110,8 @@ class WorkerSpec:
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
-    """Returns the identity of a configured worker. Raises ConfigError for unknown hardware."""
+    """Returns the identity of the configured worker. Raises ConfigError if the configured hardware
+    is unknown."""
     model, hardware = config.worker.model, config.worker.instance.hardware
     return WorkerSpec(
         name=config.name,
@@ -132,9 +135,9 @@ class WorkerProcessState:
 
     Attributes:
         spec, config: Identity and configuration in the current role; `config.service.port` is set.
-        forced: Event that is set at the second signal.
+        forced: Event that is set when a second signal requests an immediate end.
         loaded: The model in its current layout, or None before loading.
-        programs: Compiled programs by previous role.
+        programs: Compiled programs of earlier runs, by role.
     """
 
     spec: WorkerSpec
@@ -151,7 +154,8 @@ class WorkerProcessState:
 
 
 class WorkerRuntime:
-    """One run of a worker in one role. Construct on the event loop and call `live` once."""
+    """One run of a worker in one role. The constructor must run on the event loop. `live` may be
+    called once."""
 
     def __init__(self, state: WorkerProcessState) -> None:
         self._state = state
@@ -168,8 +172,8 @@ class WorkerRuntime:
         self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
-        """Runs the worker from build to deregistration. Returns the exit status, 0 after a
-        requested end. Raises if the worker cannot start."""
+        """Runs the worker from build to deregistration. Returns the exit status, which is 0 after a
+        requested end. Raises an error if the worker cannot start."""
         state, end = self._state, self._link.end
         channel = NegotiatedChannel(
             state.clock,
@@ -206,8 +210,8 @@ class WorkerRuntime:
 
     @property
     def _host_bytes(self) -> int:
-        """Bytes of host memory for KV. 0 for prefill workers without a prefix cache, and for decode
-        workers of several processes."""
+        """Returns the number of bytes of host memory for KV. Returns 0 for prefill workers without
+        a prefix cache, and for decode workers of several processes."""
         state, prefix = self._state, self._state.config.prefix
         prefills, alone = state.spec.role is WorkerRole.PREFILL, state.group.processes == 1
         return prefix.host_bytes if (prefix.reuse if prefills else alone) else 0
@@ -217,7 +221,8 @@ class WorkerRuntime:
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
-        """Returns the configuration with pages and context that fit, or raises ConfigError."""
+        """Returns the configuration with the number of pages and the context length that fit into
+        memory. Raises ConfigError if nothing fits."""
         spec, config = self._state.spec, self._state.config
         if self._host_bytes:
             if self._state.group.processes > 1:
@@ -302,11 +307,11 @@ class WorkerRuntime:
         return status
 
     async def _serve_with(self, instance: Replica, executor: Executor, warm_up_later: bool) -> int:
-        """Serves with the built executor.
+        """Serves with the executor that was built.
 
         Args:
-            warm_up_later: Whether to serve at once, and to load programs when the mesh is idle or a
-                request needs one.
+            warm_up_later: Whether to serve before warm-up. Each program is then loaded when the
+                mesh is idle, or when a request needs it.
         """
         state, spec = self._state, self._state.spec
         loading = Loading(state.clock.now)
@@ -417,7 +422,7 @@ class WorkerRuntime:
 
     async def _warm_up_beside(self, instance: Replica, loading: Loading) -> None:
         """Warms up while the worker serves. A failure is only printed, because a request that needs
-        the program will fail and report the same error."""
+        the program will raise the same error."""
         try:
             await self._warm_up(instance, loading)
         except Exception as error:
@@ -432,8 +437,9 @@ class WorkerRuntime:
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
     ) -> bool:
-        """Runs `work` until it or `end` has finished, and cancels the other. Returns whether `work`
-        finished. No drain is needed, because the worker is not registered yet."""
+        """Runs `work` until either `work` or `end` has completed, and cancels the other. Returns
+        whether `work` completed. Used before the worker is registered, so that no requests need to
+        be drained."""
         working, ending = asyncio.create_task(work), asyncio.create_task(end)
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         done = working.done()
@@ -444,7 +450,7 @@ class WorkerRuntime:
         return done
 
     def _watched(self, instance: Replica, executor: Executor) -> Executor:
-        """Returns the executor wrapped with recording and observation, as configured."""
+        """Returns the executor wrapped for recording and for metrics, if these are configured."""
         spec, config = self._state.spec, self._state.config
         if spec.record_to:
             executor = record(
@@ -483,8 +489,9 @@ class WorkerRuntime:
         )
 
     async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        """Waits for a signal or role change and then drains the worker, or waits until the mesh
-        breaks or all routers refuse the worker. Returns the exit status."""
+        """Serves until one of three events. After a signal or a requested role change, waits for
+        running requests. If the mesh fails, or if all routers refuse the worker, ends at once.
+        Returns the exit status."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),
@@ -510,8 +517,8 @@ class WorkerRuntime:
         return status
 
     async def _broken(self, worker: Worker, unwanted: "asyncio.Future[None]") -> JdisaggError:
-        """Waits until the worker's mesh breaks, another process of its instance ends, or all
-        routers refuse the worker; returns the error."""
+        """Waits until the worker's mesh fails, another process of its instance ends, or all routers
+        refuse the worker. Returns the error."""
         while True:
             if unwanted.done() and isinstance(refusal := unwanted.exception(), JdisaggError):
                 return refusal
@@ -535,7 +542,8 @@ def worker_services(
     vocabulary: int = ANY_ID,
     observer: Observer | None = None,
 ) -> tuple[Service, ...]:
-    """Returns the gRPC services that a worker of its role offers to routers and peers."""
+    """Returns the gRPC services that a worker in this role provides to routers and to other
+    workers."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
     if isinstance(worker, PrefillWorker):
         prefill = wrap.served(PrefillPort, worker.name, worker, observer)
@@ -545,8 +553,8 @@ def worker_services(
 
 
 class PeerPorts:
-    """Client ports to peers by address. A restarted peer has the same port. Ports that are unused
-    for long are closed, because their workers may have ended."""
+    """Clients of other workers, by address. A worker has the same address after a restart. Clients
+    that are unused for long are closed, because their workers may no longer exist."""
 
     def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
         self._credentials = credentials

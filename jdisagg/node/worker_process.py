@@ -1,10 +1,11 @@
-"""Runs a worker process, which runs a worker (worker.py) in one role after another.
+"""Runs a worker process. The process runs a worker (worker.py) in one role, and again in another
+role after each role change.
 
-One event loop runs gRPC, the worker's loop and the heartbeats; JAX runs on the executor's threads.
-A role change ends one run and begins another in the same process. The new run reshards the loaded
-weights and reuses programs that an earlier run in that role compiled; all else is rebuilt. If the
-new run cannot start, the worker returns to its old role. If that fails too, the process ends and
-its supervisor restarts it."""
+One event loop runs gRPC, the worker's scheduling loop and the heartbeats. JAX runs on the
+executor's threads. A role change ends one run and begins another in the same process. The new run
+reshards the loaded weights, and reuses programs that were compiled in an earlier run in the same
+role. Everything else is rebuilt. If the new run cannot start, the worker returns to its old role.
+If that fails too, the process ends and its supervisor restarts it."""
 
 import asyncio
 import gc
@@ -33,7 +34,8 @@ from jdisagg.timeouts import InstanceTimeouts
 
 
 def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
-    """Joins this process to its instance, before the first use of a device."""
+    """Joins this process to its multi-process instance (jax.distributed). Must be called before the
+    first use of a device."""
     if place.count == 1:
         return ProcessGroup(0, 1)
     gpus = len(gpus_of_host(os.environ))
@@ -46,7 +48,7 @@ def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
 
 
 class WorkerProcess:
-    """One worker process. Call `run` once, on the event loop."""
+    """A worker process. `run` may be called once, on the event loop."""
 
     def __init__(
         self, spec: WorkerSpec, config: WorkerConfig, observer: Observer | None = None
@@ -62,11 +64,13 @@ class WorkerProcess:
         devices: Sequence[Device],
         relayout: Relayout | None = None,
     ) -> int:
-        """Runs the process and returns the exit status. Raises if the configuration cannot work.
+        """Runs the worker until it ends, through all role changes. Returns the exit status. Raises
+        an error if the worker cannot run with its configuration.
 
         Args:
             devices: Devices of all processes of the instance.
-            relayout: Reshards loaded weights; None disables role changes.
+            relayout: Function that reshards loaded weights to another layout. None disables role
+                changes.
         """
         spec, service, clock, forced = (
             self._spec,
@@ -107,8 +111,8 @@ class WorkerProcess:
 async def _change(
     state: WorkerProcessState, load: LoadModel, relayout: Relayout, wanted: Role
 ) -> int:
-    """Runs the worker in the role `wanted`. If that run cannot start, runs the worker in the old
-    role with weights loaded anew."""
+    """Runs the worker in the role `wanted`. If this run cannot start, loads the weights again and
+    runs the worker in its old role."""
     before, reason = state.roles.now, ""
     gc.collect()  # Cyclic references to the old mesh's arrays would keep their memory allocated.
 

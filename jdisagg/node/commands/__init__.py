@@ -1,1 +1,2 @@
-"""Implements launch commands that start no long-lived process of a cluster."""
+"""Implements the `jdisagg` commands that run a task and exit, such as measurements, plans and
+replays."""

@@ -1,10 +1,11 @@
-"""Measures a machine for the cost model. First come its ceilings (a matrix product, a pass over
-memory, a copy between devices), then the real engine on one mesh (prompts and decode steps through
-the request path). A fit finds the fractions of the ceilings that programs reach.
+"""Measures a machine for the cost model, in three parts. The first part measures ceilings: the
+highest rates of a matrix product, of memory access, and of a copy between devices. The second part
+measures prompts and decode steps of the real engine on one mesh. The third part fits the fractions
+of the ceilings that the engine's programs reach.
 
-Ceilings are measured in the model's dtype. An accelerator's description has the bfloat16 peak,
-which the cost model halves for float32. To validate the fit, half of the settings are fitted and
-the other half predicted."""
+Ceilings are measured in the model's dtype. The hardware description of an accelerator has the
+bfloat16 peak, which the cost model halves for float32. To validate the fit, half of the settings
+are fitted, and the other half are predicted by this fit."""
 
 import asyncio
 import os
@@ -40,13 +41,13 @@ FREE_SHARDED = (*FREE, "collective_seconds", "collective_bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSettings:
-    """Settings of the measurement of `model` under `layout`.
+    """What to measure for `model` under `layout`.
 
     Attributes:
-        lengths: Prompt lengths in tokens; each prompt runs alone.
-        batches: Numbers of sequences per rank that decode together.
-        steps: Tokens that each sequence decodes.
-        rounds: Repetitions of every setting.
+        lengths: Prompt lengths in tokens. Each prompt runs alone.
+        batches: Numbers of sequences per dp rank that decode together.
+        steps: Number of tokens that each sequence decodes.
+        rounds: Number of repetitions of every measurement.
     """
 
     model: str
@@ -65,8 +66,8 @@ class MeasuredSettings:
             )
 
     def context_tokens(self, shape: CostGeometry) -> int:
-        """Returns the context in tokens that the measurement needs. Raises ConfigError if the
-        model's is shorter."""
+        """Returns the context length in tokens that the measurement needs. Raises ConfigError if
+        the model's context is shorter."""
         longest = max(self.lengths)
         context = longest + self.steps + 2
         if context > shape.context_tokens:
@@ -79,8 +80,8 @@ class MeasuredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Ceilings of one device: FLOP/s, memory bandwidth in bytes/s, and bytes/s between two devices
-    (half the memory bandwidth if there is only one device)."""
+    """Highest measured rates of one device: FLOP/s, memory bandwidth in bytes/s, and bytes/s of a
+    copy between two devices. With only one device, the last is half the memory bandwidth."""
 
     flops: float
     memory: float
@@ -89,8 +90,8 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The accelerator fitted to all settings, each setting's relative error, and the errors of the
-    settings that were predicted by a fit to the other half (`held_out`)."""
+    """The accelerator description fitted to all settings, and the relative error of each setting.
+    `held_out` has the errors of the settings that were predicted by a fit to the other half."""
 
     accelerator: Accelerator
     errors: list[float]
@@ -98,7 +99,8 @@ class Fitted:
 
 
 def measure_ceilings(dtype: str) -> Ceilings:
-    """Measures the ceilings, each as the best of a few runs at the first size that takes 20 ms."""
+    """Measures the ceilings of this machine's device. Each operation is measured at the first size
+    that takes 20 ms, as the best of a few runs."""
     # The sum is in place, because new memory would include the system's clearing of pages.
     product, add = (
         jax.jit(lambda a, b: a @ b),
@@ -132,7 +134,8 @@ def measure_ceilings(dtype: str) -> Ceilings:
 async def measure_steps(
     wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
 ) -> list[Observation]:
-    """Measures prefills (prompt to first token) and decode steps as a request observes them."""
+    """Measures the seconds of prefills (from prompt to first token) and of decode steps, as a
+    client would observe them."""
     lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
     chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
@@ -186,7 +189,8 @@ async def measure_steps(
 
 
 def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) -> Fitted:
-    """Fits every other setting, validates the fit on the rest, and fits again to all settings."""
+    """Fits the description to every other measurement, predicts the rest to validate the fit, and
+    then fits to all measurements."""
     free = FREE_SHARDED if layout.devices > 1 else FREE
     half = fit(start, steps[::2], free)
     held_out = Errors.of(relative_errors(half, steps[1::2]))
@@ -195,7 +199,7 @@ def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) 
 
 
 def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[str, object]:
-    """Returns notes on the measurement, to be stored in the hardware file."""
+    """Returns notes about the measurement. They are stored in the hardware file."""
     return {
         "device": jax.devices()[0].device_kind,
         "dtype": steps[0].dtype,
@@ -214,8 +218,8 @@ def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[s
 def describe(
     ceilings: Ceilings, name: str, dtype: str, memory_bytes: float | None = None
 ) -> Accelerator:
-    """Returns the description of this machine's device before the fit. `memory_bytes`: None takes
-    the size that the device reports."""
+    """Returns the description of this machine's device before the fit. If `memory_bytes` is None,
+    the size that the device reports is used."""
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.devices())
@@ -238,7 +242,8 @@ def describe(
 async def _measure(
     cluster: EmbeddedCluster, rng: np.random.Generator, length: int, sequences: int, steps: int
 ) -> float:
-    """Returns the seconds of a prefill (0 sequences) or of a decode step of `sequences`."""
+    """Returns the seconds of a prefill if `sequences` is 0, else the seconds of one decode step of
+    `sequences` sequences."""
     count = steps if sequences else 1
 
     async def stream(prompt: tuple[int, ...]) -> list[float]:
@@ -280,7 +285,8 @@ def _fastest(call: Callable[[], object]) -> float:
 def _grown(
     measure: Callable[[int], tuple[float, float]], size: int = 512, largest: int = 16384
 ) -> float:
-    """Returns the rate at the first size whose run takes 20 ms, or at `largest`."""
+    """Calls `measure` with growing sizes. Returns the rate at the first size whose run takes 20 ms,
+    or at `largest`."""
     while True:
         seconds, rate = measure(size)
         if seconds >= 0.02 or size >= largest:

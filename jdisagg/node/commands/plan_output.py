@@ -1,4 +1,5 @@
-"""Formats a plan as a ranked table, as data for JSON, and one row as a recipe. Prints nothing."""
+"""Formats a capacity plan as a ranked table or as data for JSON, and one candidate of the plan as a
+recipe. Prints nothing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jdisagg.simulator.workloads import Arrival
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
-    """Returns a table of at most 80 columns, best candidate first, with times in milliseconds.
+    """Returns a table of at most 80 columns, best candidate first. Times are in milliseconds.
     Figures are never truncated."""
     kept = geometry.kv_bytes_per_token(dtype)
     limits = (
@@ -72,7 +73,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
-    """Returns the whole plan as plain data for JSON."""
+    """Returns all fields of the plan as plain data for JSON."""
     return {
         "model": geometry.name,
         "hardware": site.accelerator.name,
@@ -121,7 +122,8 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
 
 
 def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
-    """Returns the context tokens that a recipe needs: whole pages, at most the model's."""
+    """Returns the context length for a recipe, in tokens. It is a multiple of the page size and at
+    most the model's context length."""
     longest = max(item.prompt_tokens + item.output_tokens for item in workload)
     return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
 
@@ -137,8 +139,8 @@ def plan_recipe(
     """Returns the text of a recipe for `jdisagg cluster` and `jdisagg serve`.
 
     Args:
-        maker: The fleet maker, sized for the recipe.
-        path: Name of the recipe file.
+        maker: Factory of simulated clusters, with the sizes to write to the recipe.
+        path: Path of the recipe file, for the text of the recipe.
     """
     candidate, site = item.candidate, maker.site
     engine = maker.engine(candidate, model_directory, context_tokens)

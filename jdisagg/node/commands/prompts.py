@@ -12,7 +12,8 @@ from jdisagg.request import StreamEvent
 
 
 class PromptRun:
-    """Runs prompts with equal `options`. With `chat` prompts are user messages in the template."""
+    """Runs several prompts with the same `options`. If `chat` is set, each prompt is a user message
+    in the model's chat template."""
 
     def __init__(
         self, deployment: Deployment, chat: bool, **options: Unpack[SamplingOptions]
@@ -34,8 +35,8 @@ class PromptRun:
         max_tokens: int | None,
         show: Callable[[int, AsyncIterator[StreamEvent]], Awaitable[None]],
     ) -> None:
-        """Runs all prompts concurrently. `show` receives each prompt's index and events, in the
-        order of the prompts. Raises the first error of any prompt."""
+        """Runs all prompts concurrently. Calls `show` with each prompt's index and events, one
+        prompt after the other. Raises the first error of any prompt."""
         queues = [asyncio.Queue[StreamEvent | None]() for _ in prompts]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,9 +1,9 @@
 """Runs recorded commands on new meshes and compares the sampled tokens with the recorded ones.
 
-All meshes are rebuilt in this process. A mesh that pulled KV is replayed together with the meshes
-that offered that KV. Commands that failed when recorded are skipped. An instance of several
-processes may sum in another order than one process, so that almost equally likely tokens may
-differ."""
+All recorded meshes are rebuilt in this process. A mesh that pulled KV is replayed together with the
+meshes that offered the KV. Commands that failed during recording are skipped. If the recorded
+instance had several processes, it may have summed floating-point values in another order. Then the
+replay may choose another token where two tokens are almost equally likely."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -39,7 +39,8 @@ PULL_SECONDS = 600.0
 
 @dataclass
 class Replayed:
-    """Result of a replay: counts, and a description of the first difference (empty if none)."""
+    """Result of a replay: numbers of steps, tokens and skipped commands, and a description of the
+    first difference (empty if there is none)."""
 
     steps: int = 0
     tokens: int = 0
@@ -49,7 +50,8 @@ class Replayed:
 
 @dataclass
 class _Offers:
-    """The offers that recorded meshes pulled, and the number of outstanding pulls of each."""
+    """The offered blocks that recorded meshes pulled, and the number of pulls of each block that
+    have not been replayed yet."""
 
     made: set[int] = field(default_factory=set)
     pulls_left: dict[int, int] = field(default_factory=dict)
@@ -72,11 +74,11 @@ async def replay(
     load_for: Callable[[RecordingHeader], LoadModel],
     grammars_for: Callable[[RecordingHeader], GrammarCompiler | None] = lambda _: None,
 ) -> Replayed:
-    """Rebuilds every mesh and replays all recordings concurrently. Blocks are transferred between
-    meshes as recorded.
+    """Rebuilds every recorded mesh and replays all recordings concurrently. Blocks are transferred
+    between the meshes as in the recording.
 
     Args:
-        grammars_for: Returns the grammar compiler for a recording.
+        grammars_for: Function that returns the grammar compiler for a recording.
     """
     offers = _offers(recordings)
     channel = InProcessChannel(MonotonicClock())
@@ -133,7 +135,7 @@ def _worked(entry: RecordedCommand) -> bool:
 
 
 class _Stream:
-    """Replays one recording on its new mesh."""
+    """Replays one recording on one rebuilt mesh."""
 
     def __init__(self, recording: Recording, executor: MeshExecutor, offers: _Offers) -> None:
         self._recording, self._executor, self._offers = recording, executor, offers
@@ -161,8 +163,8 @@ class _Stream:
         return self._replayed
 
     async def _prepared(self, command: StepCommand) -> StepCommand:
-        """Waits until a command may run and returns it: a block is inserted after its arrival, and
-        released after its pulls."""
+        """Waits until a command may run, and returns it. An insert waits for its block to arrive,
+        and a release waits for the block's pulls."""
         match command:
             case PullBlock():
                 return msgspec.structs.replace(command, deadline_seconds=PULL_SECONDS)

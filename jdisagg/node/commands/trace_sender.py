@@ -1,10 +1,12 @@
-"""Sends a trace's requests to a running server at the trace's times, and records token times.
+"""Sends the requests of a recorded trace to a running server, at the times in the trace. Records
+the time of each token.
 
-A trace has lengths and possibly hashes of prompt blocks, but no text. `PromptMaker` makes prompts
-of those lengths, with equal token ids for equal hashes, so that prefix cache hits are those of the
-trace. `TraceSender` is an open loop: requests are sent at their times whether or not earlier ones
-have ended. TTFT counts from the time at which a request was due, so that a slow sender does not
-hide delays. Must not import flags, files or output formats."""
+A trace has the lengths of prompts and possibly hashes of their blocks, but no text. `PromptMaker`
+makes prompts of these lengths. Blocks with equal hashes get equal token ids, so that the prefix
+cache has the same hits as in the trace. `TraceSender` is an open loop: requests are sent at their
+times whether or not earlier ones have ended. Time to first token (TTFT) is measured from the time
+at which a request was due, so that a slow sender does not hide delays. This module must not import
+flags, files or output formats."""
 
 import asyncio
 import time
@@ -32,8 +34,8 @@ ENDS_BY_STATUS: dict[str, End] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayPrompt:
-    """The prompt of one arrival. `cut`: whether the prompt or answer is shorter than in the trace,
-    because of the server's context or the caller's cap."""
+    """The prompt for one request of the trace. `cut` is True if the prompt or the answer is shorter
+    than in the trace, because of the server's context length or the caller's limit."""
 
     token_ids: tuple[int, ...]
     output_tokens: int
@@ -41,8 +43,8 @@ class ReplayPrompt:
 
 
 class PromptMaker:
-    """Makes the token ids of an arrival's prompt: those of hashed blocks from the hash, all others
-    from the arrival's number."""
+    """Makes the token ids of the prompt for each request of a trace. Blocks with a hash get token
+    ids derived from the hash. All other token ids are derived from the request's index."""
 
     def __init__(
         self,
@@ -54,11 +56,12 @@ class PromptMaker:
         max_output_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError if the context fits no prompt.
+        """Raises ConfigError if the context is too short for any prompt.
 
         Args:
-            context_tokens: Cap on prompt and answer together. An answer is cut to what its prompt
-                leaves, but not below half of the context; then the prompt is cut to the rest.
+            context_tokens: Maximum number of tokens of prompt and answer together. If they exceed
+                it, the answer is shortened first, but not below half of the context, and then the
+                prompt.
         """
         if context_tokens < 2:
             raise ConfigError(
@@ -114,7 +117,7 @@ class PromptMaker:
 
 @dataclass(slots=True)
 class ReplayProgress:
-    """Progress of a replay, passed to its watcher at every change."""
+    """Progress of a trace replay. Passed to the caller's `watch` function at every change."""
 
     total: int
     sent: int = 0
@@ -144,7 +147,8 @@ class ReplayProgress:
 
 
 class TraceSender:
-    """One replay against one server. `speed`: rate relative to the trace. `name`: id prefix."""
+    """Sends one trace to one server. `speed` multiplies the trace's request rate. `name` is the
+    prefix of request ids."""
 
     def __init__(
         self,
@@ -169,9 +173,10 @@ class TraceSender:
     async def run(
         self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
     ) -> list[RequestOutcome]:
-        """Sends all requests and waits until they have ended. Returns one outcome per arrival, in
-        order, with times since the first was due. Refused and failed requests are outcomes; only
-        errors that are no JdisaggError are raised. Cancellation cancels running requests."""
+        """Sends all requests and waits until they have ended. Returns one outcome per request, in
+        order, with times relative to the first request's due time. Refused and failed requests are
+        outcomes. Only errors that are not a JdisaggError are raised. Cancelling this call cancels
+        the running requests."""
         if not arrivals:
             raise WorkloadError(
                 "the trace has no requests to send; give another, or a larger limit"
@@ -190,8 +195,8 @@ class TraceSender:
         return [task.result() for task in tasks]
 
     async def _made(self, number: int, arrival: Arrival) -> ReplayPrompt:
-        """Makes the prompt in a thread, because a long prompt takes milliseconds, which would delay
-        the recorded token times."""
+        """Makes a prompt in a thread. A long prompt takes milliseconds, which would otherwise delay
+        the event loop and falsify token times."""
         if arrival.prompt_tokens < LONG_TOKENS:
             return self._maker.prompt(number, arrival)
         return await asyncio.to_thread(self._maker.prompt, number, arrival)
