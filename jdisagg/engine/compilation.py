@@ -26,8 +26,9 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Makes JAX cache compiled programs in `directory`; '' disables the cache. Keys cover content,
-    versions and devices. Raises ConfigError if the folder cannot be created."""
+    """Makes JAX cache compiled programs in `directory`; "" disables the cache. An entry's key
+    covers the program, the versions of the software and the devices. Raises ConfigError if the
+    folder cannot be created."""
     if not directory:
         jax.config.update("jax_compilation_cache_dir", None)
         return

@@ -52,6 +52,4 @@ def model_fingerprint(
 
 
 def _ignored(path: Path) -> bool:
-    """Returns whether a file is not part of the model: documentation, hidden files, or Python
-    caches."""
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)

@@ -379,14 +379,14 @@ class MeshBlocks:
         return kind.targets.target(command, layers, granule)
 
     def pull(self, command: PullBlock) -> PullReading:
-        """Starts to pull a block."""
+        """Starts to pull a block from another mesh or from this mesh's host memory."""
         source = self._host if command.peer == HOST else self._channel
         pull = source.pull(command.offer_id, self.target(command), command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
 
     def insert(self, command: InsertBlock) -> BlockReading:
-        """Inserts a pulled block."""
+        """Writes a pulled block into its pages."""
         arrays = self._pulls.pop(command.offer_id).arrays()
         found = self._kinds[command.kind].programs.insert(command, arrays)
         start_reading((found,))

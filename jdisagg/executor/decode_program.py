@@ -183,7 +183,7 @@ class DecodePrograms:
         return logits_BV
 
     def warm_runs(self, bucket: int) -> None:
-        """Compiles the forward pass with runs for a batch bucket."""
+        """Compiles the forward pass with runs of forced tokens, for one batch size."""
         nobody = ((),) * self._limits.ranks
         self._forward_runs(nobody, bucket, {}).block_until_ready()
 
@@ -195,7 +195,7 @@ class DecodePrograms:
         )
 
     def warm_updates(self) -> None:
-        """Runs the programs of `update` without changing a row."""
+        """Compiles the programs of `update`, by running them without changes."""
         nothing: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(self._limits.ranks)]
         self._write_rows(nothing)
         self._write_counts(nothing)

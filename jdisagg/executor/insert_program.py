@@ -60,7 +60,7 @@ class Places(NamedTuple):
 
     @property
     def valid(self) -> jax.Array:
-        """Number of valid tokens."""
+        """Number of the block's valid tokens. The others are padding."""
         return self.stamp_5[4].astype(jnp.int32)
 
     def at(self, token: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -239,7 +239,8 @@ class MeshExecutor:
         self.blocks.warm_insert(groups, tokens, kind, codec, blanks)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
-        """Returns the destination of a block on this mesh. Called on the dispatch thread."""
+        """Returns the destination of a pull into this mesh. Must be called on the dispatch
+        thread."""
         return self.blocks.target(block)
 
     def _issue(self, command: StepCommand) -> Waiting:

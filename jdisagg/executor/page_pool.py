@@ -25,7 +25,7 @@ Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class PagePool:
-    """Owns the pages of all layers. Used by the dispatch thread alone."""
+    """The only owner of the page arrays of all layers. Used by the dispatch thread only."""
 
     def __init__(
         self, programs: Programs, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int

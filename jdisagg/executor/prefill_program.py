@@ -184,7 +184,7 @@ _LONG_GRAIN = 64
 
 
 class PrefillPrograms:
-    """Builds and runs the chain of programs. Used by the dispatch thread only."""
+    """Builds and runs the programs of prefill chunks. Used by the dispatch thread only."""
 
     def __init__(
         self,

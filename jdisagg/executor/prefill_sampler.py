@@ -36,7 +36,8 @@ class _SampledRows(NamedTuple):
 
 
 class PrefillSampler:
-    """Samples the first tokens after a chunk. Used by the dispatch thread only."""
+    """Samples the first token of each prompt that ends in a chunk. Used by the dispatch thread
+    only."""
 
     def __init__(
         self,

@@ -126,7 +126,6 @@ class Programs:
         out_specs: Any,
         donate: tuple[int, ...],
     ) -> jax.stages.Lowered:
-        """Lowers `body`, traced for `mesh`, with this mesh's shardings."""
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )

@@ -67,7 +67,7 @@ class PromptScorer:
         return whole[row.rank, span, : self._vocabulary]
 
     def _local_logits(self, leaves: tuple[jax.Array, ...], x_TD: jax.Array) -> jax.Array:
-        """Returns the logits of this device's part of the vocabulary."""
+        """Returns the logits of this device's vocabulary part."""
         head: Any = self._weights.stem.merge(leaves)
         return head.logits(reveal(x_TD), replace(self._shards, tp=()))
 

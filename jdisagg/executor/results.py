@@ -195,8 +195,6 @@ class PullReading:
 
 
 class _Host:
-    """The choices of one step as NumPy arrays."""
-
     def __init__(self, chosen: Chosen) -> None:
         self._token, *self._rest = (
             None if array is None else jax.device_get(array) for array in chosen[:4]

@@ -99,7 +99,7 @@ class SavedBlocks:
                 return self._disk.remove(command.names)
 
     def _load(self, disk: DiskStore, command: LoadBlock) -> "Future[DiskOutcome]":
-        """Loads a block into host memory."""
+        """Loads a block from disk into host memory."""
         for offer_id in command.offer_ids:
             self._host.expect(offer_id)
         loaded: Future[DiskOutcome] = Future()

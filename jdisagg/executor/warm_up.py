@@ -1,9 +1,10 @@
-"""Compiles and runs every program that an instance may need, so that nothing is compiled in steady
-state (rule 12).
+"""Compiles and runs every program that an instance may need, so that no request has to wait for a
+compilation.
 
 Each program runs with arguments that change nothing: chunks of padding, empty slots, blocks without
-a valid token. On a GPU it runs three times, because the second run of a command buffer builds the
-graph. Runs on the dispatch thread, before the first command."""
+a valid token. On a GPU each program runs three times, because XLA builds the CUDA graph of a
+command buffer only in the second run. Warm-up runs on the dispatch thread, before the first
+command."""
 
 from collections.abc import Callable
 from functools import partial

@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parts of a model, and the `width` and `dtype` of activations between layers."""
+    """All parts of a model, and the `width` and `dtype` of the activations between its layers."""
 
     stem: Part
     layers: tuple[Part, ...]

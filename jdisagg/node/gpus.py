@@ -23,8 +23,8 @@ _UUIDS = ("GPU-", "MIG-")
 
 
 def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
-    """Parses "0-3,6" to 0, 1, 2, 3, 6. An index may be repeated only with `several`, to share a GPU
-    among workers. Raises ConfigError naming the flag."""
+    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6. If `several` is set, an index may
+    be repeated, so that workers share a GPU. Raises ConfigError with the flag's name."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

@@ -82,7 +82,8 @@ class RoleState:
         return self._report
 
     def take(self) -> Role | None:
-        """Removes and returns the requested role, or returns None if no change was requested."""
+        """Returns the requested role and clears the request. Returns None if no change was
+        requested."""
         call, self._wanted = self._wanted, None
         self.asked.clear()
         return Role(call.role, call.layout) if call is not None else None
@@ -120,8 +121,6 @@ class RoleState:
             )
 
     def _lap(self) -> float:
-        """Returns the seconds since the previous call, which is the duration of a phase of the
-        change."""
         before, self._told = self._told, self._clock.now()
         return self._told - before
 

@@ -3,14 +3,15 @@
 Words of this package and of `executor/`:
 - block: KV of some tokens and consecutive layer groups of one sequence, as a global array [dp, C,
   K, T, H]. C counts rows: equal parts of the cached components (layout/kv_spec.py).
-- offer: one dp rank's block, held for receivers under a random id until release or revocation.
+- offer: one dp rank's part of a block. The sender holds it under a random id until it is released
+  or revoked.
 - piece: `granule` KV heads of a block that one device sends to another. The granule is the largest
   number of heads that divides the heads of a shard on both sides. `part` is the index of a piece on
   the device that receives it.
 - leaf: one of the arrays that a piece is transferred as. An uncompressed piece has one leaf; a
   piece packed by a codec has several (packed values, scales, checksums).
-- posting: the leaves that a sender process has reserved for one pull, until the pull ends.
+- posting: the leaves that a sender process reserves for one pull and frees when the pull ends.
 - peer: the other mesh, by name, or one of its processes (`KvEnd`).
 - link number: number of the current connection from one receiver process to one sender process. It
   grows with each reconnection.
-- backend: an implementation that moves leaves between two processes (backend.py)."""
+- backend: a way to transfer leaves between two processes, such as shared memory (backend.py)."""

@@ -114,7 +114,7 @@ class Outlet(Protocol):
         it."""
 
     def tick(self) -> None:
-        """Enforces time-outs. Called a few times a second."""
+        """Ends pulls whose time-out has passed. Called a few times a second."""
 
     def close(self, in_flight: bool) -> None:
         """Withdraws the arrays of all pulls.
@@ -197,7 +197,8 @@ class Backend(Protocol):
     def inlet(self, end: KvEnd) -> Inlet: ...
 
     def sweep(self) -> None:
-        """Releases memory whose time-out has passed. Called a few times a second."""
+        """Frees memory that was reserved for pulls whose deadline has passed. Called a few times a
+        second."""
 
     def drop_spare(self) -> None:
         """Frees unused memory that the backend keeps for later pulls."""

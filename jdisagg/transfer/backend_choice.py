@@ -71,7 +71,7 @@ class Memories:
 
 
 class BackendChoice:
-    """Chooses the backend for each sender process. The caller must hold a lock."""
+    """Chooses the backend for each sender process. Callers must hold the lock of `KvPuller`."""
 
     def __init__(self, memories: Memories, backends: Sequence[Backend]) -> None:
         self._memories, self._backends = memories, backends

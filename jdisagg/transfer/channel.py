@@ -36,8 +36,8 @@ from jdisagg.transfer.boxes import HEAD_DIMENSION, RANK_DIMENSION
 
 
 def block_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """Returns the sharding of a block on a mesh ("dp", "kv", "rep"): ranks over dp, heads over kv,
-    replicated over rep."""
+    """Returns the sharding of a block on a mesh with axes ("dp", "kv", "rep"). Dimension 0 is
+    sharded over dp, KV heads over kv. The block is replicated over rep."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", None, "kv"))
 
 
@@ -127,7 +127,8 @@ class Pull(Protocol):
         ...
 
     def arrays(self) -> tuple[jax.Array, ...]:
-        """Returns the n arrays. Valid once ready; raises `failed()`."""
+        """Returns the arrays of the block. Valid once `is_ready()` returns True. If the pull
+        failed, raises the error that `failed()` returns."""
         ...
 
     def cancel(self) -> None:

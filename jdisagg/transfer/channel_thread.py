@@ -94,7 +94,7 @@ class ComputeWait:
         self._jobs.put((number, next(self._count), arrays, job))
 
     def close(self) -> None:
-        """Ends the thread after its current wait. Waits up to 5 s for that."""
+        """Ends the thread after its current wait. Blocks for at most 5 s."""
         self._jobs.put((-1, next(self._count), (), _nothing))
         self._thread.join(timeout=5.0)
 

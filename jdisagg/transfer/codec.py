@@ -77,7 +77,8 @@ class Codec(Protocol):
     def verify(
         self, leaves: Sequence[jax.Array], stamp: jax.Array, first_head: jax.Array
     ) -> jax.Array:
-        """Returns a bool scalar: whether the leaves match their checksums under this stamp."""
+        """Returns, as a bool scalar, whether the packed values match their checksums under this
+        stamp."""
         ...
 
 

@@ -47,7 +47,7 @@ class Driver(Protocol):
     """The CUDA driver. Every method raises HandoffError with the driver's error if a call fails."""
 
     def allocation(self, device: int, pointer: int) -> Allocation:
-        """Returns the allocation that contains the pointer."""
+        """Returns the driver's allocation that contains the address `pointer`."""
         ...
 
     def export(self, device: int, base: int) -> bytes:
@@ -151,7 +151,6 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _current(self, device: int) -> Iterator[Any]:
-        """Makes the device's context current. Yields the device's stream for copies."""
         with self._lock:
             if device not in self._contexts:
                 (place,) = self._call("cuDeviceGet", device)

@@ -191,7 +191,8 @@ class LentMemory(Backend):
             read.is_over()
 
     def kept(self) -> tuple[int, int, int]:
-        """Returns the numbers of parked arrays, opened allocations and running reads."""
+        """Returns the number of parked arrays, the number of opened allocations, and the number of
+        running reads."""
         with self._lock:
             parked = sum(len(arrays) for _, arrays in self._parked.values())
             return parked, len(self._mappings), len(self._reads)
@@ -251,7 +252,7 @@ class DeviceOutlet(Outlet):
 
 
 class DeviceInlet(Inlet):
-    """Pulls from the device memory of one sender process."""
+    """Pulls KV pieces from the device memory of one sender process, by CUDA IPC."""
 
     backend = KvBackend.CUDA
     reads = True
@@ -267,7 +268,7 @@ class DeviceInlet(Inlet):
         in_time: Callable[[], bool],
         unused: Callable[[], None],
     ) -> "list[DeviceLeaf]":
-        """Starts to copy the leaves into arrays of this process."""
+        """Starts to copy the sender's arrays into arrays of this process."""
         lies = memory_of(answer, OnDevice)
         if not len(avals) == len(lies.places) == len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")

@@ -210,7 +210,8 @@ def _look(folder: Path, namespace: bytes) -> DiskOutcome:
 
 
 def _locked(folder: Path) -> int | None:
-    """Locks the folder until this process ends; returns None if another process has locked it."""
+    """Locks the folder until this process ends. Returns the lock's file descriptor, or None if
+    another process holds the lock."""
     lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -442,8 +442,6 @@ class KvPuller:
         self._drop(peer)
 
     def _drop(self, peer: PeerState) -> None:
-        """Closes the connection to a sender process. Its pulls in progress fail. The next pull
-        opens a new connection."""
         with self._lock:
             if self._peers.get(peer.end) is peer:
                 del self._peers[peer.end]
@@ -485,7 +483,6 @@ class KvPuller:
 
 
 def _error_of(arrays: Sequence[jax.Array | Leaf]) -> str | None:
-    """Returns the first error among arrays that have arrived or failed, or None."""
     for array in arrays:
         if isinstance(array, Leaf) and array.error:
             return array.error

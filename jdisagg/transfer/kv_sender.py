@@ -388,7 +388,6 @@ class KvSender:
         self._drop_waits(lambda wait: (wait.receiver, wait.request.pull_id) == (receiver, pull_id))
 
     def _drop_waits(self, over: Callable[[_Waiting], bool]) -> list[_Waiting]:
-        """Removes the waiting requests for which `over` returns True, and returns them."""
         dropped: list[_Waiting] = []
         with self._lock:
             for offer_id, waits in list(self._waiting.items()):
@@ -472,7 +471,6 @@ def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ..
 
 
 def _nothing(request: PullRequest, offer: OfferedBlock) -> Posted:
-    """Returns the answer to a request for which this process holds no piece."""
     return Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
 
 

@@ -262,7 +262,6 @@ class NixlAgent:
                 self._lost.add(peer)
 
     def _forget_lost(self) -> None:
-        """Removes lost connections that have no running read. Requires the lock."""
         for peer in [each for each in self._lost if not self._reads.get(each)]:
             self._lost.discard(peer)
             self._reads.pop(peer, None)

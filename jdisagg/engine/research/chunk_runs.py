@@ -149,7 +149,7 @@ class RunPart:
 
 
 def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
-    """Returns the chunks, each over all ranks, that compute the runs in order."""
+    """Divides the runs into chunks, in order. Each chunk has parts for all dp ranks."""
     largest = limits.chunk_buckets[-1]
     open_chunk: list[RunPart] = []
     used = [0] * limits.ranks

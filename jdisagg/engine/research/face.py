@@ -225,7 +225,8 @@ class Engine:
         return session
 
     def pull(self, session_id: str) -> KVCache:
-        """Copies the KV of a session to a cache on the session's mesh. The session is unchanged.
+        """Copies the KV of a session to a new cache on the session's mesh. The session does not
+        change.
 
         Raises:
             InvalidRequestError: No session named `session_id` is open, or the session holds no KV.

@@ -105,7 +105,7 @@ class KVCache:
 
     @property
     def positions(self) -> range:
-        """Positions at which the tokens' KV was computed."""
+        """Positions for which the tokens' KV was computed."""
         return range(self.first_position, self.first_position + len(self))
 
     @property
@@ -272,7 +272,6 @@ class KVCache:
         return lengths.reshape(self.layers, -1, *lengths.shape[1:])
 
     def _vectors(self) -> list[np.ndarray]:
-        """Returns each layer's components [K, T, H] on the host."""
         layers = [self.layer(index).components for index in range(self.layers)]
         return [_values(np.asarray(x)) for layer in layers for x in layer.values()]
 

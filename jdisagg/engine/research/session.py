@@ -30,8 +30,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Session:
-    """One sequence in the pages of one decode mesh. `Engine.create_session` creates sessions, which
-    are context managers."""
+    """One sequence in the pages of one decode mesh. Created by `Engine.create_session`. A session
+    is a context manager."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Session:
 
     def pull(self) -> KVCache:
         """Copies the session's KV to a cache on the same mesh. Raises InvalidRequestError if the
-        session holds none."""
+        session holds no KV."""
         held = self._holding()
         return self._instance.extract(held.tokens, held.chosen, held.rank, held.owner)
 
@@ -270,8 +270,6 @@ class Session:
         )
 
     def _continued(self, continuation: Prompt) -> tuple[int, ...]:
-        """Returns the token ids of a continuation. Checks them against the vocabulary and the
-        context."""
         vocabulary = self._instance.vocabulary
         new = prompt_tokens(
             continuation, self._tokenizer, vocabulary, continues=True, name="continuation"

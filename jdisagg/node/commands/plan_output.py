@@ -68,7 +68,6 @@ def _three(values: Percentiles) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Formats seconds as milliseconds with three digits and no exponent."""
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 

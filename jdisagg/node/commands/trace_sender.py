@@ -134,7 +134,7 @@ class ReplayProgress:
         )
 
     def notes(self) -> list[str]:
-        """Returns notes that explain the figures, one line each."""
+        """Returns notes that explain the replay's figures, one line each."""
         cut = (
             f"{self.cut} of {self.total} requests were cut to what the server's context or the"
             " flags allow"
