@@ -149,8 +149,7 @@ def _command(main: Callable[[], int | None]) -> str:
 
 def _mind_signals() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt again, which launch/__init__.py prevents during imports.
-    Ignores SIGUSR1, which requests timelines, so that the signal does not end a process without
-    timelines."""
+    Makes SIGUSR1, which requests a timeline, log a warning instead of ending the process."""
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(
         signal.SIGUSR1,

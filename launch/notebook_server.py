@@ -49,8 +49,9 @@ async def start_server(
     """Starts a server and returns when the server is ready.
 
     Args:
-      flags: Flags of `jdisagg serve`, such as "--mode=unified". program: Command line to which the
-      flags are appended. seconds: Longest wait. The first start of a layout compiles its programs.
+      flags: Flags of `jdisagg serve`, such as "--mode=unified".
+      program: Command line to which the flags are appended.
+      seconds: Longest wait. The first start under a layout compiles its programs.
 
     Raises:
       ConfigError: The server exited. The message has the last lines of its output.

@@ -136,7 +136,7 @@ def credentials(given: Given, token_file: str) -> Credentials:
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError if `target` is not host:port. Clients would wait in vain."""
+    """Raises ConfigError if `target` is not host:port, so that no client waits in vain."""
     host, colon, port = target.rpartition(":")
     if "//" in target or not colon or not host or not port.isdigit():
         raise ConfigError(

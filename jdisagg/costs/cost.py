@@ -39,7 +39,7 @@ class Cost:
         return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
 
     def explain(self) -> str:
-        """Returns the non-zero terms as text, largest first."""
+        """Returns the causes with more than 0 seconds as text, largest first."""
         terms = sorted(
             ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
         )

@@ -70,7 +70,7 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def kv_values(self) -> int:
-        """KV values of one token in one layer."""
+        """Number of KV values of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim
 
 
@@ -134,7 +134,7 @@ class Experts:
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """Returns the expected number of experts that `tokens` tokens use with random routing."""
+        """Returns the expected number of experts that `tokens` tokens use if routing is random."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
@@ -207,7 +207,7 @@ class CostGeometry:
 
     @property
     def kv_values(self) -> int:
-        """KV values of one token in all layers."""
+        """Number of KV values of one token in all layers."""
         return sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
 
     @property
@@ -239,7 +239,7 @@ class CostGeometry:
 
     @property
     def parameters(self) -> int:
-        """Number of all weights."""
+        """Total number of weights of the model."""
         return self._always_read + self._of_experts(self.experts.count if self.experts else 0)
 
     @property

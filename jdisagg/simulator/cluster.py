@@ -297,7 +297,7 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat and sets a timer for the next one, which is faster than a task."""
+        """Sends a heartbeat and sets a timer for the next. Timers are faster than tasks."""
         try:
             status = process.worker.status_now()
         except UnavailableError:

@@ -56,8 +56,9 @@ def elastic(
     switch_seconds: float,
     say: Callable[[float, str], None] = lambda now, text: None,
 ) -> Callable[[SimulatedCluster], Awaitable[None]]:
-    """Returns a hook of `simulate` that runs the controller and calls `say(virtual seconds, text)`
-    for each role change. The hook raises ConfigError if the fleet's roles cannot change."""
+    """Returns a hook of `simulate` that runs the elastic controller, and calls `say(virtual
+    seconds, text)` for each role change. The hook raises ConfigError if the fleet's roles cannot
+    change."""
 
     async def hook(cluster: SimulatedCluster) -> None:
         cluster.fleet.check_roles_change()

@@ -330,8 +330,8 @@ class SimulatedExecutor:
             self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a command whose time is over may complete. On a broken mesh the command's
-        future fails. On a hanging mesh the future stays pending."""
+        """Returns whether a command whose simulated time has passed may complete. On a broken mesh
+        the command's future fails. On a hanging mesh the future stays pending."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())

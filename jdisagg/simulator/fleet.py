@@ -280,7 +280,7 @@ class Fleet:
 
     @property
     def far(self) -> Link:
-        """The link per device that the router assumes between workers in different racks."""
+        """Link of one device, as the router assumes it between workers in different racks."""
         return self._slowest(lambda hardware: hardware.scale_out)
 
     def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:

@@ -98,7 +98,7 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
-    """Plots the numbers of waiting and of decoding requests over time."""
+    """Plots the number of waiting requests and of decoding requests over time."""
     figure, axes = _figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)

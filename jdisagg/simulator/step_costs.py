@@ -29,7 +29,7 @@ class Pace:
         return steps * (self.first + self.growth * (steps - 1) / 2)
 
     def steps_begun(self, seconds: float) -> int:
-        """Returns the number of steps that begin less than `seconds` after the span begins."""
+        """Returns the number of steps that begin in the first `seconds` seconds of the span."""
         if seconds <= 0:
             return 0
         # Solves growth/2 n^2 + linear n = seconds in the form without cancellation for small

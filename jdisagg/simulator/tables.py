@@ -25,7 +25,7 @@ COLUMNS = (
 def row_of(
     item: RequestOutcome, slo: SloLimits | None = None
 ) -> tuple[str | int | float | bool | None, ...]:
-    """Returns the values of COLUMNS for one request; undefined values are None."""
+    """Returns the table row of one request: a value for each of COLUMNS, None if undefined."""
     gaps = item.gaps
     return (
         item.request_id, item.tenant, item.arrival, item.first_token, item.finish,
@@ -71,7 +71,7 @@ def check_table(path: Path) -> None:
 
 
 def reuse_text(counters: Mapping[str, int]) -> str:
-    """Returns a line of text on prefix cache hits, as fractions of the tokens looked up."""
+    """Returns a line of text on prefix cache hits, as fractions of the prompt tokens looked up."""
 
     def part(prefix: str) -> str:
         asked = counters.get(f"{prefix}prefix_asked_tokens", 0)

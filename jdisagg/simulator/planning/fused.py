@@ -48,8 +48,8 @@ class FusedPace:
 
 
 class StepTable:
-    """Interpolates the seconds of steps under one layout, without attention: of steps with a
-    prefill chunk by their number of tokens, and of decode steps by their number of sequences."""
+    """Interpolates the seconds of steps, without attention, under one layout. The number of tokens
+    determines a step with a prefill chunk, and the number of sequences a decode step."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -63,7 +63,7 @@ class StepTable:
         return float(np.interp(sequences, TOKENS, self._decode))
 
     def decode(self, sequences: float, context: float) -> float:
-        """Returns the seconds of a decode step; every sequence has `context` tokens."""
+        """Returns the seconds of a decode step if each sequence has `context` tokens."""
         whole = max(1, math.ceil(sequences))
         if whole > COARSE * COARSE:
             whole = COARSE * math.ceil(whole / COARSE)  # bounds the cache
@@ -95,7 +95,7 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the steady state at `rate` requests per second; None above capacity."""
+        """Returns the steady state at `rate` requests per second; None if too high."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
@@ -117,7 +117,7 @@ class FusedChunks:
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
         """Returns the state at `rate` if steps took `step` seconds, or None if the rate is too
-        high. `pace` repeats this until the duration of a step converges."""
+        high. `pace` calls this method until the step's duration converges."""
         count = rate * self._steps * step
         if count > 1e6:
             return None

@@ -256,7 +256,7 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether a simulation by `runner` also attains the goal at the finding's rate."""
+        """Returns whether `runner` also attains the goal with the finding's candidate and rate."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)

@@ -52,7 +52,7 @@ class Trial:
 
     @property
     def lasting_attainment(self) -> float:
-        """Attainment if arrivals did not end; 0 in an overload or a `short` trial."""
+        """Attainment if arrivals never ended; 0 if the trial is an `overload` or `short`."""
         return 0.0 if self.overload or self.short else self.attainment
 
 
@@ -210,7 +210,7 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """Describes the reasons why `one` (one pool) beats `two` (two pools), or returns ""."""
+    """Describes why finding `one`, with one pool, beats `two`, with two pools; "" if unknown."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
