@@ -246,7 +246,6 @@ class Crashable:
                 raise UnavailableError("connection refused")
 
     async def unary(self, proceed: Callable[P, Awaitable[T]], *args: P.args, **kw: P.kwargs) -> T:
-        """Wraps a call that has a single reply."""
         self._check()
         return await proceed(*args, **kw)
 

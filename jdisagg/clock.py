@@ -21,8 +21,6 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The machine's monotonic clock."""
-
     def now(self) -> float:
         return time.monotonic()
 

@@ -547,7 +547,6 @@ def _positive(name: str, value: float) -> None:
 
 
 def _by_name(field_name: str, text: str) -> dict[str, float]:
-    """Parses "name=number,name=number". The numbers must be positive."""
     numbers: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, number = part.rpartition("=")

@@ -143,7 +143,6 @@ class LLM:
 
 
 def _config(model: str | None, options: Mapping[str, object]) -> EngineConfig:
-    """Returns the configuration that `jdisagg generate` would use with these flags."""
     flags, settings = load("launch.flags"), load("launch.settings")
     given = flags.define(*flags.ENGINE)
     named = {**({} if model is None else {"model": model}), **options}

@@ -48,5 +48,4 @@ class Reread(Generic[Value]):
             log.warning("%s changed but cannot be used; the old value stays: %s", names, error)
 
     def _changes(self) -> list[int]:
-        """Returns the modification time of each file, or 0 for a missing file."""
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in self._paths]

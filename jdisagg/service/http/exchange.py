@@ -84,7 +84,6 @@ class Exchange:
         content_type: bytes = JSON,
         headers: Iterable[Header] = (),
     ) -> None:
-        """Sends a whole reply."""
         await self._begin(
             status, [*headers, (b"content-length", str(len(body)).encode())], content_type
         )
@@ -92,7 +91,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_stream(self) -> None:
-        """Begins a reply that is a stream of server-sent events."""
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
     async def comment(self) -> None:

@@ -99,7 +99,6 @@ class Fields:
 
     @property
     def path(self) -> str:
-        """Prefix of field names in error messages."""
         return self._path
 
     def raw(self, name: str) -> msgspec.Raw:
@@ -179,6 +178,5 @@ class Fields:
 
 
 def shown(raw: msgspec.Raw) -> str:
-    """Shortens a JSON text for an error message."""
     text = bytes(raw)[: 4 * SHOWN_CHARACTERS].decode("utf-8", "ignore")
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

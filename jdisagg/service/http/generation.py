@@ -291,7 +291,6 @@ def _sum(runs: Sequence[_Run]) -> Usage:
 
 
 def check_model(name: str, frontend: Frontend) -> None:
-    """Raises HttpRefusal if the request names a model that this server does not serve."""
     if name not in ("", frontend.model.name):
         raise HttpRefusal(
             f"model must be {frontend.model.name!r}, the served model, got {name[:80]!r}",

@@ -89,8 +89,6 @@ def named_as_sent(fields: Fields) -> Iterator[None]:
 
 
 def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
-    """Reads an OpenAI response format. `nested` means that name and schema are in a nested object
-    `json_schema`."""
     if not format.names:
         return None
     kind = format.given("type", TEXT)

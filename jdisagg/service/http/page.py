@@ -79,7 +79,6 @@ class Page:
         self._chats: dict[str, bool] = {}
 
     def endpoints(self, guard: HttpGuard) -> dict[str, Endpoint]:
-        """Returns the endpoints of the web page by path."""
         return {
             "/": Endpoint(guard, "GET", self._index, open=True),
             "/web/{name}": Endpoint(guard, "GET", self._file, open=True),

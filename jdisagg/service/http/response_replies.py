@@ -69,7 +69,6 @@ class ResponseReply(ChatReply):
         return b"".join(frames)
 
     def _message(self, text: str, tokens: list[Json]) -> list[bytes]:
-        """Adds text to the open message item, or opens one."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.MESSAGE:
             frames += self._begin(_Item(self._item_id("msg"), _Kind.MESSAGE))
@@ -80,7 +79,6 @@ class ResponseReply(ChatReply):
         return frames
 
     def _thought(self, text: str) -> list[bytes]:
-        """Adds text to the open reasoning item, or opens one."""
         frames: list[bytes] = []
         if self._open_kind is not _Kind.REASONING:
             frames += self._begin(_Item(self._item_id("rs"), _Kind.REASONING))
@@ -90,7 +88,6 @@ class ResponseReply(ChatReply):
         return frames
 
     def _call(self, call: ToolCallDelta) -> list[bytes]:
-        """Opens an item for a tool call, or adds to the arguments of the open tool call."""
         called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
         frames = self._begin(called) if called is not None else []
         if call.arguments:
@@ -177,7 +174,6 @@ class ResponseReply(ChatReply):
 
     @property
     def _open_kind(self) -> "_Kind | None":
-        """Kind of the open item, or None if no item is open."""
         return self._items[-1].kind if self._open else None
 
     def _item_id(self, kind: str) -> str:

@@ -43,8 +43,6 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def response_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/responses. Raises InvalidRequestError with the invalid
-    field."""
     fields.refuse(_REFUSED)
     fields.ignore("max_tool_calls")
     instructions = fields.read("instructions", TEXT)

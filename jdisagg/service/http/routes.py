@@ -59,7 +59,6 @@ class HttpRoutes:
 
     @property
     def ready(self) -> bool:
-        """Readiness that /health reports."""
         return self._page.ready
 
     @ready.setter
@@ -67,7 +66,6 @@ class HttpRoutes:
         self._page.ready = ready
 
     def application(self) -> Router:
-        """Returns an ASGI application that serves all routes."""
         guard, generation = self._guard, self._generation
         endpoints = {
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
@@ -107,7 +105,6 @@ class HttpRoutes:
         }
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        """Tokenizes a text or a chat, as vLLM's endpoint does."""
         fields = await self._fields(exchange)
         if fields.has("messages"):
             prompt = chat_prompt(fields)
@@ -160,7 +157,6 @@ class HttpRoutes:
         await exchange.reply(_encode({"version": __version__}))
 
     async def _health(self, exchange: Exchange) -> None:
-        """Returns 200 if the gRPC health is SERVING, else 503."""
         await exchange.reply(b"{}", 200 if self.ready else 503)
 
     async def _unknown(self, exchange: Exchange) -> None:

@@ -296,7 +296,6 @@ class Connection:
         task.add_done_callback(self._background.discard)
 
     async def aclose(self) -> None:
-        """Closes the connection and waits until it is closed."""
         self.close()
         if self._background:
             await asyncio.wait(set(self._background), timeout=self.timeouts.slack_seconds)

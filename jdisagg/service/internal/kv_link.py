@@ -136,7 +136,6 @@ class GrpcKvLink:
             self._stir(end)
 
     def give_up(self, end: KvEnd, messages: int) -> None:
-        """Drops and counts all messages to a destination that does not answer."""
         with self._lock:
             messages += len(self._waiting.pop(end, ()))
         self._lost(messages)
@@ -212,8 +211,6 @@ class _Line:
 
 
 class _Incoming:
-    """Receives envelopes from other processes. Implements `KvPlanePort`."""
-
     def __init__(self, link: GrpcKvLink) -> None:
         self._link = link
 

@@ -55,8 +55,6 @@ def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Serv
 
 
 class _Registry:
-    """Implements `RegistryPort` by calling a `Registrar`."""
-
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
 

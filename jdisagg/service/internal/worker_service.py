@@ -50,8 +50,6 @@ def peer_service(port: PeerPort, tokens: tuple[str, ...] = ()) -> Service:
 
 
 class _KnownIds:
-    """Middleware that rejects calls with token ids that the model does not have."""
-
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
 
