@@ -26,7 +26,7 @@ class DecodeState:
     """The page ledgers, batch slots and sequence groups of one decode mesh.
 
     Args:
-        names: Naming of cached blocks; None disables the prefix cache.
+        names: Computes the names of cached blocks; None disables the prefix cache.
 
     Attributes:
         news: Progress of sequences that the worker has not reported to callers yet.
@@ -155,7 +155,7 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Frees a child's slot and pages. Reports its unreported tokens and why it ended.
+        """Ends a child: frees its slot and pages, and reports its last tokens and why it ended.
         Idempotent.
 
         Args:

@@ -121,7 +121,7 @@ class HostBlocks:
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int) -> int:
-        """Returns the number of restorable blocks in sequence, from index `first` on."""
+        """Returns the number of consecutive restorable blocks from index `first` on."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:

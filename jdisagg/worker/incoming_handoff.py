@@ -414,7 +414,7 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the end of the positions from `start` on that all layer groups have received."""
+    """Returns the position up to which all layer groups have received KV, from `start` on."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 

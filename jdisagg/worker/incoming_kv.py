@@ -92,7 +92,7 @@ class IncomingKv:
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Returns whether all insertions of some transfer were issued before command `step`."""
+        """Returns whether any transfer has issued its last insertion before command `step`."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:

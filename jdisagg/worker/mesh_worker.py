@@ -52,8 +52,8 @@ class WorkerContext:
         ids: Generator of fresh random 64-bit numbers.
         address: Address for other workers; empty if they find this worker by name in the same
             process.
-        loading_seconds: Estimated seconds until all compiled programs are loaded. The worker serves
-            before.
+        loading_seconds: Estimated seconds until all compiled programs are loaded; requests are
+            served meanwhile.
         names: Computes the names of cached blocks; None disables the prefix cache.
         tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
             worker or swapped-out sequences of a decode worker.
@@ -72,11 +72,11 @@ class WorkerContext:
 
 
 class MeshWorker(ABC):
-    """The common part of both kinds of worker. Serves other workers (`PeerPort`).
+    """Base class of prefill and decode workers. Answers calls of other workers (`PeerPort`).
 
     Args:
-        shortest_lease_seconds: Shortest lease. Expired leases are looked for at least four times in
-            this number of seconds.
+        shortest_lease_seconds: Length of the shortest lease. The check for expired leases runs at
+            least four times in this period.
         depth: Largest number of planned prefill and decode commands in flight.
     """
 

@@ -126,7 +126,7 @@ class OutgoingHandoff:
         return released
 
     def expect_receiver(self, deadline: float) -> None:
-        """Records that a receiver connected, which must send a message by `deadline`."""
+        """Records that a receiver connected. Its next message must arrive by `deadline`."""
         self._handoff = self._handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
