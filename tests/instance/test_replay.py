@@ -123,7 +123,7 @@ def _plus_one(
 
 
 async def test_a_mesh_that_pulled_is_not_replayed_alone(recordings: list[Recording]) -> None:
-    with pytest.raises(ConfigError, match="recordings of all meshes that handed KV"):
+    with pytest.raises(ConfigError, match="recordings of all meshes that sent KV"):
         await replay(recordings[1:], load_for)
 
 
