@@ -65,9 +65,9 @@ class MambaConfig:
     convolution covers the last `taps` tokens.
 
     Attributes:
-        copies: 0 if groups are sharded with the heads. Otherwise every kv shard computes the write
-            and read vectors of all groups. Their convolution state is then stored `copies` times,
-            once per kv head, so that each shard holds it.
+        copies: 0 if the groups are sharded like the heads. Otherwise each shard computes the write
+            and read vectors of all groups, and the convolution state of these vectors is stored
+            `copies` times, once per kv head of the cache, so that each shard holds one copy.
         bias: Whether the input and output projections have biases.
         step_limits: Smallest and largest step size; steps are clipped after the softplus.
     """

@@ -114,9 +114,16 @@ Inserted = tuple[list[LayerPages], jax.Array, jax.Array]
 def write_and_read(
     pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
 ) -> Inserted:
-    """Writes a block to its pages by runs of tokens, then reads the pages back. `arrays` are the
-    packed arrays [1, C', G, T', x] of each received piece. Returns the pages, this device's share
-    of the checksum (uint32 [2]), and whether the block is intact."""
+    """Writes a received block to its pages, one run of consecutive tokens at a time, and reads the
+    pages back to verify the block.
+
+    Args:
+        arrays: Packed array of each received piece.
+
+    Returns:
+        The pages, this device's part of the block's checksum (uint32 [2]), and whether the block
+        is intact.
+    """
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens, valid = parts[0].shape[2], places.valid
     run = math.gcd(places.page_size, 1 << (min(tokens, _run_tokens(pages)).bit_length() - 1))

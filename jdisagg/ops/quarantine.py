@@ -42,7 +42,7 @@ def seen_scores(scores: jax.Array) -> jax.Array:
 
 
 def reveal(x_RD: jax.Array) -> jax.Array:
-    """Returns the last hidden states, with NaN in rows whose values show that they attended to a
-    marker."""
+    """Returns the last hidden states, with NaN in rows that attended to a quarantined KV entry.
+    Such an entry holds the marker, whose size shows in every row that attends to it."""
     broken_R1 = jnp.any(jnp.abs(x_RD) > SHOWS, axis=-1, keepdims=True)
     return jnp.where(broken_R1, jnp.asarray(jnp.nan, x_RD.dtype), x_RD)

@@ -145,7 +145,8 @@ class ResidencyTree:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Creates `owner`, which holds the pages of the chain's blocks. Returns the pages."""
+        """Registers `owner` as a user of the cached pages of a prompt's blocks, so that the pages
+        are not evicted. Returns the pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def let_go(self, owner: int, chain: Chain) -> None:

@@ -191,8 +191,9 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Returns whether `found` has a layout with the same cost and memory as `layout`. Spreading
-    experts over a tensor-parallel group costs as much as sharding each over the group."""
+    """Returns whether `found` has a layout with the same cost and memory as `layout`: the one that
+    shards every expert over the tensor-parallel group, if `layout` gives each device of that group
+    some experts."""
     return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 
