@@ -204,10 +204,14 @@ def test_who_is_not_running_cannot_be_suspended() -> None:
             request = replace(long(1), tenant="a")
             stream = Stream(cluster, request)
             await stream.until(1)
-            with pytest.raises(InvalidRequestError, match="no request with request_id .* is running"):
+            with pytest.raises(
+                InvalidRequestError, match="no request with request_id .* is running"
+            ):
                 await cluster.path.suspend("b", "r1", LATER)
             await stream.end()
-            with pytest.raises(InvalidRequestError, match="no request with request_id .* is running"):
+            with pytest.raises(
+                InvalidRequestError, match="no request with request_id .* is running"
+            ):
                 await stream.suspend(LATER)
 
     run_virtually(main)
