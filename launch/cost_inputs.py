@@ -2,7 +2,6 @@
 speed and memory. Loads no weights and does not import JAX."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from jdisagg.costs.model_geometry import CATALOG, CostGeometry, from_hf_fields, geometry
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
@@ -27,7 +26,7 @@ def find_geometry(
 
 
 def _geometry(model: str) -> CostGeometry:
-    directory = local_model(model, weights=False) if "/" in model else Path(model)
+    directory = local_model(model, weights=False)
     if model in CATALOG or not directory.is_dir():
         return geometry(model)
     hf = HfConfig.from_directory(directory, sizes_only=True)
