@@ -20,10 +20,11 @@ import numpy as np
 from benchmarks.simulator_engines.cluster import simulate
 from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Accelerator, Link, accelerator
 from jdisagg.costs.kernels import OURS, Kernels
-from jdisagg.costs.model_geometry import CostGeometry, geometry
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Pool
 from jdisagg.simulator.report import RequestOutcome

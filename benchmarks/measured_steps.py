@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.fitting import Observation
 from jdisagg.costs.hardware import Accelerator, accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 
 DATA = Path(__file__).resolve().parent / "data" / "splitwise_perf_model.csv.gz"

@@ -17,8 +17,8 @@ import time
 from absl import app, flags
 
 from benchmarks.measure import save
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.costs.speeds import Kind
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus

@@ -21,8 +21,8 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks.measure import RESULTS, save
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import Site
 from jdisagg.simulator.planning.fleet import FleetMaker

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.closed_loop import Order
 from benchmarks.public_points import Devices, Point
+from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Accelerator, accelerator
 from jdisagg.costs.kernels import Kernels
-from jdisagg.costs.model_geometry import CATALOG, LatentAttention
+from jdisagg.costs.model_geometry import LatentAttention
 from jdisagg.layout.axes import Layout
 
 BLACKWELL = ("b200", "b300", "gb200-nvl72", "gb300-nvl72")

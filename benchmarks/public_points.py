@@ -22,9 +22,9 @@ from typing import Literal
 
 from absl import app, flags
 
+from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import HARDWARE
-from jdisagg.costs.model_geometry import CATALOG
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
 

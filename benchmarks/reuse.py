@@ -31,8 +31,8 @@ from absl import app, flags
 from benchmarks.measure import save
 from benchmarks.prefix_hits import BlockStore
 from jdisagg.config import PrefixConfig, RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.conversations import ConversationTurns, conversations
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool

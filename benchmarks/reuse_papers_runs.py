@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jdisagg.config import Mode, PrefixConfig, RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import LINKS, Accelerator, Link, accelerator
-from jdisagg.costs.model_geometry import CostGeometry, geometry
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.conversations import BLOCKS_OF_ONE, ConversationTurns, conversations
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool

@@ -22,8 +22,8 @@ from absl import app, flags
 from benchmarks.simulator_engines.cluster import simulate
 from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.config import Mode, PrefixConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
 from jdisagg.router.cluster_state import ClusterState

@@ -19,8 +19,8 @@ from pathlib import Path
 from absl import app, flags
 
 from benchmarks.commits import commit
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.report import SloLimits, summarise

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import (
     Candidate,

@@ -3,7 +3,8 @@ speed and memory. Loads no weights and does not import JAX."""
 
 from dataclasses import replace
 
-from jdisagg.costs.model_geometry import CATALOG, CostGeometry, from_hf_fields, geometry
+from jdisagg.costs.catalog import CATALOG, geometry
+from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from models.catalog import FAMILIES, read_config
 from models.hf_config import HfConfig

@@ -342,6 +342,7 @@ class DecoderConfig:
                     experts.shared_ffn,
                     experts.shared_gate,
                     experts.latent,
+                    experts.groups_per_token if experts.groups > 1 else 0,
                 )
                 if experts
                 else None

@@ -19,10 +19,10 @@ from benchmarks.blis_points import (
 )
 from benchmarks.closed_loop import Batching
 from benchmarks.open_loop import Arrivals, one_pool_at
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
-from jdisagg.costs.model_geometry import geometry
 
 MODEL = CostModel(geometry("llama-3.1-8b"), accelerator("h100"))
 FIGURES = json.loads((RESULTS / "blis_runs.json").read_text())

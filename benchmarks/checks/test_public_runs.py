@@ -8,9 +8,9 @@ import pytest
 from benchmarks.closed_loop import Batching, Load, one_pool, two_pools
 from benchmarks.public_points import condensed, public_points
 from benchmarks.public_runs import RESULTS, coverage, page, predict, shown
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 
 MODEL = CostModel(geometry("llama-3.1-8b"), accelerator("h100"))
 FIGURES = json.loads((RESULTS / "public_runs.json").read_text())

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.simulator_engines.cluster import simulate
 from benchmarks.simulator_engines.fleet import StudyFleet
 from benchmarks.simulator_engines.serial_loop import SerialLoop
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import Link, accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.faults import Broken, Death, Fault, Stall, schedule

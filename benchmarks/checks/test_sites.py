@@ -11,8 +11,8 @@ import pytest
 from benchmarks.simulator_engines.cluster import StudyCluster, TrunkChannel, simulate
 from benchmarks.simulator_engines.fleet import StudyFleet, StudyPool
 from jdisagg.config import RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import Link, accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
 from jdisagg.simulator.fleet import INSTANCE, Pool
 from jdisagg.simulator.workloads import Fixed, Mixture, poisson

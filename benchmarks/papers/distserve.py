@@ -15,8 +15,9 @@ from benchmarks.papers.runs import RESULTS, Load, Serve, Tally, best
 from benchmarks.run_fitting import from_report
 from benchmarks.simulator_engines.cluster import simulate
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.bounds import Goal

@@ -15,8 +15,8 @@ from benchmarks.papers.runs import Load, Serve, Tally, best
 from benchmarks.simulator_engines.cluster import simulate
 from benchmarks.simulator_engines.fleet import StudyFleet, StudyPool
 from jdisagg.config import RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import LINKS, Accelerator, Link, accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE
 from jdisagg.simulator.planning.bounds import Goal

@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.papers.runs import Tally, highest
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Accelerator, Link, accelerator, link
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.trials import requests_at, settled

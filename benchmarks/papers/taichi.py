@@ -15,8 +15,8 @@ from benchmarks.papers.runs import Load, Serve, Tally, best
 from benchmarks.simulator_engines.cluster import simulate
 from benchmarks.simulator_engines.fleet import StudyFleet, StudyPool
 from jdisagg.config import Mode, RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.trials import requests_at, settled

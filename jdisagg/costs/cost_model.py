@@ -14,12 +14,14 @@ estimate every step."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
+from jdisagg.costs.collectives import all_reduce_seconds, exchange_seconds, link_among
 from jdisagg.costs.cost import Cost
+from jdisagg.costs.dense_products import dense_products, most_kv_shards
 from jdisagg.costs.hardware import Accelerator, Link
-from jdisagg.costs.kernels import OURS, Kernels
-from jdisagg.costs.layout_fit import check_layout
+from jdisagg.costs.kernels import Kernels
+from jdisagg.costs.layout_fit import check_layout, expert_slots
 from jdisagg.costs.linear_attention import RUN_TOKENS
 from jdisagg.costs.model_geometry import (
     CostGeometry,
@@ -33,18 +35,6 @@ from jdisagg.layout.axes import Layout
 # Bits of a value under each codec (transfer/codec.py); None keeps the KV's own type.
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 SCALE_BYTES = 4  # one float32 scale for each head and token of a component
-
-
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """The product of a layer's input with one weight matrix, or with several that are fused.
-    `flops` and `activation_bytes` are per token. `columns`: columns of the result on one device."""
-
-    flops: float
-    weight_bytes: float
-    activation_bytes: float
-    layers: int
-    columns: float
 
 
 class CostModel:
@@ -61,7 +51,7 @@ class CostModel:
       dtype: Data type of weights and activations.
       kv_dtype: Data type of KV. If empty, the KV type of `geometry`, or `dtype` if `geometry` has
         no KV type.
-      kernels: Properties of the engine's kernels.
+      kernels: Properties of the engine's kernels; None means `accelerator.kernels`.
     """
 
     def __init__(
@@ -73,21 +63,25 @@ class CostModel:
         *,
         dtype: str = "bfloat16",
         kv_dtype: str = "",
-        kernels: Kernels = OURS,
+        kernels: Kernels | None = None,
     ) -> None:
         self.geometry, self.accelerator, self.stages = geometry, accelerator, stages
-        self._kernels = kernels
+        self._kernels = kernels = kernels or accelerator.kernels
         self.layout = layout or Layout()
         self.value_bytes = dtype_bytes(dtype)
         self.kv_value_bytes = dtype_bytes(kv_dtype or geometry.kv_dtype or dtype)
         self._matrix_bytes = geometry.matrix_bits / 8 or self.value_bytes
         self._expert_bytes = kernels.expert_bits / 8 or self._matrix_bytes
-        check_layout(geometry, self.layout, stages)
+        redundant = kernels.redundant_experts
+        check_layout(geometry, self.layout, stages, redundant_experts=redundant)
+        self._expert_slots = expert_slots(geometry, self.layout, redundant_experts=redundant)
         # Mean head size over all layers with attention.
         layers = max(1, geometry.attention_layers)
         self._mean_values = geometry.kv_values / layers
         self._mean_head = geometry.head_sizes / layers
-        self._products = self._dense_products()
+        self._products = dense_products(
+            geometry, self.layout, self._kv_shards(), self.value_bytes, self._matrix_bytes
+        )
         self._layers_known: dict[int, Cost] = {}  # by number of sequences
         reached = accelerator.efficiency
         # Peaks hold for bfloat16; float32 runs on the same units at half the rate at best.
@@ -103,7 +97,15 @@ class CostModel:
         self._step_terms: dict[int, tuple[float, float, float, float, float, float]] = {}
         attention = geometry.attention
         windowed = not isinstance(attention, LatentAttention) and attention.window is not None
-        self._linear = not (windowed or geometry.linear or kernels.whole_contexts)
+        out = link_among(accelerator, self.layout.devices) is accelerator.scale_out
+        self._overlaps = kernels.overlaps and out and self.layout.ep > self.layout.tp
+        self._linear = not (
+            windowed
+            or geometry.linear
+            or kernels.whole_contexts
+            or kernels.draft_tokens
+            or self._overlaps
+        )
         self._step_launch_seconds = reached.launch_seconds * geometry.layers
         self._token_flops, self._token_bytes, self._over_layers = self._attention_of_token()
 
@@ -125,9 +127,9 @@ class CostModel:
         of positions that attend to each other, of `context_tokens` to read from the cache, and of
         `rows`, for each of which one token is sampled."""
         reached = self.accelerator.efficiency
-        cost = self._layers(tokens, rows) + self._prefill_attention(tokens, pairs, context_tokens)
+        attention = self._prefill_attention(tokens, pairs, context_tokens)
         return self._issued(
-            cost,
+            self._device(tokens, rows, attention),
             self._prefill_launch(tokens),
             reached.prefill_seconds + reached.sequence_seconds * rows,
         )
@@ -141,17 +143,29 @@ class CostModel:
     def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
         """Estimates a decode step from the number of sequences and the sum of their contexts.
 
-        With sliding windows, all contexts are taken to have the mean length. `longest`: longest
-        context, used only with `Kernels.whole_contexts`; 0 means that all contexts are equally
-        long."""
+        With sliding windows, all contexts are taken to have the mean length. With speculation, the
+        result is the time of one token of each sequence: a step's time divided by the expected
+        number of tokens. `longest`: longest context, used only with `Kernels.whole_contexts`; 0
+        means that all contexts are equally long."""
         if not sequences:
             return Cost()
-        reached = self.accelerator.efficiency
-        tokens = self._kernels.waited_for(
+        kernels, launch = self._kernels, self.accelerator.efficiency.launch_seconds
+        tokens = kernels.waited_for(
             sequences, context_tokens, longest, self.geometry.attention.query_heads / self.layout.tp
         )
-        cost = self._decode_layers(sequences) + self._decode_attention(sequences, tokens)
-        return self._issued(cost, reached.launch_seconds, self.host_seconds(sequences))
+        if not kernels.draft_tokens:
+            cost = self._decode_device(sequences, self._decode_attention(sequences, tokens))
+            return self._issued(cost, launch, self.host_seconds(sequences))
+        rows = sequences * (1 + kernels.draft_tokens)
+        attention = self._decode_attention(sequences, tokens, 1 + kernels.draft_tokens)
+        device = self._device(rows, rows, attention)
+        # Each draft takes one more layer, with attention, and the output projection.
+        head = self._head(sequences)
+        body = self._layers(sequences, sequences) + head * -1
+        body += self._decode_attention(sequences, tokens)
+        device += (body * (1 / self.geometry.layers) + head) * kernels.draft_tokens
+        cost = self._issued(device, launch, self.host_seconds(sequences))
+        return cost * (1 / kernels.tokens_per_step)
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
         """Returns exactly `decode_of(...).seconds`, faster, because no `Cost` is built.
@@ -180,6 +194,31 @@ class CostModel:
         waited = self._step_launch_seconds - (device + overhead)
         return device + (overhead + ((waited if waited > 0.0 else 0.0) + host))
 
+    def _device(
+        self, tokens: float, sampled: float, attention: Cost, elsewhere: float | None = None
+    ) -> Cost:
+        """Estimates a step on the device from its `attention` and, as in `_layers`, the rest."""
+        cost = self._layers(tokens, sampled, elsewhere) + attention
+        return self._overlapped(cost, tokens, sampled, attention, elsewhere)
+
+    def _decode_device(self, sequences: int, attention: Cost) -> Cost:
+        """Returns `_device` of a decode step without speculation."""
+        cost = self._decode_layers(sequences) + attention
+        return self._overlapped(cost, sequences, sequences, attention, None)
+
+    def _overlapped(
+        self, cost: Cost, tokens: float, sampled: float, attention: Cost, elsewhere: float | None
+    ) -> Cost:
+        """Returns the cost of a step in two half batches, one of which computes while the tokens of
+        the other are exchanged, or `cost` if that is less or the engine does not overlap."""
+        if not (self._overlaps and tokens >= 2 and cost.exchange):
+            return cost
+        half = self._layers(tokens / 2, sampled / 2, elsewhere and elsewhere / 2)
+        both = half * 2 + attention
+        device = both.seconds - both.exchange
+        hidden = replace(both, exchange=max(0.0, both.exchange - device))
+        return min(cost, hidden, key=lambda item: item.seconds)
+
     def _decode_layers(self, sequences: int) -> Cost:
         layers = self._layers_known.get(sequences)
         if layers is None:
@@ -207,11 +246,10 @@ class CostModel:
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
-        cost = self._layers(
-            tokens + sequences, rows + sequences, elsewhere
-        ) + self._prefill_attention(tokens, pairs, context_tokens)
+        attention = self._prefill_attention(tokens, pairs, context_tokens)
         if sequences:
-            cost += self._decode_attention(sequences, decode_context_tokens)
+            attention += self._decode_attention(sequences, decode_context_tokens)
+        cost = self._device(tokens + sequences, rows + sequences, attention, elsewhere)
         host = reached.prefill_seconds + reached.sequence_seconds * (rows + sequences)
         launch = max(self._prefill_launch(tokens + sequences), reached.launch_seconds)
         return self._issued(cost, launch, host)
@@ -285,77 +323,6 @@ class CostModel:
 
     # ---- parts
 
-    def _dense_products(self) -> tuple[_Product, ...]:
-        """Returns the matrix products of every token on one device: attention projections, dense
-        ffn, shared expert and MoE router."""
-        shape, tp = self.geometry, self.layout.tp
-        attention = shape.attention
-        dense = shape.dense_layers
-        # (parameters, layers, devices that share them, columns of the result on one device,
-        # parameters that are never quantized)
-        if isinstance(attention, LatentAttention):
-            down = shape.width * (attention.query_rank + attention.kv_values)
-            up = attention.parameters(shape.width) - down
-            parts = [
-                (down, shape.layers, 1, down / shape.width, 0),
-                (up, shape.layers, tp, shape.width, attention.unpacking_parameters),
-            ]
-        else:
-            parts = self._projections()
-        if linear := shape.linear:
-            shards = self._kv_shards()
-            keys = linear.key_channels / (1 if linear.key_copies else shards)
-            channels, scalars = linear.values / shards + keys, linear.scalars / shards
-            taps = channels * linear.taps
-            wide = channels + scalars + linear.values / tp
-            plain = shape.width * scalars + taps
-            parts += [
-                (shape.width * wide + taps, linear.layers, 1, wide, plain),
-                (shape.width * linear.values, linear.layers, tp, shape.width, 0),
-            ]
-        if dense:
-            wide = shape.ffn * (shape.matrices - 1)
-            parts += [
-                (shape.width * wide, dense, tp, wide / tp, 0),
-                (shape.width * shape.ffn, dense, tp, shape.width, 0),
-            ]
-        if shape.experts:
-            count = shape.experts.count + shape.experts.shared_gate
-            layers = shape.expert_layers
-            parts.append((shape.width * count, layers, 1, count, shape.width * count))
-            if latent := shape.experts.latent:
-                parts.append((2 * shape.width * latent, layers, 1, shape.width + latent, 0))
-            if shape.experts.shared_ffn:
-                wide = shape.experts.shared_ffn * shape.matrices
-                parts.append((shape.width * wide, layers, tp, wide / tp, 0))
-        products = []
-        for parameters, layers, over, columns, plain in parts:
-            own = parameters / over
-            moved = (shape.width + own / shape.width) * self.value_bytes
-            held = (parameters - plain) * self._matrix_bytes + plain * self.value_bytes
-            products.append(_Product(2 * own, held / over, moved, layers, columns))
-        return tuple(products)
-
-    def _projections(self) -> list[tuple[float, int, int, float, float]]:
-        """Returns the sizes of the attention projections of each kind of layer, for
-        `_dense_products`.
-
-        If layers with fewer kv heads limit the sharding, a device computes the queries of all kv
-        heads that the device holds (`models/blocks.py`)."""
-        shape, tp, shards, parts = self.geometry, self.layout.tp, self._kv_shards(), []
-        for kind, layers in shape.attention_kinds:
-            assert not isinstance(kind, LatentAttention)
-            queries = tp if kind.kv_heads == self._most_kv_shards() else shards
-            wide = kind.head_dim * (
-                kind.query_heads / queries
-                + kind.gated * kind.query_heads / tp
-                + kind.made_heads / shards
-            )
-            out = shape.width * kind.head_dim * kind.query_heads
-            parts.append((shape.width * wide, layers, 1, wide, 0))
-            parts.append((out, layers, tp, shape.width, 0))
-        return parts
-
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
         """Estimates a step without attention: matrix products, element-wise operations, experts,
         all-reduces, the output projection for `sampled` tokens, and sends between pipeline
@@ -373,12 +340,8 @@ class CostModel:
                 compute += arithmetic * product.layers
             else:
                 memory += traffic * product.layers
-        head = self.geometry.vocabulary * shape.width / self.layout.tp
-        arithmetic, traffic = 2 * head * sampled * per_flop, head * self.value_bytes * per_byte
-        if arithmetic > traffic:
-            compute += arithmetic
-        else:
-            memory += traffic
+        head = self._head(sampled)
+        compute, memory = compute + head.compute, memory + head.memory
         blocks = shape.blocks / (2 * shape.layers)  # blocks a layer, as a fraction of two
         # Norms, residuals, rope and the gate read and write activations in about eight passes over
         # the width and three over the ffn.
@@ -391,12 +354,19 @@ class CostModel:
         )
         # Two norms, two residuals and the activation; families with a gated ffn also have rope.
         operations += (3 if kernels.fused else 6 if shape.gated else 5) * shape.blocks / 2 + 2
-        communication = shape.blocks * self._all_reduce(
-            tokens * shape.width * self.value_bytes, self.layout.tp
+        communication = shape.blocks * all_reduce_seconds(
+            self.accelerator, kernels, tokens * shape.width * self.value_bytes, self.layout.tp
         )
         communication += self._hand_ons(tokens * shape.width * self.value_bytes)
         base = Cost(compute, memory, communication, 0.0, operations * self._op_seconds)
         return base + self._experts(tokens, elsewhere) if shape.experts else base
+
+    def _head(self, sampled: float) -> Cost:
+        """Estimates the output projection for `sampled` tokens."""
+        head = self.geometry.vocabulary * self.geometry.width / self.layout.tp
+        arithmetic = 2 * head * sampled * self._seconds_per_flop
+        traffic = head * self.value_bytes * self._seconds_per_byte
+        return Cost(compute=arithmetic) if arithmetic > traffic else Cost(memory=traffic)
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
         """Adds host time to the cost of a device. The host issues layers ahead of the device, so
@@ -430,7 +400,12 @@ class CostModel:
         speed = kernels.expert_speed or kernels.matrix_speed
         arithmetic = 2 * each * everyone * experts.active / spread * per_flop / speed
         traffic = (
-            experts.touched(everyone) * each * self._expert_bytes / spread * self._seconds_per_byte
+            experts.touched(everyone)
+            * (self._expert_slots / experts.count)
+            * each
+            * self._expert_bytes
+            / spread
+            * self._seconds_per_byte
         ) / kernels.expert_memory
         layers = shape.expert_layers
         cost = Cost(overhead=kernels.expert_operations * layers * self._op_seconds)
@@ -449,13 +424,13 @@ class CostModel:
             cost += Cost(memory=traffic * layers)
         if across:
             row = shape.width * self.value_bytes
-            if self._kernels.exchange == "gather":
-                # Bytes that each device sends in a ring all-gather.
-                sent = (layout.dp - 1) / layout.dp * everyone * row
-            else:
-                sent = tokens / layout.tp * min(experts.active, layout.ep - 1) * row
-            ways = layout.ep if self._kernels.exchange == "all_to_all" else layout.dp
-            cost += Cost(exchange=2 * layers * self._collective(sent, ways, layout.devices))
+            sent = shape.width * kernels.dispatch_bits / 8 or row
+            cost += Cost(
+                exchange=layers
+                * exchange_seconds(
+                    self.accelerator, kernels, layout, experts, tokens, everyone, (sent, row)
+                )
+            )
         return cost
 
     def _prefill_attention(self, tokens: float, pairs: float, context_tokens: float) -> Cost:
@@ -474,15 +449,17 @@ class CostModel:
             cost += self._recurrence(tokens, tokens / RUN_TOKENS, chunked=True)
         return cost
 
-    def _decode_attention(self, sequences: float, context_tokens: float) -> Cost:
-        cost = self._attended(sequences, context_tokens)
+    def _decode_attention(self, sequences: float, context_tokens: float, queries: int = 1) -> Cost:
+        """`queries`: number of tokens of each sequence that attend in the step."""
+        cost = self._attended(sequences, context_tokens, queries)
         if self.geometry.linear:
-            cost += self._recurrence(sequences, sequences, chunked=False)
+            cost += self._recurrence(sequences * queries, sequences, chunked=False)
         return cost
 
-    def _attended(self, sequences: float, context_tokens: float) -> Cost:
+    def _attended(self, sequences: float, context_tokens: float, queries: int) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
         flops, size_bytes, layers = self._attention_of_token()
+        flops *= queries
         if isinstance(attention, LatentAttention) or attention.window is None:
             return self._attention(flops * context_tokens, context_tokens * size_bytes, layers)
         seen = min(context_tokens, attention.window * sequences)
@@ -529,11 +506,7 @@ class CostModel:
         return values * self.kv_value_bytes / self._kv_shards()
 
     def _kv_shards(self) -> int:
-        return min(self.layout.tp, self._most_kv_shards())
-
-    def _most_kv_shards(self) -> int:
-        attention = self.geometry.attention
-        return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
+        return min(self.layout.tp, most_kv_shards(self.geometry))
 
     def pairs(self, new: int, cached: int = 0) -> float:
         """Returns the number of pairs of positions that attend to each other when `new` tokens
@@ -550,27 +523,6 @@ class CostModel:
         part /= self.geometry.attention_layers
         return whole * (1 - part) + seen * part
 
-    def _all_reduce(self, size_bytes: float, devices: int) -> float:
-        return self._collective(
-            2 * (devices - 1) / devices * size_bytes, devices, devices, size_bytes
-        )
-
-    def _collective(
-        self, sent_bytes: float, devices: int, among: int, message_bytes: float = 0.0
-    ) -> float:
-        """Returns the seconds of a collective among `devices` devices, which are evenly spaced
-        within `among` consecutive devices. The scale-out link is used if these do not all share a
-        scale-up link."""
-        if devices <= 1:
-            return 0.0
-        accelerator, reached = self.accelerator, self.accelerator.efficiency
-        within = among <= accelerator.domain_devices
-        path = accelerator.scale_up if within else accelerator.scale_out
-        large = message_bytes >= reached.large_bytes
-        part = reached.large_bandwidth if large else reached.collective_bandwidth
-        hops = 1 if self._kernels.direct and path is accelerator.scale_up else math.log2(devices)
-        return reached.collective_seconds * hops + sent_bytes / (path.bytes_per_second * part)
-
     def _hand_ons(self, size_bytes: float) -> float:
         """Returns the seconds to send activations of `size_bytes` bytes through all pipeline
         stages. Stages that share a scale-up link use it; others use the scale-out link."""
@@ -585,7 +537,7 @@ class CostModel:
         if experts is None:
             return 0
         each = shape.matrices * experts.routed_width(shape.width) * experts.ffn
-        return shape.expert_layers * each * experts.count
+        return shape.expert_layers * each * self._expert_slots
 
 
 def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from jdisagg.costs.kernels import OURS, Kernels
 from jdisagg.errors import ConfigError
 
 TERA, GIGA = 1e12, 1e9
@@ -108,6 +109,7 @@ class Accelerator:
       scale_up: Link between these devices (NVLink, ICI).
       host: Link between a device and host memory.
       scale_out: Link between devices that share no scale-up link.
+      kernels: Properties of the kernels that the engine runs on it (`costs/engines.py`).
     """
 
     name: str
@@ -120,6 +122,7 @@ class Accelerator:
     scale_out: Link
     efficiency: Efficiency
     dollars_per_hour: float | None = None
+    kernels: Kernels = OURS
 
     def __post_init__(self) -> None:
         said = f"accelerator {self.name}"
@@ -174,11 +177,18 @@ LINKS: dict[str, Link] = {
 _A100 = Efficiency(0.778, 0.729, 0.494, 0.654, 6.5e-6, 18.5e-6)
 _H100 = Efficiency(0.809, 0.873, 0.484, 0.827, 3.8e-6, 12.3e-6)
 _H200 = Efficiency(0.804, 0.830, 0.469, 0.769, 4.2e-6, 12.4e-6)
+# Cards whose links are PCIe: collectives stage through host memory (LLMServingSim's runs of two
+# RTX PRO 6000, within 9 %).
+_PCIE = {"collective_seconds": 50e-6, "collective_bandwidth": 0.3, "large_bandwidth": 0.3}
+_A100_PCIE, _H200_PCIE = (dataclasses.replace(item, **_PCIE) for item in (_A100, _H200))
 # Attention was not measured; the values are those of H100 and H200.
 _V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)
 
-# Peak, bandwidth, memory: NVIDIA data sheets (A100 80GB SXM 312 TFLOP/s, 2.039 TB/s; H100 SXM 989,
-# 3.35; H200 SXM 989, 4.8, 141 GB; HGX B200 4.5 PFLOP/s sparse = 2250 dense, 8 TB/s, 180 GB usable;
+# Memory: what the driver reports where that is published (MiB of nvidia-smi: A100 81,920, H100
+# 81,559, H200 143,771, L40S 46,068, RTX 4090 24,564; B200 178.35 GiB, pytorch/ao 4002), which is 1
+# to 7 % more than the name of the card. Peak, bandwidth and other memory: NVIDIA data sheets (A100
+# 80GB SXM 312 TFLOP/s, 2.039 TB/s; H100 SXM 989, 3.35; H200 SXM 989, 4.8; HGX B200 4.5 PFLOP/s
+# sparse = 2250 dense, 8 TB/s;
 # GB200 NVL72 360 PFLOP/s sparse, 576 TB/s, 13.4 TB over 72; HGX B300 2.1 TB over 8, GB300 NVL72 20
 # TB over 72, speeds in bfloat16 as of the 200s; L40S 362, 864 GB/s, 48 GB, no NVLink;
 # GeForce RTX 4090 165.2 with float32 accumulation, 1008 GB/s, 24 GB; RTX PRO 6000 Blackwell 503.8,
@@ -191,20 +201,20 @@ HARDWARE: dict[str, Accelerator] = {
     item.name: item
     for item in (
         Accelerator(
-            "a100", 312 * TERA, 2.039 * TERA, 80 * GIGA, 8,
+            "a100", 312 * TERA, 2.039 * TERA, 85.9 * GIGA, 8,
             LINKS["nvlink3"], LINKS["pcie4"], LINKS["infiniband-hdr"], _A100, 2.2,
         ),
         Accelerator(
-            "h100", 989 * TERA, 3.35 * TERA, 80 * GIGA, 8,
+            "h100", 989 * TERA, 3.35 * TERA, 85.5 * GIGA, 8,
             LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H100, 4.75,
         ),
         Accelerator(
-            "h200", 989 * TERA, 4.8 * TERA, 141 * GIGA, 8,
+            "h200", 989 * TERA, 4.8 * TERA, 150.8 * GIGA, 8,
             LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
         ),
         # Not measured: the fractions of the H200.
         Accelerator(
-            "b200", 2250 * TERA, 8 * TERA, 180 * GIGA, 8,
+            "b200", 2250 * TERA, 8 * TERA, 191.5 * GIGA, 8,
             LINKS["nvlink5"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
         ),
         Accelerator(
@@ -221,17 +231,17 @@ HARDWARE: dict[str, Accelerator] = {
         ),
         # Not measured: the fractions of the A100, whose generation of kernels it runs.
         Accelerator(
-            "l40s", 362 * TERA, 0.864 * TERA, 48 * GIGA, 8,
-            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
+            "l40s", 362 * TERA, 0.864 * TERA, 48.3 * GIGA, 8,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100_PCIE,
         ),
         # Fractions of a related card; `benchmarks/fidelity.py` fits them to runs of both.
         Accelerator(
-            "rtx-4090", 165.2 * TERA, 1.008 * TERA, 24 * GIGA, 1,
-            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100,
+            "rtx-4090", 165.2 * TERA, 1.008 * TERA, 25.7 * GIGA, 1,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100_PCIE,
         ),
         Accelerator(
             "rtx-pro-6000", 503.8 * TERA, 1.792 * TERA, 96 * GIGA, 1,
-            LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200,
+            LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200_PCIE,
         ),
         # v5e and v5p were not measured: the fractions of the v6e. The domain of v5e and v6e is a
         # whole slice.
@@ -285,6 +295,8 @@ def accelerator_from_fields(
     ):
         if name in values:
             parts[name] = _built(kind, values.pop(name), f"{where}: {name}", {})
+    if "kernels" in values:
+        parts["kernels"] = _kernels(values.pop("kernels"), f"{where}: kernels")
     return _built(Accelerator, values, where, parts)
 
 
@@ -321,6 +333,21 @@ def _built(
         return kind(**value, **parts)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.message}") from error
+
+
+def _kernels(value: object, where: str) -> Kernels:
+    """Builds `Kernels` from a JSON object whose values have the types of the defaults."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be an object, got {value!r}; correct it")
+    known = dataclasses.asdict(OURS)
+    for name, item in value.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown field {name}; it has {', '.join(sorted(known))}")
+        default = known[name]
+        fits = _is_number(item) if type(default) in (int, float) else type(item) is type(default)
+        if not fits or (name == "exchange" and item not in ("gather", "all_to_all")):
+            raise ConfigError(f"{where}: {name} must be like {default!r}, got {item!r}; correct it")
+    return Kernels(**value)
 
 
 def _is_number(item: object) -> bool:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jdisagg.errors import ConfigError
+
 # Tiles of a product's result that one multiprocessor computes at a time, among which libraries
 # choose: (tokens, columns, fraction of the best speed).
 TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.6))
@@ -17,7 +19,17 @@ class Kernels:
 
     Attributes:
       exchange: How tokens reach experts of other ranks: "gather" (this project's programs) or
-        "all_to_all" (specialised kernels).
+        "all_to_all" (specialised kernels, such as DeepEP's).
+      dispatch_bits: Bits per value of tokens that are sent to experts; 0 means those of
+        activations. Results always return as activations.
+      exchange_bandwidth: Fraction of a link's bandwidth that "all_to_all" achieves; 0 means that of
+        other collectives.
+      direct_tokens: Largest number of tokens of a rank that "all_to_all" sends to each expert
+        separately. Of more tokens, one copy is sent to each host, which distributes the copy over
+        its scale-up link.
+      overlaps: Whether an exchange over scale-out links runs while the other half of the batch
+        computes (two-batch overlap). Weights are then read once for each half.
+      redundant_experts: Whether experts are replicated until ep divides their number (EPLB).
       multiprocessors: Number of multiprocessors of a device. Dense products run in waves of tiles,
         and a partial last wave takes as long as a full wave. With 0, time is proportional to work.
       matrix_speed: Speed of layers' matrix products relative to bfloat16: 2 for fp8, 4 for fp4.
@@ -37,9 +49,17 @@ class Kernels:
       whole_contexts: Whether one thread block reads the whole context of a head and sequence in
         decode attention (early vLLM, DistServe). A step then waits for the busiest multiprocessor.
         Needs `multiprocessors`.
+      draft_tokens: Number of tokens that each decode step drafts for each sequence, by one extra
+        layer for each (multi-token prediction); 0 without speculation.
+      acceptance: Probability that a draft is accepted, given that all drafts before it are.
     """
 
     exchange: Literal["gather", "all_to_all"] = "gather"
+    dispatch_bits: int = 0
+    exchange_bandwidth: float = 0.0
+    direct_tokens: int = 0
+    overlaps: bool = False
+    redundant_experts: bool = False
     multiprocessors: int = 0
     matrix_speed: float = 1.0
     expert_speed: float = 0.0
@@ -53,6 +73,22 @@ class Kernels:
     gathers: bool = False
     captured_tokens: int = 0
     whole_contexts: bool = False
+    draft_tokens: int = 0
+    acceptance: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.draft_tokens < 0 or not 0 <= self.acceptance <= 1:
+            raise ConfigError(
+                f"speculation: {self.draft_tokens} draft tokens with acceptance"
+                f" {self.acceptance!r}; give 0 or more tokens and an acceptance from 0 to 1"
+            )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Expected number of tokens that a decode step yields for each sequence: the target's own
+        token and the accepted drafts (Leviathan et al., "Fast inference from transformers via
+        speculative decoding", 2023, equation 1)."""
+        return sum(self.acceptance**draft for draft in range(self.draft_tokens + 1))
 
     def tiled(self, tokens: float, columns: float) -> float:
         """Converts the time lost in partial waves of tiles to tokens: returns the number of tokens

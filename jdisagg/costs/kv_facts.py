@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
+from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import Link
-from jdisagg.costs.model_geometry import CATALOG, CostGeometry, dtype_bytes
+from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes
 from jdisagg.layout.kv_spec import ring_pages
 
 Row = tuple[str, ...]

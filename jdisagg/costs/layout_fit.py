@@ -5,8 +5,11 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout, ModelGeometry
 
 
-def check_layout(geometry: CostGeometry, layout: Layout, stages: int) -> None:
-    """Raises LayoutError or ConfigError if the layout does not divide the model evenly."""
+def check_layout(
+    geometry: CostGeometry, layout: Layout, stages: int, *, redundant_experts: bool = False
+) -> None:
+    """Raises LayoutError or ConfigError if the layout does not divide the model evenly.
+    `redundant_experts`: whether experts are replicated until ep divides their number."""
     attention, experts = geometry.attention, geometry.experts
     # Every device holds a whole latent, so any tp that divides the query heads is allowed.
     kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.shared_kv_heads
@@ -15,7 +18,7 @@ def check_layout(geometry: CostGeometry, layout: Layout, stages: int) -> None:
         attention.query_heads,
         kv_heads,
         geometry.ffn,
-        experts.count if experts else 0,
+        expert_slots(geometry, layout, redundant_experts=redundant_experts),
         experts.ffn if experts else 0,
         state_key_heads=linear.sharded_key_heads if linear else 0,
         state_value_heads=linear.value_heads if linear else 0,
@@ -26,3 +29,9 @@ def check_layout(geometry: CostGeometry, layout: Layout, stages: int) -> None:
             f"{stages} pipeline stages do not fit a model of {geometry.layers} layers; choose 1 to"
             f" {geometry.layers}"
         )
+
+
+def expert_slots(geometry: CostGeometry, layout: Layout, *, redundant_experts: bool) -> int:
+    """Returns the number of experts of a layer that devices hold, replicas included."""
+    count = geometry.experts.count if geometry.experts else 0
+    return -(-count // layout.ep) * layout.ep if redundant_experts else count

@@ -113,6 +113,8 @@ class Experts:
       shared_ffn: Inner width of the shared expert; 0 if the model has no shared expert.
       shared_gate: Whether the shared expert has its own gate.
       latent: Width to which tokens are projected before the routed experts; 0 for none.
+      groups_of_token: Largest number of groups of experts that a token uses, where groups lie on
+        hosts (node-limited routing, DeepSeek-V3, section 2.1.2); 0 for no limit.
     """
 
     count: int
@@ -121,6 +123,7 @@ class Experts:
     shared_ffn: int = 0
     shared_gate: bool = False
     latent: int = 0
+    groups_of_token: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.active <= self.count:
@@ -381,7 +384,15 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
             least=0,
         )
         gated = fields.get("shared_expert_intermediate_size") is not None
-        experts = Experts(experts_count, count("num_experts_per_tok"), expert_ffn, shared, gated)
+        grouped = count("n_group", default=1) > 1
+        experts = Experts(
+            experts_count,
+            count("num_experts_per_tok"),
+            expert_ffn,
+            shared,
+            gated,
+            groups_of_token=count("topk_group", default=0, least=0) if grouped else 0,
+        )
         dense_first = count("first_k_dense_replace", default=0, least=0)
         dense_only = fields.get("mlp_only_layers")
         dense_only = dense_only if isinstance(dense_only, list) else []
@@ -429,169 +440,3 @@ def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[
         return layers - layers // pattern
     first = count("max_window_layers", default=28 if str(family).startswith("qwen") else 0, least=0)
     return max(0, layers - first)
-
-
-# Sizes are from the config.json in the named Hugging Face repository; Llama-2 and BLOOM also from
-# arXiv 2307.09288 and 2211.05100.
-CATALOG: dict[str, CostGeometry] = {
-    geometry.name: geometry
-    for geometry in (
-        # meta-llama/Llama-2-7b-hf and -70b-hf, codellama/CodeLlama-34b-Instruct-hf
-        CostGeometry(
-            "llama-2-7b", 4096, 32, 32000, GroupedAttention(32, 32, 128), 11008,
-            context_tokens=4096,
-        ),
-        CostGeometry(
-            "codellama-34b", 8192, 48, 32000, GroupedAttention(64, 8, 128), 22016,
-            context_tokens=16384,
-        ),
-        CostGeometry(
-            "llama-2-70b", 8192, 80, 32000, GroupedAttention(64, 8, 128), 28672,
-            context_tokens=4096,
-        ),
-        # meta-llama/Meta-Llama-3-8B and -70B
-        CostGeometry(
-            "llama-3-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336,
-            context_tokens=8192,
-        ),
-        CostGeometry(
-            "llama-3-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672,
-            context_tokens=8192,
-        ),
-        # meta-llama/Llama-3.1-8B and -70B
-        CostGeometry(
-            "llama-3.1-8b", 4096, 32, 128256, GroupedAttention(32, 8, 128), 14336,
-            context_tokens=131072,
-        ),
-        CostGeometry(
-            "llama-3.1-70b", 8192, 80, 128256, GroupedAttention(64, 8, 128), 28672,
-            context_tokens=131072,
-        ),
-        # bigscience/bloom
-        CostGeometry(
-            "bloom-176b", 14336, 70, 250880, GroupedAttention(112, 112, 128), 57344,
-            gated=False, tied=True, context_tokens=2048,
-        ),
-        # facebook/opt-13b and -66b; OPT-175B as in arXiv 2205.01068
-        CostGeometry(
-            "opt-13b", 5120, 40, 50272, GroupedAttention(40, 40, 128), 20480,
-            gated=False, tied=True, context_tokens=2048,
-        ),
-        CostGeometry(
-            "opt-66b", 9216, 64, 50272, GroupedAttention(72, 72, 128), 36864,
-            gated=False, tied=True, context_tokens=2048,
-        ),
-        CostGeometry(
-            "opt-175b", 12288, 96, 50272, GroupedAttention(96, 96, 128), 49152,
-            gated=False, tied=True, context_tokens=2048,
-        ),
-        # 01-ai/Yi-34B, mistralai/Mistral-Nemo-Instruct-2407
-        CostGeometry(
-            "yi-34b", 7168, 60, 64000, GroupedAttention(56, 8, 128), 20480,
-            context_tokens=4096,
-        ),
-        CostGeometry(
-            "mistral-nemo-12b", 5120, 40, 131072, GroupedAttention(32, 8, 128), 14336,
-            context_tokens=131072,
-        ),
-        # mistralai/Mixtral-8x22B-v0.1 and -8x7B-v0.1
-        CostGeometry(
-            "mixtral-8x22b", 6144, 56, 32000, GroupedAttention(48, 8, 128), 16384,
-            experts=Experts(8, 2, 16384), expert_layers=56, context_tokens=65536,
-        ),
-        CostGeometry(
-            "mixtral-8x7b", 4096, 32, 32000, GroupedAttention(32, 8, 128), 14336,
-            experts=Experts(8, 2, 14336), expert_layers=32, context_tokens=32768,
-        ),
-        # Qwen/Qwen3-30B-A3B-Instruct-2507
-        CostGeometry(
-            "qwen3-30b-a3b", 2048, 48, 151936, GroupedAttention(32, 4, 128), 6144,
-            experts=Experts(128, 8, 768), expert_layers=48, context_tokens=262144,
-        ),
-        # Qwen/Qwen3-235B-A22B
-        CostGeometry(
-            "qwen3-235b-a22b", 4096, 94, 151936, GroupedAttention(64, 4, 128), 12288,
-            experts=Experts(128, 8, 1536), expert_layers=94, context_tokens=40960,
-        ),
-        # openai/gpt-oss-20b and -120b: every second layer has a window
-        CostGeometry(
-            "gpt-oss-20b", 2880, 24, 201088, GroupedAttention(64, 8, 64, 128, 12), 2880,
-            experts=Experts(32, 4, 2880), expert_layers=24, context_tokens=131072,
-        ),
-        CostGeometry(
-            "gpt-oss-120b", 2880, 36, 201088, GroupedAttention(64, 8, 64, 128, 18), 2880,
-            experts=Experts(128, 4, 2880), expert_layers=36, context_tokens=131072,
-        ),
-        # deepseek-ai/DeepSeek-V3: MLA, the first three layers dense, one shared expert
-        CostGeometry(
-            "deepseek-v3", 7168, 61, 129280, LatentAttention(128, 1536, 512, 64, 128, 128), 18432,
-            experts=Experts(256, 8, 2048, 2048), expert_layers=58, context_tokens=163840,
-        ),
-        # Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-14B and -32B
-        CostGeometry(
-            "qwen2.5-7b", 3584, 28, 152064, GroupedAttention(28, 4, 128), 18944,
-            context_tokens=32768,
-        ),
-        CostGeometry(
-            "qwen3-14b", 5120, 40, 151936, GroupedAttention(40, 8, 128), 17408,
-            context_tokens=40960,
-        ),
-        CostGeometry(
-            "qwen3-32b", 5120, 64, 151936, GroupedAttention(64, 8, 128), 25600,
-            context_tokens=40960,
-        ),
-        # Qwen/Qwen3.5-397B-A17B: every fourth layer has attention, the others are recurrent
-        CostGeometry(
-            "qwen3.5-397b-a17b", 4096, 60, 248320, GroupedAttention(32, 2, 256, gated=True), 1024,
-            experts=Experts(512, 10, 1024, 1024, True), expert_layers=60, context_tokens=262144,
-            linear=LinearAttention(45, 16, 64, 128, 128, 4),
-        ),
-        # MiniMaxAI/MiniMax-M2.5
-        CostGeometry(
-            "minimax-m2.5", 3072, 62, 200064, GroupedAttention(48, 8, 128), 1536,
-            experts=Experts(256, 8, 1536), expert_layers=62, context_tokens=196608,
-        ),
-        # moonshotai/Kimi-K2.5, its language model: MLA, the first layer dense, one shared expert
-        CostGeometry(
-            "kimi-k2.5", 7168, 61, 163840, LatentAttention(64, 1536, 512, 64, 128, 128), 18432,
-            experts=Experts(384, 8, 2048, 2048), expert_layers=60, context_tokens=262144,
-        ),
-        # zai-org/GLM-4.6: the first three layers dense, one shared expert
-        CostGeometry(
-            "glm-4.6", 5120, 92, 151552, GroupedAttention(96, 8, 128), 12288,
-            experts=Experts(160, 8, 1536, 1536), expert_layers=89, context_tokens=202752,
-        ),
-        # Qwen/Qwen3.6-35B-A3B: every fourth layer has attention, the others are recurrent
-        CostGeometry(
-            "qwen3.6-35b-a3b", 2048, 40, 248320, GroupedAttention(16, 2, 256, gated=True), 512,
-            experts=Experts(256, 8, 512, 512, True), expert_layers=40, context_tokens=262144,
-            linear=LinearAttention(30, 16, 32, 128, 128, 4),
-        ),
-        # google/gemma-4-31B-it, its language model: every sixth layer attends to the whole context,
-        # with heads of another size whose values are their keys
-        CostGeometry(
-            "gemma-4-31b", 5376, 60, 262144,
-            GroupedAttention(32, 16, 256, 1024, 50, False, 4, 512, True), 21504,
-            tied=True, context_tokens=262144,
-        ),
-        # models/tiny/llama and models/tiny/qwen3_moe of this repository
-        CostGeometry(
-            "tiny-llama", 128, 4, 1280, GroupedAttention(8, 4, 16), 320,
-            tied=True, context_tokens=1024,
-        ),
-        CostGeometry(
-            "tiny-qwen3-moe", 128, 4, 1280, GroupedAttention(8, 4, 16), 320, tied=True,
-            experts=Experts(8, 2, 64), expert_layers=4, context_tokens=1024,
-        ),
-    )
-}  # fmt: skip
-
-
-def geometry(name: str) -> CostGeometry:
-    """Returns the geometry of a model of the catalogue. Raises ConfigError for an unknown name."""
-    if name not in CATALOG:
-        raise ConfigError(
-            f"no model named {name!r} in the catalogue; it has {', '.join(sorted(CATALOG))}, or"
-            " give a model directory"
-        )
-    return CATALOG[name]

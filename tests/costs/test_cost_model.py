@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measured_steps import eager_accelerator, measured_steps
+from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.cost_model import CODEC_BITS, Cost, CostModel, Kernels, wire_bytes_per_token
 from jdisagg.costs.fitting import Errors, Observation, fit, predict, relative_errors
 from jdisagg.costs.hardware import (
@@ -20,14 +21,7 @@ from jdisagg.costs.hardware import (
     accelerator_from_fields,
     link,
 )
-from jdisagg.costs.model_geometry import (
-    CATALOG,
-    CostGeometry,
-    Experts,
-    GroupedAttention,
-    from_hf_fields,
-    geometry,
-)
+from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, from_hf_fields
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 
@@ -98,6 +92,8 @@ def test_a_geometry_is_read_from_a_config_and_equals_the_catalogues() -> None:
         "moe_intermediate_size": 2048,
         "first_k_dense_replace": 3,
         "moe_layer_freq": 1,
+        "n_group": 8,
+        "topk_group": 4,
         "max_position_embeddings": 163840,
     }
     assert (

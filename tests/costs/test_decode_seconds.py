@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
-from jdisagg.costs.model_geometry import CATALOG, geometry
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 
 CARD = accelerator("h200")

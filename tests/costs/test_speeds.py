@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.costs.speeds import Kind, Speed, speed_of
 from jdisagg.layout.axes import Layout
 from jdisagg.scheduler.backlog import causal_pairs

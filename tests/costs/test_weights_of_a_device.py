@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import CATALOG, geometry
 from jdisagg.layout.axes import Layout
 
 

@@ -4,8 +4,8 @@ transfers."""
 import pytest
 
 from jdisagg.config import InstanceConfig, Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.kv_facts import held_bytes, kv_facts, sent_part
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.page_ledger import pages_for

@@ -7,10 +7,11 @@ import jax
 import pytest
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.linear_attention import LinearAttention
-from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     bytes_per_device,

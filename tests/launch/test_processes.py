@@ -12,7 +12,7 @@ from tests import time_scale
 
 # In a process of its own: this one has JAX and its threads, and is not to be forked.
 PROGRAM = """
-from jdisagg.costs.model_geometry import geometry
+from jdisagg.costs.catalog import geometry
 from jdisagg.simulator.planning.planner import Planner, Search, in_turn
 from launch.processes import on_cores
 from tests.simulator.planning.test_planner import GOAL, SITE, WORKLOAD, Servers

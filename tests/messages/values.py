@@ -9,7 +9,8 @@ import typing
 import hypothesis.strategies as st
 import msgspec
 
-from jdisagg.costs import hardware, model_geometry
+from jdisagg.costs import hardware
+from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
@@ -108,13 +109,9 @@ HARDWARE = st.sampled_from(
 )
 MODELS = st.sampled_from(
     [
-        *model_geometry.CATALOG.values(),
-        dataclasses.replace(
-            model_geometry.CATALOG["tiny-llama"], attention=GroupedAttention(8, 4, 16, 64, 2)
-        ),
-        dataclasses.replace(
-            model_geometry.CATALOG["tiny-llama"], linear=LinearAttention(3, 4, 8, 16, 16, 4)
-        ),
+        *CATALOG.values(),
+        dataclasses.replace(CATALOG["tiny-llama"], attention=GroupedAttention(8, 4, 16, 64, 2)),
+        dataclasses.replace(CATALOG["tiny-llama"], linear=LinearAttention(3, 4, 8, 16, 16, 4)),
     ]
 )
 PROMPTS = st.builds(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.costs.model_geometry import CATALOG, CostGeometry, from_hf_fields
+from jdisagg.costs.catalog import CATALOG
+from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
 from launch.cost_inputs import find_geometry
 from models.catalog import FAMILIES, read_config
 from models.checkpoint import open_files

@@ -2,8 +2,8 @@
 
 import random
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.costs.speeds import Kind
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus

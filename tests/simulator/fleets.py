@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.workloads import LogNormal
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import WorkloadError
 from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool

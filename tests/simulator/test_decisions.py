@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import LINKS, Link, accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
 from jdisagg.router.cluster_state import ClusterState

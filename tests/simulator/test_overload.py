@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.decision_log import DecisionLog, read_records
 from jdisagg.router.decision_record import answer_of, replay

@@ -19,8 +19,8 @@ from typing import Annotated
 import msgspec
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import LINKS, accelerator, link
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.worker_status import WorkerStatus

@@ -6,8 +6,8 @@ import gc
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate, NothingFits, Site, fitting_layouts

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, link
-from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, geometry
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import FULL, Bounds, Demand, Estimator, Goal

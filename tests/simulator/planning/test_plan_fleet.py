@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator, link
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import (

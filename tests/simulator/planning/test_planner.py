@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator, link
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Demand, Goal

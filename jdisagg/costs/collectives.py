@@ -1,0 +1,91 @@
+"""Estimates the seconds of collectives among devices, and of the exchange of tokens among experts.
+Pure."""
+
+import math
+
+from jdisagg.costs.hardware import Accelerator, Link
+from jdisagg.costs.kernels import Kernels
+from jdisagg.costs.model_geometry import Experts
+from jdisagg.layout.axes import Layout
+
+# Devices of a host whose scale-up domain is one host. Copies of a token are counted by host.
+MOST_HOST_DEVICES = 8
+
+
+def link_among(accelerator: Accelerator, devices: int) -> Link:
+    """Returns the link that limits a collective among `devices` consecutive devices: the scale-out
+    link if these do not all share a scale-up link."""
+    within = devices <= accelerator.domain_devices
+    return accelerator.scale_up if within else accelerator.scale_out
+
+
+def collective_seconds(
+    accelerator: Accelerator,
+    kernels: Kernels,
+    sent_bytes: float,
+    devices: int,
+    among: int,
+    message_bytes: float = 0.0,
+) -> float:
+    """Returns the seconds of a collective among `devices` devices, which are evenly spaced within
+    `among` consecutive devices. `sent_bytes`: bytes that each device sends."""
+    if devices <= 1:
+        return 0.0
+    reached, path = accelerator.efficiency, link_among(accelerator, among)
+    large = message_bytes >= reached.large_bytes
+    part = reached.large_bandwidth if large else reached.collective_bandwidth
+    hops = 1 if kernels.direct and path is accelerator.scale_up else math.log2(devices)
+    return reached.collective_seconds * hops + sent_bytes / (path.bytes_per_second * part)
+
+
+def all_reduce_seconds(
+    accelerator: Accelerator, kernels: Kernels, size_bytes: float, devices: int
+) -> float:
+    sent = 2 * (devices - 1) / devices * size_bytes
+    return collective_seconds(accelerator, kernels, sent, devices, devices, size_bytes)
+
+
+def exchange_seconds(
+    accelerator: Accelerator,
+    kernels: Kernels,
+    layout: Layout,
+    experts: Experts,
+    tokens: float,
+    everyone: float,
+    token_bytes: tuple[float, float],
+) -> float:
+    """Returns the seconds of one layer's exchange: tokens to their experts, and results back.
+
+    With "all_to_all", a device sends its share of the rank's tokens. Up to `direct_tokens` tokens
+    of a rank, each expert on another device gets its own copy. Of more tokens, each other host gets
+    one copy, and distributes the copy over its scale-up link at the same time (DeepEP's kernels for
+    decode and for prefill). A group limit of the router (`Experts.groups_of_token`) limits the
+    number of hosts.
+
+    Args:
+        layout: Layout with experts on all of its devices.
+        tokens: Number of tokens of this dp rank.
+        everyone: Number of tokens of all dp ranks.
+        token_bytes: Bytes of a token on the way to experts, and of a result.
+    """
+    out_bytes, back_bytes = token_bytes
+    if kernels.exchange == "gather":
+        # Bytes that each device sends in a ring all-gather.
+        sent = (layout.dp - 1) / layout.dp * everyone * back_bytes
+        one = collective_seconds(accelerator, kernels, sent, layout.dp, layout.devices)
+        return 2 * one
+    path = link_among(accelerator, layout.devices)
+    copies = float(min(experts.active, layout.ep - 1))
+    if path is accelerator.scale_out:
+        per_host = min(accelerator.domain_devices, MOST_HOST_DEVICES)
+        hosts = math.ceil(layout.devices / per_host)
+        if tokens > kernels.direct_tokens:
+            copies = hosts * (1 - (1 - 1 / hosts) ** experts.active)
+            if experts.groups_of_token:
+                copies = min(copies, experts.groups_of_token)
+        copies *= 1 - 1 / hosts  # the rest stays on the host's own scale-up link
+    part = kernels.exchange_bandwidth or accelerator.efficiency.collective_bandwidth
+    sent = tokens / layout.tp * copies * (out_bytes + back_bytes)
+    hops = 1 if kernels.direct and path is accelerator.scale_up else math.log2(layout.ep)
+    latency = accelerator.efficiency.collective_seconds * hops
+    return 2 * latency + sent / (path.bytes_per_second * part)

@@ -1,0 +1,106 @@
+"""Lists the dense matrix products of a model's layers on one device. Pure."""
+
+from dataclasses import dataclass
+
+from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
+from jdisagg.layout.axes import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The product of a layer's input with one weight matrix, or with several that are fused.
+    `flops` and `activation_bytes` are per token. `columns`: columns of the result on one device."""
+
+    flops: float
+    weight_bytes: float
+    activation_bytes: float
+    layers: int
+    columns: float
+
+
+def most_kv_shards(shape: CostGeometry) -> int:
+    """Returns the largest number of devices over which kv heads are sharded. A latent is not."""
+    attention = shape.attention
+    return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
+
+
+def dense_products(
+    shape: CostGeometry, layout: Layout, shards: int, value_bytes: float, matrix_bytes: float
+) -> tuple[Product, ...]:
+    """Returns the matrix products of every token on one device: attention projections, dense ffn,
+    shared expert and MoE router.
+
+    Args:
+        shards: Number of devices that share the kv heads.
+        value_bytes: Bytes of one value of activations.
+        matrix_bytes: Bytes of one value of a matrix that may be quantized.
+    """
+    tp = layout.tp
+    attention = shape.attention
+    dense = shape.dense_layers
+    # (parameters, layers, devices that share them, columns of the result on one device,
+    # parameters that are never quantized)
+    if isinstance(attention, LatentAttention):
+        down = shape.width * (attention.query_rank + attention.kv_values)
+        up = attention.parameters(shape.width) - down
+        parts = [
+            (down, shape.layers, 1, down / shape.width, 0),
+            (up, shape.layers, tp, shape.width, attention.unpacking_parameters),
+        ]
+    else:
+        parts = _projections(shape, tp, shards)
+    if linear := shape.linear:
+        keys = linear.key_channels / (1 if linear.key_copies else shards)
+        channels, scalars = linear.values / shards + keys, linear.scalars / shards
+        taps = channels * linear.taps
+        wide = channels + scalars + linear.values / tp
+        plain = shape.width * scalars + taps
+        parts += [
+            (shape.width * wide + taps, linear.layers, 1, wide, plain),
+            (shape.width * linear.values, linear.layers, tp, shape.width, 0),
+        ]
+    if dense:
+        wide = shape.ffn * (shape.matrices - 1)
+        parts += [
+            (shape.width * wide, dense, tp, wide / tp, 0),
+            (shape.width * shape.ffn, dense, tp, shape.width, 0),
+        ]
+    if shape.experts:
+        count = shape.experts.count + shape.experts.shared_gate
+        layers = shape.expert_layers
+        parts.append((shape.width * count, layers, 1, count, shape.width * count))
+        if latent := shape.experts.latent:
+            parts.append((2 * shape.width * latent, layers, 1, shape.width + latent, 0))
+        if shape.experts.shared_ffn:
+            wide = shape.experts.shared_ffn * shape.matrices
+            parts.append((shape.width * wide, layers, tp, wide / tp, 0))
+    products = []
+    for parameters, layers, over, columns, plain in parts:
+        own = parameters / over
+        moved = (shape.width + own / shape.width) * value_bytes
+        held = (parameters - plain) * matrix_bytes + plain * value_bytes
+        products.append(Product(2 * own, held / over, moved, layers, columns))
+    return tuple(products)
+
+
+def _projections(
+    shape: CostGeometry, tp: int, shards: int
+) -> list[tuple[float, int, int, float, float]]:
+    """Returns the sizes of the attention projections of each kind of layer, for
+    `dense_products`.
+
+    If layers with fewer kv heads limit the sharding, a device computes the queries of all kv
+    heads that the device holds (`models/blocks.py`)."""
+    parts: list[tuple[float, int, int, float, float]] = []
+    for kind, layers in shape.attention_kinds:
+        assert not isinstance(kind, LatentAttention)
+        queries = tp if kind.kv_heads == most_kv_shards(shape) else shards
+        wide = kind.head_dim * (
+            kind.query_heads / queries
+            + kind.gated * kind.query_heads / tp
+            + kind.made_heads / shards
+        )
+        out = shape.width * kind.head_dim * kind.query_heads
+        parts.append((shape.width * wide, layers, 1, wide, 0))
+        parts.append((out, layers, tp, shape.width, 0))
+    return parts
