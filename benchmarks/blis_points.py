@@ -13,12 +13,11 @@ they are shown and not counted."""
 import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.closed_loop import Batching
 from benchmarks.open_loop import Arrivals, one_pool_at
-from benchmarks.public_engines import HOSTS, cost_model, kv_tokens
+from benchmarks.public_engines import batching, cost_model, kv_tokens
 from benchmarks.public_points import Devices, Point
 
 DATA = Path(__file__).resolve().parent / "data" / "measured_blis.csv"
@@ -161,17 +160,15 @@ def foretold(run: Run) -> Foretold:
         precision="bf16", mode="agg", prompt=1, output=1, users=1, batch=0, workers=1,
         devices=Devices(run.tp, 1, 0, 0), prefill_workers=0, prefill=nothing, ttft=1.0, tpot=1.0,
     )  # fmt: skip
-    host, profile = HOSTS["vllm"], PROFILES[run.profile]
+    profile = PROFILES[run.profile]
     costs = cost_model(point, point.devices, CAPTURED)
     prompt = round(profile.prompt * GROWN)
     cached = (prompt - 1) // BLOCK * BLOCK
-    batching = Batching(
-        host.order, run.chunk_tokens, kv_tokens(costs), host.front, host.ahead, host.reserved, MOST
-    )
+    steps = replace(batching(point, kv_tokens(costs), run.chunk_tokens), most=MOST)
     count = ttft = whole = 0.0
     for rate, seconds in profile.stages:
         arrivals = Arrivals(rate, seconds, prompt, profile.output, cached)
-        times = one_pool_at(costs, arrivals, batching)
+        times = one_pool_at(costs, arrivals, steps)
         count += arrivals.requests
         ttft += arrivals.requests * times.ttft
         whole += arrivals.requests * (times.ttft + (profile.output - 1) * times.tpot)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from absl import app, flags
 
-from benchmarks.closed_loop import Batching, Load, Times, one_pool, two_pools
+from benchmarks.closed_loop import Load, Times, one_pool, two_pools
 from benchmarks.commits import commit
-from benchmarks.public_engines import HOSTS, cold_seconds, cost_model, kv_tokens, setting
+from benchmarks.public_engines import batching, cold_seconds, cost_model, kv_tokens, setting
 from benchmarks.public_points import Point, public_points
 
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
@@ -58,24 +58,16 @@ def predict(point: Point) -> Predicted:
     users, dp = point.users, max(1, point.devices.dp)
     shortest = INFERENCEX_SHORTEST if point.origin == "inferencex" else 1.0
     load = Load(users, point.prompt, point.output, shortest)
-    host, said = HOSTS[point.engine], setting(point)
-    batching = Batching(
-        host.order,
-        said.chunk_tokens,
-        kv_tokens(costs),
-        host.front,
-        host.ahead,
-        host.reserved,
-        poll=said.poll,
-    )
+    said = setting(point)
+    steps = batching(point, kv_tokens(costs), said.chunk_tokens, poll=said.poll)
     if point.mode == "agg":
         per_rank = replace(load, users=max(1, round(users / dp)))
         if point.engine == "sglang":  # whose ranks share a chunk
-            batching = replace(batching, chunk_tokens=said.chunk_tokens // dp)
-        return _warmed(point, one_pool(costs, per_rank, batching), load)
+            steps = replace(steps, chunk_tokens=said.chunk_tokens // dp)
+        return _warmed(point, one_pool(costs, per_rank, steps), load)
     servers = point.prefill_workers * max(1, point.prefill.dp)
     prefill = cost_model(point, point.prefill)
-    times = two_pools(prefill, costs, load, batching, servers, point.workers * dp)
+    times = two_pools(prefill, costs, load, steps, servers, point.workers * dp)
     return _warmed(point, times, load)
 
 

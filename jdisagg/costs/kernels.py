@@ -22,7 +22,7 @@ class Kernels:
         "all_to_all" (specialised kernels, such as DeepEP's).
       dispatch_bits: Bits per value of tokens that are sent to experts; 0 means those of
         activations. Results always return as activations.
-      exchange_bandwidth: Fraction of a link's bandwidth that "all_to_all" achieves; 0 means that of
+      exchange_bandwidth: Fraction of a scale-out link that "all_to_all" achieves; 0 means that of
         other collectives.
       direct_tokens: Largest number of tokens of a rank that "all_to_all" sends to each expert
         separately. Of more tokens, one copy is sent to each host, which distributes the copy over

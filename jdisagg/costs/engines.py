@@ -1,0 +1,229 @@
+"""Describes inference engines for the cost model: kernels, precisions, host times, batching.
+
+`jdisagg` describes this project's programs and is the default of all commands. The other engines
+let a user price the deployment of another system, and let benchmarks compare the model with
+published measurements. Both call the same code.
+
+Kernel speeds are from public tables of single operations (aiconfigurator's data of vLLM 0.14 to
+0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Products reach 0.60 of the
+peak in fp8 on H200 where bfloat16 reaches 0.80, and 0.40 to 0.45 in nvfp4 on B200. An all-reduce
+takes 3.5 to 5 us (H200) and 5.5 to 8 us (B200) over two devices as over eight, and reaches 0.46 and
+0.33 of the link. Decode attention over few tokens takes 9.5 us (H100, H200) and 7.3 us (B200).
+Host times were chosen with half of the public serving points (benchmarks/results/public_runs.md).
+DeepEP's public figures give the exchange of experts across hosts: fp8 on the way out, 0.9 of the
+link, one copy a host for large batches. Pure data."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.kernels import Kernels
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import WEIGHT_BITS
+
+Order = Literal["mixed", "prefill_first"]
+BLACKWELL = ("b200", "b300", "gb200-nvl72", "gb300-nvl72")
+# Speed of matrix products relative to bfloat16.
+FP8_SPEED, FP4_SPEED = 1.5, 2.4
+# Bits of a matrix value by precision. fp4: nvfp4, or mxfp4 in models that are published in it.
+PRECISION_BITS = {**WEIGHT_BITS, "fp4": 4}
+# Models published in blocks of fp8 with a scale each. Activations are then quantized by a separate
+# operation.
+BLOCK_SCALED = frozenset(
+    ("deepseek-v3", "qwen3-32b", "qwen3-235b-a22b", "minimax-m2.5", "qwen3.5-397b-a17b")
+)
+# Routed experts of one layer with the kernels that engines choose: (us to start, memory speed,
+# arithmetic speed), before Blackwell and on it. Speeds are relative to those of dense products in
+# bfloat16. Least errors over public tables of these kernels, with 1 to 16,384 tokens routed by a
+# power law. Memory speeds above 1 result from this law, since it uses fewer experts than even
+# routing. In each table, the times for reading and for arithmetic add up.
+_EXPERTS = {
+    "vllm": {
+        "bf16": ((45, 1.3, 0.8), (20, 1.3, 1.0)),
+        "fp8": ((50, 1.3, 0.8), (30, 1.3, 0.6)),
+        "fp4": ((45, 0.9, 0.5), (20, 1.15, 4.0)),
+        "mxfp4": ((45, 0.9, 0.5), (20, 1.2, 1.2)),
+        "int4": ((45, 1.0, 0.3), (60, 0.8, 0.15)),
+    },
+    "sglang": {
+        "bf16": ((45, 1.3, 0.4), (30, 1.3, 1.0)),
+        "fp8": ((60, 1.3, 1.0), (45, 1.3, 0.6)),
+        "fp4": ((30, 0.3, 0.4), (30, 1.15, 4.0)),
+        "mxfp4": ((30, 0.3, 0.4), (30, 1.1, 1.0)),
+        "int4": ((30, 1.0, 0.3), (30, 0.9, 0.15)),
+    },
+    "trtllm": {
+        "bf16": ((60, 1.3, 0.65), (60, 1.3, 0.85)),
+        "fp8": ((100, 1.3, 0.4), (35, 1.3, 0.6)),
+        "fp4": ((45, 1.2, 0.4), (20, 1.15, 4.0)),
+        "mxfp4": ((45, 0.9, 0.5), (20, 1.2, 1.5)),
+        "int4": ((45, 1.0, 0.3), (45, 0.9, 0.15)),
+    },
+}
+# If each device holds whole experts, the busiest device has about twice the mean number of rows in
+# the same tables, and no kernel takes longer than this many microseconds to start.
+WHOLE_EXPERTS_SPEED, WHOLE_EXPERTS_START = 0.5, 45
+# Wide expert parallelism: more devices than a host has. Engines then send tokens in fp8, and use
+# DeepGEMM's grouped fp8 products also on Blackwell.
+WIDE, GROUPED_FP8_SPEED = 8, 1.0
+# Exchange over scale-out links, from DeepEP's published measurements: 43 to 58 of 50 GB/s per NIC
+# with EP16 to EP64, decode kernels for up to a few hundred tokens a rank, prefill kernels beyond.
+_ACROSS_HOSTS = {"exchange_bandwidth": 0.9, "overlaps": True}
+DIRECT_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An inference engine, as the cost model describes it. This class describes jdisagg itself.
+
+    Attributes:
+      order: Whether a step carries prompt chunks beside decode rows ("mixed"), or prompts run in
+        steps of their own as long as one waits ("prefill_first").
+      chunk_tokens: Default number of tokens of a step with prompts.
+      front_seconds: Seconds from a client to the scheduler's queue and back.
+      steps_ahead: Number of steps that are issued before a new request is seen.
+      reserved: Fraction of an answer whose KV must fit before the request starts.
+    """
+
+    name: str = "jdisagg"
+    order: Order = "prefill_first"
+    chunk_tokens: int = 8192
+    front_seconds: float = 0.0
+    steps_ahead: int = 0
+    reserved: float = 1.0
+
+    def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
+        """Returns the geometry with the bits of its matrices. `weights`: precision of the weights;
+        empty for the model's data type."""
+        if weights not in ("", *WEIGHT_BITS):
+            raise ConfigError(
+                f"weights={weights!r} is not served by {self.name}, which has"
+                f" {', '.join(WEIGHT_BITS)}; choose one, or another --engine"
+            )
+        return replace(geometry, matrix_bits=WEIGHT_BITS[weights]) if weights else geometry
+
+    def card(
+        self, card: Accelerator, geometry: CostGeometry, layout: Layout, weights: str
+    ) -> Accelerator:
+        """Returns the accelerator with the kernels and host times of this engine."""
+        del geometry, layout, weights
+        return card
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEngine(Engine):
+    """An engine with hand-written GPU kernels.
+
+    Attributes:
+      eager_seconds: Seconds to issue one layer of a step that carries prompts and is not captured
+        in a graph, without and with experts.
+      quantizes: Whether activations are quantized by a separate operation, not by the norm before.
+      collective_seconds: Latency of a collective, before Blackwell and on it.
+      step_seconds: Host seconds of a step during which the device is idle.
+      captured_tokens: Largest number of tokens of a step that is captured in a graph.
+    """
+
+    eager_seconds: tuple[float, float] = (5e-4, 8e-4)
+    quantizes: bool = True
+    collective_seconds: tuple[float, float] = (5e-6, 8e-6)
+    step_seconds: float = 5e-4
+    captured_tokens: int = 0
+
+    def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
+        if weights not in ("", *PRECISION_BITS):
+            raise ConfigError(
+                f"weights={weights!r} is unknown; there are {', '.join(PRECISION_BITS)}"
+            )
+        bits = PRECISION_BITS.get(weights, 0)
+        # In mixtures of experts with 4 bits, only the experts have 4 bits, as in published
+        # checkpoints.
+        return replace(geometry, matrix_bits=0 if bits == 4 and geometry.experts else bits)
+
+    def card(
+        self, card: Accelerator, geometry: CostGeometry, layout: Layout, weights: str
+    ) -> Accelerator:
+        new = card.name in BLACKWELL
+        part = 0.33 if new else 0.46
+        reached = replace(
+            card.efficiency,
+            attention_seconds=7.3e-6 if new else 9.5e-6,
+            collective_seconds=self.collective_seconds[new],
+            collective_bandwidth=part,
+            large_bandwidth=part,
+            step_seconds=self.step_seconds,
+            prefill_seconds=self.step_seconds,
+            prefill_launch_seconds=self.eager_seconds[bool(geometry.experts)],
+        )
+        if new:
+            reached = replace(reached, gemm_compute=0.7, gemm_memory=0.75, attention_memory=0.87)
+        kernels = self._kernels(card, geometry, layout, weights)
+        return replace(card, efficiency=reached, kernels=kernels)
+
+    def _kernels(
+        self, card: Accelerator, geometry: CostGeometry, layout: Layout, weights: str
+    ) -> Kernels:
+        """Four bits are multiplied as such on Blackwell. Elsewhere, and in int4, they are converted
+        to bfloat16 by the kernel."""
+        new, mixture = card.name in BLACKWELL, bool(geometry.experts)
+        few = PRECISION_BITS.get(weights) == 4
+        four = FP4_SPEED if weights == "fp4" and new else 1.0
+        speed = FP8_SPEED if weights == "fp8" else 1.0 if mixture else four
+        blocks = weights == "fp8" and geometry.name in BLOCK_SCALED
+        kernels = replace(
+            card.kernels,
+            exchange="all_to_all",
+            redundant_experts=True,
+            direct_tokens=DIRECT_TOKENS,
+            matrix_speed=speed,
+            fused=True,
+            quantizes=speed > 1 and (self.quantizes or blocks),
+            direct=True,
+            captured_tokens=self.captured_tokens,
+        )
+        if not mixture:
+            return kernels
+        published = few and geometry.name.startswith("gpt-oss")
+        table = _EXPERTS[self.name]["mxfp4" if published else weights or "bf16"]
+        start, memory, arithmetic = table[new]
+        if layout.ep > 1:
+            if new and layout.ep > WIDE and weights == "fp8":
+                arithmetic = max(arithmetic, GROUPED_FP8_SPEED)
+            arithmetic *= WHOLE_EXPERTS_SPEED
+            start = min(start, WHOLE_EXPERTS_START)
+        if layout.ep > WIDE and weights in ("fp8", "fp4"):
+            kernels = replace(kernels, dispatch_bits=8)
+        if layout.devices > card.domain_devices:
+            kernels = replace(kernels, **_ACROSS_HOSTS)
+        return replace(
+            kernels,
+            expert_speed=arithmetic,
+            expert_bits=4 if few else 0,
+            expert_operations=round(start * 1e-6 / card.efficiency.op_seconds),
+            expert_memory=memory,
+            expert_serial=True,
+            gathers=True,
+        )
+
+
+JDISAGG = Engine()
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        JDISAGG,
+        GpuEngine("vllm", "mixed", 8192, 0.01, 1, 0.1, captured_tokens=512),
+        GpuEngine(
+            "trtllm", "mixed", 8192, 0.01, 1, 1.0, quantizes=False,
+            collective_seconds=(3.5e-6, 5.5e-6),
+        ),
+        GpuEngine("sglang", "prefill_first", 8192, 0.01, 1, 0.75),
+    )
+}  # fmt: skip
+
+
+def engine_named(name: str) -> Engine:
+    """Returns the description of an engine. Raises ConfigError for an unknown name."""
+    if name not in ENGINES:
+        raise ConfigError(f"no engine named {name!r}; there are {', '.join(ENGINES)}")
+    return ENGINES[name]
