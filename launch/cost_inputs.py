@@ -4,15 +4,17 @@ speed and memory. Loads no weights and does not import JAX."""
 from dataclasses import replace
 
 from jdisagg.costs.catalog import CATALOG, geometry
+from jdisagg.costs.engines import DEFAULT_SOFTWARE, Software
 from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
-from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
+from jdisagg.layout.kv_spec import KEPT_DTYPES
+from launch.flags import Given
 from models.catalog import FAMILIES, read_config
 from models.hf_config import HfConfig
 from models.hub import local_model
 
 
 def find_geometry(
-    model: str, kv_dtype: str | None = None, weights: str | None = None
+    model: str, kv_dtype: str | None = None, software: Software = DEFAULT_SOFTWARE
 ) -> CostGeometry:
     """Returns a model's sizes, which determine speed and memory.
 
@@ -20,10 +22,14 @@ def find_geometry(
         model: Directory with a config.json, or a name of the catalogue. Families that jdisagg
             serves are read by the same code as in a worker.
         kv_dtype: Data type of KV, as in --kv_dtype.
-        weights: Quantization of the weights, as in --weights.
+        software: Engine, with the precision of its weights.
     """
     found = replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
-    return replace(found, matrix_bits=WEIGHT_BITS[weights]) if weights else found
+    return software.shape(found)
+
+
+def software_of(flags: Given) -> Software:
+    return Software.of(flags.engine, flags.weights, flags.speculation)
 
 
 def _geometry(model: str) -> CostGeometry:

@@ -19,8 +19,9 @@ from absl import flags as absl
 from jdisagg.chat.formats import AUTO, NONE, REASONING, TOOL_FORMS
 from jdisagg.config import KV_CHANNELS, Mode
 from jdisagg.costs.cost_model import CODEC_BITS
+from jdisagg.costs.engines import ENGINES, PRECISION_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
-from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
+from jdisagg.layout.kv_spec import KEPT_DTYPES
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.observe.logs import FORMATS
 from launch.shipped import DEFAULT_RECIPE
@@ -104,7 +105,18 @@ GROUPS: dict[str, dict[str, Spec]] = {
             "Type of weights and KV. auto: the checkpoint's own, also the default with --model.",
         ),
         "weights": _one_of(
-            list(WEIGHT_BITS), None, "Quantize the layers' matrices to this type while loading."
+            list(PRECISION_BITS),
+            None,
+            "Quantize the layers' matrices to this type while loading. fp4: only estimates of other"
+            " engines (--engine).",
+        ),
+        "engine": _one_of(
+            list(ENGINES), "jdisagg", "Engine whose kernels, host and precisions are estimated."
+        ),
+        "speculation": _text(
+            None,
+            "Multi-token prediction as TOKENS:ACCEPTANCE, such as 2:0.8: drafts of a step, and the"
+            " probability that a draft is accepted if those before it are.",
         ),
         "kv_dtype": _one_of(
             list(KEPT_DTYPES),
@@ -392,6 +404,10 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "most_requests": _count(
             4000, "Requests of one simulated run. Unclear runs take up to eight times as many."
         ),
+        "serve_rate": _real(
+            None, "Requests per second to serve. Also reports how many accelerators they need."
+        ),
+        "dollars_per_hour": _real(None, "Price of an accelerator. Default: the table's."),
         "processes": _count(None, "Simulations at the same time. Default: one per core."),
         "choose": _count(1, "Row of the table that --output writes."),
         "model_directory": _text("", "Checkpoint that the recipe names. Default: --model."),

@@ -14,7 +14,7 @@ from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.run import Hook
-from launch.cost_inputs import find_geometry
+from launch.cost_inputs import find_geometry, software_of
 from launch.flags import Given
 
 
@@ -49,8 +49,9 @@ def simulated_fleet(flags: Given) -> Fleet:
     prefill = replace(instance, layout=Layout.parse(flags.prefill))
     decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
     settings = override(SimulationSettings(), flags.set)
+    software = software_of(flags)
     return Fleet(
-        find_geometry(flags.model, flags.kv_dtype, flags.weights),
+        find_geometry(flags.model, flags.kv_dtype, software),
         Pool(flags.decode_workers, second, decode, flags.decode_stages),
         (
             Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)
@@ -66,6 +67,7 @@ def simulated_fleet(flags: Given) -> Fleet:
         fused=flags.fused,
         prefix=_prefix(settings.prefix, flags),
         block_tokens=flags.block_tokens,
+        software=software,
     )
 
 

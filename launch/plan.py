@@ -12,8 +12,9 @@ chunked mode instead, which alternates chunks and decode steps.
 Layouts of prefill and decode, worker counts and chunk sizes are first ranked with the cost model,
 and stderr shows the best within seconds. The best of each mode are then simulated, which takes
 minutes. Stdout gets the table, best first, and a verdict. --output writes a recipe for `jdisagg
-serve`, `cluster` and `router`. Exit status 1: the model does not fit or cannot meet the objective;
-the message gives the reason. docs/planner.md explains the table. Loads neither weights nor JAX."""
+serve`, `cluster` and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, without a recipe.
+Exit status 1: the model does not fit or cannot meet the objective; the message gives the reason.
+docs/planner.md explains the table. Loads neither weights nor JAX."""
 
 import json
 import sys
@@ -23,13 +24,15 @@ from typing import cast
 from rich.console import Console
 
 from jdisagg.config import Mode
+from jdisagg.errors import ConfigError
 from jdisagg.node.commands.plan_output import context_for, plan_fields, plan_recipe, plan_table
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Plan, Planner, Search
 from jdisagg.simulator.planning.trials import Process
+from jdisagg.simulator.planning.verdict import devices_for
 from launch.console import run
-from launch.cost_inputs import find_geometry
+from launch.cost_inputs import find_geometry, software_of
 from launch.flags import define
 from launch.plan_inputs import check_choice, modes_of, planned_workload, site_of
 from launch.processes import on_cores, usable_cores
@@ -39,8 +42,9 @@ from launch.workload_inputs import check_output
 FLAGS = (
     "model", "hardware", "accelerators", "devices_per_node", "domain_devices", "link", "trace",
     "mixture", "limit", "arrivals", "ttft", "tpot", "attainment", "modes", "finalists",
-    "most_requests", "dtype", "weights", "kv_dtype", "codec", "fused", "prefix_cache", "seed",
-    "processes", "output", "choose", "model_directory", "json",
+    "most_requests", "engine", "speculation", "dtype", "weights", "kv_dtype", "codec", "fused",
+    "prefix_cache", "seed", "processes", "serve_rate", "dollars_per_hour", "output", "choose",
+    "model_directory", "json",
 )  # fmt: skip
 flags = define(
     *FLAGS,
@@ -58,10 +62,15 @@ flags = define(
 
 
 def main() -> None:
-    geometry = find_geometry(flags.model, flags.kv_dtype, flags.weights)
-    site = site_of(flags)
+    software = software_of(flags)
+    geometry = find_geometry(flags.model, flags.kv_dtype, software)
+    site = site_of(flags, software)
     goal = Goal(flags.ttft, flags.tpot, flags.attainment)
     check_output(flags.output, ".py")
+    if flags.output and software.engine.name != "jdisagg":
+        raise ConfigError(
+            f"--output writes a recipe of jdisagg, and --engine={flags.engine}; leave one out"
+        )
     check_output(flags.json, ".json")
     modes = modes_of(flags)
     check_choice(flags, flags.finalists * len(modes))
@@ -85,6 +94,13 @@ def main() -> None:
     table = plan_table(plan, geometry, site, goal, flags.dtype)
     Console(width=None if sys.stdout.isatty() else 80).print(table)
     _tell(plan, left_out, geometry.context_tokens)
+    if flags.serve_rate is not None:
+        best = plan.findings[0]
+        needed = devices_for(best, flags.serve_rate)
+        print(
+            f"{flags.serve_rate:g} requests/s need {needed} {site.accelerator.name}:"
+            f" {best.candidate.mode.value} in groups like {best.candidate.name}."
+        )
     if flags.json:
         fields = plan_fields(plan, geometry, site, goal)
         fields["defaults"] = flags.defaults_text()

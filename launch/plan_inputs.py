@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jdisagg.config import Mode
+from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import link
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.node.hardware_files import find_accelerator
@@ -13,13 +15,17 @@ from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson, within
 from launch.flags import Given
 
 
-def site_of(flags: Given) -> Site:
+def site_of(flags: Given, software: Software) -> Site:
+    card = find_accelerator(flags.hardware)
+    if flags.dollars_per_hour is not None:
+        card = replace(card, dollars_per_hour=flags.dollars_per_hour)
     return Site(
-        find_accelerator(flags.hardware),
+        card,
         flags.accelerators,
         flags.devices_per_node,
         flags.domain_devices,
         link(flags.link) if flags.link else None,
+        software,
     )
 
 

@@ -35,11 +35,11 @@ from launch.workload_inputs import arrivals_of, reasons, slo_limits
 FLAGS = (
     "trace", "mode", "prefill_workers", "decode_workers", "model", "prefill_hardware",
     "decode_hardware", "prefill", "decode", "prefill_stages", "decode_stages", "chunk_tokens",
-    "slots_per_rank", "fused", "dtype", "weights", "kv_dtype", "codec", "link", "host_devices",
-    "prefix_cache", "host_cache_gib", "append_tokens", "block_tokens", "rate", "speed", "requests",
-    "spread_tick_seconds", "variation", "turns", "think_seconds", "system_tokens",
-    "concurrency", "prompt_tokens", "output_tokens", "ttft", "tpot", "seed", "elastic",
-    "switch_seconds", "fault", "set", "decision_log", "out", "format", "plots",
+    "slots_per_rank", "fused", "engine", "speculation", "dtype", "weights", "kv_dtype", "codec",
+    "link", "host_devices", "prefix_cache", "host_cache_gib", "append_tokens", "block_tokens",
+    "rate", "speed", "requests", "spread_tick_seconds", "variation", "turns", "think_seconds",
+    "system_tokens", "concurrency", "prompt_tokens", "output_tokens", "ttft", "tpot", "seed",
+    "elastic", "switch_seconds", "fault", "set", "decision_log", "out", "format", "plots",
 )  # fmt: skip
 flags = define(
     *FLAGS,

@@ -85,6 +85,9 @@ class Engine:
       front_seconds: Seconds from a client to the scheduler's queue and back.
       steps_ahead: Number of steps that are issued before a new request is seen.
       reserved: Fraction of an answer whose KV must fit before the request starts.
+      step_error: Median relative error of predicted TPOT on public measurements
+        (benchmarks/results/public_runs.md). Nobody has published measurements of jdisagg; its error
+        is that of its own kernels' prices against other engines' points.
     """
 
     name: str = "jdisagg"
@@ -93,6 +96,7 @@ class Engine:
     front_seconds: float = 0.0
     steps_ahead: int = 0
     reserved: float = 1.0
+    step_error: float = 0.15
 
     def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
         """Returns the geometry with the bits of its matrices. `weights`: precision of the weights;
@@ -212,12 +216,12 @@ ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
         JDISAGG,
-        GpuEngine("vllm", "mixed", 8192, 0.01, 1, 0.1, captured_tokens=512),
+        GpuEngine("vllm", "mixed", 8192, 0.01, 1, 0.1, 0.09, captured_tokens=512),
         GpuEngine(
-            "trtllm", "mixed", 8192, 0.01, 1, 1.0, quantizes=False,
+            "trtllm", "mixed", 8192, 0.01, 1, 1.0, 0.12, quantizes=False,
             collective_seconds=(3.5e-6, 5.5e-6),
         ),
-        GpuEngine("sglang", "prefill_first", 8192, 0.01, 1, 0.75),
+        GpuEngine("sglang", "prefill_first", 8192, 0.01, 1, 0.75, 0.11),
     )
 }  # fmt: skip
 
@@ -227,3 +231,52 @@ def engine_named(name: str) -> Engine:
     if name not in ENGINES:
         raise ConfigError(f"no engine named {name!r}; there are {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """What runs on a deployment's accelerators.
+
+    Attributes:
+      engine: The inference engine.
+      weights: Precision of the weights; empty for the model's data type.
+      draft_tokens: Number of tokens that each decode step drafts for each sequence (multi-token
+        prediction); 0 without speculation.
+      acceptance: Probability that a draft is accepted, given that all drafts before it are.
+    """
+
+    engine: Engine = JDISAGG
+    weights: str = ""
+    draft_tokens: int = 0
+    acceptance: float = 0.0
+
+    def shape(self, geometry: CostGeometry) -> CostGeometry:
+        """Returns the geometry with the bits of its matrices."""
+        return self.engine.shape(geometry, self.weights)
+
+    def card(self, card: Accelerator, geometry: CostGeometry, layout: Layout) -> Accelerator:
+        """Returns the accelerator with the kernels and host times of this software."""
+        card = self.engine.card(card, geometry, layout, self.weights)
+        if not self.draft_tokens:
+            return card
+        drafts = replace(card.kernels, draft_tokens=self.draft_tokens, acceptance=self.acceptance)
+        return replace(card, kernels=drafts)
+
+    @classmethod
+    def of(cls, engine: str, weights: str | None, speculation: str | None) -> "Software":
+        """Builds the software from flags. `speculation`: "TOKENS:ACCEPTANCE", such as "2:0.8".
+        Raises ConfigError for other text."""
+        if not speculation:
+            return cls(engine_named(engine), weights or "")
+        tokens, _, part = speculation.partition(":")
+        try:
+            drafted, accepted = int(tokens), float(part)
+        except ValueError:
+            raise ConfigError(
+                f"--speculation={speculation} must be TOKENS:ACCEPTANCE, such as 2:0.8"
+            ) from None
+        Kernels(draft_tokens=drafted, acceptance=accepted)  # checks the values
+        return cls(engine_named(engine), weights or "", drafted, accepted)
+
+
+DEFAULT_SOFTWARE = Software()

@@ -109,6 +109,7 @@ class Accelerator:
       scale_up: Link between these devices (NVLink, ICI).
       host: Link between a device and host memory.
       scale_out: Link between devices that share no scale-up link.
+      watts: Board power at full load, without host and cooling; None if unknown.
       kernels: Properties of the kernels that the engine runs on it (`costs/engines.py`).
     """
 
@@ -122,6 +123,7 @@ class Accelerator:
     scale_out: Link
     efficiency: Efficiency
     dollars_per_hour: float | None = None
+    watts: float | None = None
     kernels: Kernels = OURS
 
     def __post_init__(self) -> None:
@@ -139,14 +141,17 @@ class Accelerator:
                 f"{said}: dollars_per_hour must be zero or more, got {price!r}; leave it out where"
                 " no price is settled"
             )
+        if self.watts is not None:
+            _check_positive(said, self.watts, "watts")
 
 
 # One direction; speeds from the table of measured and published links in the standards' names:
 # NVLink 3, 4, 5 are half of 600, 900 and 1800 GB/s (NVIDIA A100, H100, Blackwell architecture
 # papers); PCIe 4 and 5 x16 as measured (25 and 50 of 32 and 64); InfiniBand HDR 200 Gb/s, NDR 400
 # Gb/s; ICI: half of the bidirectional bandwidth a chip of cloud.google.com/tpu/docs (v5e 400, v5p
-# 1200, v6e 800 GB/s). Latencies: usual orders of magnitude of one message (NVLink and ICI a few us,
-# verbs 5, TCP 30 to 50), not measured here.
+# 1200, v6e 800, v7x 1200 GB/s); H800: half of 400 GB/s (DeepSeek-V3, section 3.1); Infinity Fabric:
+# seven links of 64 or 76.8 GB/s (AMD data sheets). Latencies: usual orders of magnitude of one
+# message (NVLink and ICI a few us, verbs 5, TCP 30 to 50), not measured here.
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
@@ -156,6 +161,10 @@ LINKS: dict[str, Link] = {
         Link("ici-v5e", 200 * GIGA, 2e-6),
         Link("ici-v5p", 600 * GIGA, 2e-6),
         Link("ici-v6e", 400 * GIGA, 2e-6),
+        Link("ici-v7", 600 * GIGA, 2e-6),
+        Link("nvlink4-h800", 200 * GIGA, 3e-6),
+        Link("infinity-mi300", 448 * GIGA, 3e-6),
+        Link("infinity-mi350", 537 * GIGA, 3e-6),
         Link("pcie4", 32 * GIGA, 5e-6),
         Link("pcie5", 64 * GIGA, 5e-6),
         Link("pcie6", 128 * GIGA, 5e-6),
@@ -193,55 +202,74 @@ _V6E = Efficiency(0.786, 0.949, 0.484, 0.769, 4.5e-6, 12.4e-6)
 # TB over 72, speeds in bfloat16 as of the 200s; L40S 362, 864 GB/s, 48 GB, no NVLink;
 # GeForce RTX 4090 165.2 with float32 accumulation, 1008 GB/s, 24 GB; RTX PRO 6000 Blackwell 503.8,
 # 1792 GB/s, 96 GB: its peak stands in one source only) and cloud.google.com/tpu/docs (v5e 197
-# TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e 918, 1638, 32 GB). Dollars an
+# TFLOP/s, 819 GB/s, 16 GB; v5p 459, 2765, 95 GB; v6e 918, 1638, 32 GB; v7x 2307, 7380, 192 GiB).
+# H20 148 TFLOP/s, 4 TB/s, 96 GB and H800: NVIDIA data sheets as resellers publish them; MI300X 1307
+# TFLOP/s, 5.3 TB/s, 192 GB, MI355X 2500, 8 TB/s, 288 GB: AMD data sheets. Dollars an
 # accelerator-hour: A100 17.6 / 8 and H100 38 / 8 as the Splitwise paper (ISCA'24) charges an 8-GPU
 # machine; TPU list prices on demand in us-east / us-central (1.20, 4.20, 2.70). None means that
-# no public list price is settled.
+# no public list price is settled. Watts: the board power of the same data sheets, at most.
 HARDWARE: dict[str, Accelerator] = {
     item.name: item
     for item in (
         Accelerator(
             "a100", 312 * TERA, 2.039 * TERA, 85.9 * GIGA, 8,
-            LINKS["nvlink3"], LINKS["pcie4"], LINKS["infiniband-hdr"], _A100, 2.2,
+            LINKS["nvlink3"], LINKS["pcie4"], LINKS["infiniband-hdr"], _A100, 2.2, 400,
         ),
         Accelerator(
             "h100", 989 * TERA, 3.35 * TERA, 85.5 * GIGA, 8,
-            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H100, 4.75,
+            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H100, 4.75, 700,
         ),
         Accelerator(
             "h200", 989 * TERA, 4.8 * TERA, 150.8 * GIGA, 8,
-            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
+            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200, None, 700,
+        ),
+        # Not measured: the fractions of the H100.
+        Accelerator(
+            "h800", 989 * TERA, 3.35 * TERA, 85.5 * GIGA, 8,
+            LINKS["nvlink4-h800"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H100, None, 700,
+        ),
+        Accelerator(
+            "h20", 148 * TERA, 4.0 * TERA, 96 * GIGA, 8,
+            LINKS["nvlink4"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H100, None, 400,
         ),
         # Not measured: the fractions of the H200.
         Accelerator(
+            "mi300x", 1307 * TERA, 5.3 * TERA, 192 * GIGA, 8,
+            LINKS["infinity-mi300"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200, None, 750,
+        ),
+        Accelerator(
+            "mi355x", 2500 * TERA, 8 * TERA, 288 * GIGA, 8,
+            LINKS["infinity-mi350"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200, None, 1400,
+        ),
+        Accelerator(
             "b200", 2250 * TERA, 8 * TERA, 191.5 * GIGA, 8,
-            LINKS["nvlink5"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200,
+            LINKS["nvlink5"], LINKS["pcie5"], LINKS["infiniband-ndr"], _H200, None, 1000,
         ),
         Accelerator(
             "gb200-nvl72", 2500 * TERA, 8 * TERA, 186 * GIGA, 72,
-            LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-ndr"], _H200,
+            LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-ndr"], _H200, None, 1200,
         ),
         Accelerator(
             "b300", 2250 * TERA, 8 * TERA, 262 * GIGA, 8,
-            LINKS["nvlink5"], LINKS["pcie6"], LINKS["infiniband-xdr"], _H200,
+            LINKS["nvlink5"], LINKS["pcie6"], LINKS["infiniband-xdr"], _H200, None, 1100,
         ),
         Accelerator(
             "gb300-nvl72", 2500 * TERA, 8 * TERA, 279 * GIGA, 72,
-            LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-xdr"], _H200,
+            LINKS["nvlink5"], LINKS["nvlink-c2c"], LINKS["infiniband-xdr"], _H200, None, 1400,
         ),
         # Not measured: the fractions of the A100, whose generation of kernels it runs.
         Accelerator(
             "l40s", 362 * TERA, 0.864 * TERA, 48.3 * GIGA, 8,
-            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100_PCIE,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100_PCIE, None, 350,
         ),
         # Fractions of a related card; `benchmarks/fidelity.py` fits them to runs of both.
         Accelerator(
             "rtx-4090", 165.2 * TERA, 1.008 * TERA, 25.7 * GIGA, 1,
-            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100_PCIE,
+            LINKS["pcie4"], LINKS["pcie4"], LINKS["ethernet-100g"], _A100_PCIE, None, 450,
         ),
         Accelerator(
             "rtx-pro-6000", 503.8 * TERA, 1.792 * TERA, 96 * GIGA, 1,
-            LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200_PCIE,
+            LINKS["pcie5"], LINKS["pcie5"], LINKS["ethernet-100g"], _H200_PCIE, None, 600,
         ),
         # v5e and v5p were not measured: the fractions of the v6e. The domain of v5e and v6e is a
         # whole slice.
@@ -256,6 +284,10 @@ HARDWARE: dict[str, Accelerator] = {
         Accelerator(
             "tpu-v6e", 918 * TERA, 1.638 * TERA, 32 * GIGA, 256,
             LINKS["ici-v6e"], LINKS["pcie5"], LINKS["ethernet-200g"], _V6E, 2.70,
+        ),
+        Accelerator(
+            "tpu-v7x", 2307 * TERA, 7.38 * TERA, 206 * GIGA, 9216,
+            LINKS["ici-v7"], LINKS["pcie5"], LINKS["ethernet-200g"], _V6E,
         ),
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode, PrefixConfig, RoutingConfig
 from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.engines import DEFAULT_SOFTWARE, Software
 from jdisagg.costs.hardware import Accelerator, Link
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 from jdisagg.engine.limits import mesh_limits
@@ -90,6 +91,7 @@ class Fleet:
       prefix: Prefix cache settings of the workers.
       memory_reserve: Fraction of device memory that is kept free for activations.
       heartbeat_seconds: Seconds between two heartbeats of a worker.
+      software: Engine of all instances, whose step times are simulated. `geometry` has its bits.
     """
 
     geometry: CostGeometry
@@ -109,6 +111,7 @@ class Fleet:
     prefix: PrefixConfig = PrefixConfig()
     memory_reserve: float = 0.1
     heartbeat_seconds: float = DEFAULT_TIMEOUTS.membership.heartbeat_seconds
+    software: Software = DEFAULT_SOFTWARE
 
     def __post_init__(self) -> None:
         if (self.prefill is None) is (self.mode is Mode.DISAGGREGATED):
@@ -142,6 +145,12 @@ class Fleet:
         return self.mode
 
     @property
+    def weights_text(self) -> str:
+        """Data type of the weights, in words."""
+        bits = self.geometry.matrix_bits
+        return f"{self.dtype} with matrices in {bits} bits" if bits else self.dtype
+
+    @property
     def kept_dtype(self) -> str:
         """Data type of the KV cache."""
         return self.kv_dtype or self.geometry.kv_dtype or self.dtype
@@ -173,13 +182,12 @@ class Fleet:
         return sum(pool.count * pool.devices for pool in self.pools)
 
     def hardware_of(self, pool: Pool) -> Accelerator:
-        """Returns the description of the pool's accelerator, changed to the fleet's number of
-        devices that share the scale-up link."""
-        return (
-            replace(pool.hardware, domain_devices=self.host_devices)
-            if self.host_devices
-            else pool.hardware
-        )
+        """Returns the description of the pool's accelerator with the fleet's number of devices that
+        share the scale-up link, and with the kernels of its software."""
+        card = pool.hardware
+        if self.host_devices:
+            card = replace(card, domain_devices=self.host_devices)
+        return self.software.card(card, self.geometry, pool.instance.layout)
 
     def cost_model(self, pool: Pool) -> CostModel:
         layout = pool.instance.layout
@@ -203,7 +211,7 @@ class Fleet:
             pages = model.kv_tokens_per_rank(self.memory_reserve) // instance.page_size
             if not pages:
                 raise ConfigError(
-                    f"{self.geometry.name} in {self.dtype} takes"
+                    f"{self.geometry.name} in {self.weights_text} takes"
                     f" {model.weight_bytes_per_device / 1e9:.0f} GB on each {pool.hardware.name}"
                     f" with layout {instance.layout} and {pool.stages} stages, which leaves no room"
                     f" for KV in its {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"

@@ -247,6 +247,8 @@ class _Run:
         reason = ""
         timings, usage = Timings(), None
         try:
+            if front := self._fleet.software.engine.front_seconds:
+                await asyncio.sleep(front)
             async for event in self.cluster.front.stream(self._request(number, arrival)):
                 if event.token_ids:
                     if first is None:

@@ -18,6 +18,7 @@ SHARED_ROOMS = (
 # Modules that only a live process imports: text, streams, RPCs and operator calls. None of them
 # decides on a request.
 LIVE_ALONE = {
+    "jdisagg.costs.catalog",
     "jdisagg.dispatch.frontend",
     "jdisagg.dispatch.client_limits",
     "jdisagg.dispatch.token_stream",

@@ -41,6 +41,7 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
         "TPOT ms\np50\np90\np99",
         "link\nload",
         "KV room\na rank,\nused",
+        "$/M out\nJ/token",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("binds first", overflow="fold")
@@ -55,9 +56,24 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
             _three(item.report.tpot),
             f"{100 * item.link_share:.1f} %" if candidate.prefill else "-",
             f"{item.kv_tokens * kept / 1e9:.0f} GB\n{100 * item.kv_share:.0f} %",
+            "\n".join("-" if value is None else f"{value:.3g}" for value in costs_of(item, site)),
             item.binding,
         )
     return table
+
+
+def costs_of(item: Finding, site: Site) -> tuple[float | None, float | None]:
+    """Returns dollars for a million output tokens and joules for one, of all accelerators of the
+    site at full board power; None without a price or power, or without a rate."""
+    card = site.accelerator
+    if not item.tokens_per_second:
+        return None, None
+    seconds = site.accelerators / item.tokens_per_second  # of accelerators, per output token
+    dollars, watts = card.dollars_per_hour, card.watts
+    return (
+        None if dollars is None else 1e6 * seconds * dollars / 3600,
+        None if watts is None else seconds * watts,
+    )
 
 
 def _three(values: Percentiles) -> str:
@@ -91,6 +107,9 @@ def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> d
                 "link_share": item.link_share,
                 "kv_tokens_per_rank": item.kv_tokens,
                 "kv_share": item.kv_share,
+                "tokens_per_second": item.tokens_per_second,
+                "dollars_per_million_output_tokens": costs_of(item, site)[0],
+                "joules_per_output_token": costs_of(item, site)[1],
                 "bounds": dict(item.bounds.limits),
                 "trials": [
                     {

@@ -14,6 +14,7 @@ from math import gcd
 
 from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.engines import DEFAULT_SOFTWARE, Software
 from jdisagg.costs.hardware import Accelerator, Link
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError, LayoutError
@@ -42,6 +43,7 @@ class Site:
         host, and a larger domain consists of hosts of 4.
       domain_devices: Number of accelerators that share a scale-up link (NVLink, ICI).
       scale_out: Link of each device to devices with which it shares no scale-up link.
+      software: Engine of all candidates.
     """
 
     accelerator: Accelerator
@@ -49,6 +51,7 @@ class Site:
     devices_per_node: int | None = None
     domain_devices: int | None = None
     scale_out: Link | None = None
+    software: Software = DEFAULT_SOFTWARE
 
     def __post_init__(self) -> None:
         for name in ("accelerators", "devices_per_node", "domain_devices"):
@@ -76,6 +79,11 @@ class Site:
             domain_devices=self.domain,
             scale_out=self.scale_out or self.accelerator.scale_out,
         )
+
+    def cost_model(self, geometry: CostGeometry, layout: Layout, dtype: str) -> CostModel:
+        """Returns the cost model of an instance. `geometry` has the bits of the software."""
+        card = self.software.card(self.described, geometry, layout)
+        return CostModel(geometry, card, layout, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def fitting_layouts(
     found: list[Fitting] = []
     for layout in _layouts(most, site.domain, bool(geometry.experts)):
         try:
-            model = CostModel(geometry, site.described, layout, dtype=dtype)
+            model = site.cost_model(geometry, layout, dtype)
         except LayoutError as error:
             refused = error.message
             continue

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
-from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_NAMES
@@ -88,6 +87,7 @@ class FleetMaker:
             fused=self.fused and candidate.mode is Mode.CHUNKED,
             prefix=PrefixConfig(reuse=self.reuse),
             memory_reserve=ACTIVATIONS,
+            software=self.site.software,
         )
 
     def run(
@@ -132,9 +132,8 @@ class FleetMaker:
         )
 
     def _instance(self, candidate: Candidate, layout: Layout, slots: int) -> InstanceConfig:
-        room = CostModel(
-            self.geometry, self.site.described, layout, dtype=self.dtype
-        ).kv_tokens_per_rank(ACTIVATIONS)
+        model = self.site.cost_model(self.geometry, layout, self.dtype)
+        room = model.kv_tokens_per_rank(ACTIVATIONS)
         return InstanceConfig(
             layout=layout,
             page_size=PAGE_TOKENS,

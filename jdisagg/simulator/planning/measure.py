@@ -108,6 +108,7 @@ class Measurer:
             link_share=limits.link_share * rate,
             kv_share=held / (task.kv_tokens * ranks),
             kv_tokens=task.kv_tokens,
+            tokens_per_second=rate * float(self.demand.outputs.mean()),
             short=nearest is not None and nearest.short,
         )
 

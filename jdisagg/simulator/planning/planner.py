@@ -39,7 +39,15 @@ from jdisagg.simulator.planning.candidates import (
 )
 from jdisagg.simulator.planning.measure import Measurer, Task
 from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner
-from jdisagg.simulator.planning.verdict import Finding, Trial, first_answer, no_rate, verdict
+from jdisagg.simulator.planning.verdict import (
+    HEADROOM,
+    Finding,
+    Trial,
+    first_answer,
+    headroom,
+    no_rate,
+    verdict,
+)
 from jdisagg.simulator.workloads import Arrival
 
 # Relative tolerance of the first search, which drops candidates that cannot reach the best rate.
@@ -174,9 +182,12 @@ class Planner:
             self._measure(measurer, tasks, found)
         self._told.progress("done", 1, 1)
         findings = found.ranked
-        if not findings[0].rate:
+        best = findings[0]
+        if not best.rate:
             raise NothingFits(no_rate(findings, self._goal))
-        return Plan(tuple(findings), len(priced), verdict(findings, estimator, left_out), left_out)
+        below = measurer.trial(best.candidate, HEADROOM * best.rate)
+        said = f"{verdict(findings, estimator, left_out)} {headroom(best, below)}"
+        return Plan(tuple(findings), len(priced), said, left_out)
 
     def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
         """Simulates every candidate of every mode, to check the result of `plan`.

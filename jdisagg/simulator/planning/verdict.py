@@ -3,6 +3,7 @@ the reasons.
 
 Uses only the figures of a `Finding`; states a reason only if a figure supports it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from jdisagg.simulator.planning.bounds import Bounds, Estimator, Goal
 from jdisagg.simulator.planning.candidates import Candidate, Site
 from jdisagg.simulator.report import Report
 
-CLOSE = 0.05  # relative difference within which two modes count as equal
+HEADROOM = 0.8  # fraction of the highest rate at which the verdict reports latencies
 FUSED = (
     "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program;"
     " this engine takes turns and carries less."
@@ -65,6 +66,7 @@ class Finding:
       report: Report at `rate`, or at the lowest tried rate if none attains the goal.
       link_share: Fraction of the link's bandwidth that is in use at `rate`.
       kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
+      tokens_per_second: Output tokens per second at `rate`.
       short: Whether the arrivals were too few to decide if a higher rate is possible.
     """
 
@@ -78,6 +80,7 @@ class Finding:
     link_share: float
     kv_share: float
     kv_tokens: int
+    tokens_per_second: float
     short: bool = False
 
 
@@ -159,10 +162,11 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
             f" bind: {one.binding})."
         )
     gain = two.rate / one.rate
-    if abs(gain - 1) <= CLOSE:
+    error = estimator.site.software.engine.step_error
+    if abs(gain - 1) <= error:
         return (
-            f"No clear winner: {_said(two)}; {_said(one)}. Within {CLOSE:.0%} of each other: take"
-            " one pool, which is simpler."
+            f"No clear winner: {_said(two)}; {_said(one)}. Their difference is within the"
+            f" {error:.0%} by which predicted steps are wrong: take one pool, which is simpler."
         )
     if gain > 1:
         return (
@@ -173,6 +177,28 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
     why = _why(one, two, estimator)
     wins = f"One pool wins by {1 / gain - 1:.0%}, {one.candidate.mode.value}"
     return f"{wins}: {_said(one)}; {rival} {why}".strip()
+
+
+def headroom(best: Finding, trial: Trial) -> str:
+    """Describes the latencies of `trial`, which simulated the best finding below its rate."""
+    ttft, tpot = trial.report.ttft.p90, trial.report.tpot.p90
+    parts = [
+        f"{name} p90 {1e3 * value:.3g} ms"
+        for name, value in (("TTFT", ttft), ("TPOT", tpot))
+        if value is not None
+    ]
+    return (
+        f"At {trial.rate / best.rate:.0%} of the first row's rate: {', '.join(parts)}; the rate"
+        " itself is where the goal begins to fail."
+    )
+
+
+def devices_for(finding: Finding, rate: float) -> int:
+    """Returns the number of accelerators with which copies of the finding's smallest group of
+    instances serve `rate` requests per second."""
+    unit = finding.candidate.unit_devices()
+    groups = finding.candidate.devices // unit
+    return math.ceil(rate * groups / finding.rate - 1e-9) * unit
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:

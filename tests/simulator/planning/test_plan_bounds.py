@@ -86,7 +86,7 @@ def test_a_model_that_does_not_fit_is_told_with_what_is_missing():
         NothingFits,
         match=(
             r"nothing fits, because the weights of llama-3-70b \(141 GB in bfloat16\).* up to 1"
-            r" h100 of 80 GB"
+            r" h100 of 86 GB"
         ),
     ):
         fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 1), 1000)

@@ -169,6 +169,7 @@ def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
         0.0,
         0.0,
         1,
+        rate * 60,
     )
     sized = maker.sized(best, lambda runner: planner.holds(best, workload, runner))
     assert 8 <= sized.slots < maker.slots and planner.holds(best, workload, sized.run)

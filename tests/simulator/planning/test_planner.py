@@ -154,20 +154,20 @@ def test_a_search_goes_on_from_what_was_tried_before():
 
 
 def test_only_what_may_be_the_best_of_its_mode_is_measured_closely():
-    """Of two pools the second carries half of the first and the third a hair less than it."""
+    """Of two pools the second carries half of the first and the third 5 % less than it."""
     seen: dict[Candidate, float] = {}
 
     def capacity(item: Candidate) -> float:
         if item.mode is not Mode.DISAGGREGATED:
             return 4.0
-        return seen.setdefault(item, (8.0, 4.0, 7.9, 1.0)[min(3, len(seen))])
+        return seen.setdefault(item, (8.0, 4.0, 7.6, 1.0)[min(3, len(seen))])
 
     found = plan(capacity)
     gaps: dict[float, float] = {}
     for item in found.findings:
         beyond = [one.rate for one in item.trials if one.lasting_attainment < GOAL.attainment]
         gaps[seen.get(item.candidate, 0.0)] = min(beyond) / item.rate
-    assert gaps[8.0] <= 1.04 and gaps[7.9] <= 1.04 < gaps[4.0] <= 1.15
+    assert gaps[8.0] <= 1.04 and gaps[7.6] <= 1.04 < gaps[4.0] <= 1.15
     best = found.findings[0]
     assert seen[best.candidate] == 8.0 and best.rate == pytest.approx(8 / 0.9, rel=0.04)
 
@@ -353,7 +353,7 @@ def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
 
 
 def test_a_slow_link_is_named_where_it_binds():
-    site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
+    site = Site(accelerator("h100"), 8, domain_devices=2, scale_out=link("ethernet-10g"))
     found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
     two = best_of(found, Mode.DISAGGREGATED)
     assert two is not None and two.candidate.prefill is not None
