@@ -75,7 +75,7 @@ DIRECT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EnginePreset:
     """An inference engine, as the cost model describes it. This class describes jdisagg itself.
 
     Attributes:
@@ -117,7 +117,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuEngine(Engine):
+class GpuEngine(EnginePreset):
     """An engine with hand-written GPU kernels.
 
     Attributes:
@@ -211,8 +211,8 @@ class GpuEngine(Engine):
         )
 
 
-JDISAGG = Engine()
-ENGINES: dict[str, Engine] = {
+JDISAGG = EnginePreset()
+ENGINES: dict[str, EnginePreset] = {
     engine.name: engine
     for engine in (
         JDISAGG,
@@ -226,7 +226,7 @@ ENGINES: dict[str, Engine] = {
 }  # fmt: skip
 
 
-def engine_named(name: str) -> Engine:
+def engine_named(name: str) -> EnginePreset:
     """Returns the description of an engine. Raises ConfigError for an unknown name."""
     if name not in ENGINES:
         raise ConfigError(f"no engine named {name!r}; there are {', '.join(ENGINES)}")
@@ -245,7 +245,7 @@ class Software:
       acceptance: Probability that a draft is accepted, given that all drafts before it are.
     """
 
-    engine: Engine = JDISAGG
+    engine: EnginePreset = JDISAGG
     weights: str = ""
     draft_tokens: int = 0
     acceptance: float = 0.0

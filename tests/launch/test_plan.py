@@ -2,6 +2,7 @@
 no."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
         "--mixture=0.7:900/30,0.3:2500/40",
         f"--output={recipe}",
         f"--json={figures}",
+        "--serve_rate=100",
+        "--dollars_per_hour=3.6",
     )
     assert status == 0
     found = json.loads(figures.read_text())
@@ -56,6 +59,14 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
     assert "Left at their defaults:" in out and "seed=0" in found["defaults"]
     assert "ttft" not in found["defaults"] and "accelerators" not in found["defaults"]
     assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
+    best = found["findings"][0]
+    # Both accelerators at 3.60 dollars and 700 W an hour, for the tokens of the best row.
+    spent = 2 / best["tokens_per_second"]
+    assert best["dollars_per_million_output_tokens"] == pytest.approx(1e3 * spent)
+    assert best["joules_per_output_token"] == pytest.approx(700 * spent)
+    needed = math.ceil(100 / best["requests_per_second"] * best["devices"])
+    assert any(f"100 requests/s need {count} h100" in out for count in (needed, needed + 1))
+    assert "At 80% of the first row's rate: TTFT p90" in found["verdict"]
     table = out[: out.index(found["verdict"])].splitlines()
     assert max(map(len, table)) <= 80 and "…" not in out and "e+" not in "".join(table)
     for item in found["findings"]:  # no figure and no mode is cut
