@@ -7,7 +7,7 @@ Every measured point of `public_points.py` that the model can be asked for is pr
 loop of users (`closed_loop.py`) on the accelerator's row of the hardware table, batched as its
 engine does. Errors are predicted over measured, less one: median and 90th percentile of their size,
 and the median with its sign, by model, hardware, engine, precision and batch, apart for the half
-that mechanisms were mended with and the half that was held out."""
+that mechanisms were mended with and the other half."""
 
 import datetime
 import json
@@ -125,7 +125,7 @@ def tables(found: Sequence[Predicted]) -> dict[str, dict[str, dict[str, float | 
     halves = {
         "all": found,
         "looked at": [item for item in found if item.point.looked_at],
-        "held out": [item for item in found if not item.point.looked_at],
+        "other half": [item for item in found if not item.point.looked_at],
     }
     said = {"all": {name: errors(part) for name, part in halves.items() if part}}
     for group, key in GROUPS.items():

@@ -83,6 +83,9 @@ WORKLOADS = (
 ALIKE = Workload("6K prompts, 512 outputs", "", SHORT, (6144, 512))
 
 
+DATA_SHEET_BYTES = {"h100": 80e9}
+
+
 @dataclass(frozen=True)
 class Setting:
     """`requests`: of one run, at most; fewer where fewer settle."""
@@ -95,7 +98,10 @@ class Setting:
 
     @property
     def site(self) -> Site:
-        return Site(accelerator(self.hardware), self.accelerators)
+        """With the memory of data sheets, which the committed results were computed with."""
+        card = accelerator(self.hardware)
+        memory = DATA_SHEET_BYTES.get(self.hardware, card.memory_bytes)
+        return Site(replace(card, memory_bytes=memory), self.accelerators)
 
 
 SETTINGS = (
