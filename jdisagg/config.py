@@ -10,7 +10,7 @@ import enum
 import re
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
@@ -19,6 +19,7 @@ from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
 from jdisagg.timeouts import Timeouts
 
 KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
+KEPT_RESPONSES_MIB = 64
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
 
 
@@ -295,6 +296,9 @@ class ServiceConfig:
             detects it from the chat template. "none" disables tool parsing.
         reasoning_parser: Format of the reasoning that the model writes before its answer. The
             values are those of `tool_parser`.
+        kept_responses_mib: Memory for responses of /v1/responses that later requests may continue
+            (store, previous_response_id), in MiB. 0 keeps none. None means 64, or 0 for a router
+            that may be one of several, because each keeps its own.
         max_message_bytes: Largest gRPC message, in bytes.
         drain_seconds: Time that running requests have to finish at shutdown, in seconds.
         tls_certificate: PEM file with the server certificate. Together with `tls_key` it makes the
@@ -322,6 +326,7 @@ class ServiceConfig:
     http_guide: bool = True
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    kept_responses_mib: int | None = None
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""
@@ -367,10 +372,21 @@ class ServiceConfig:
                     f" https://chat.example.com, separated by commas, got {origin!r}; omit paths"
                 )
         _positive("service.max_message_bytes", self.max_message_bytes)
+        if self.kept_responses_mib is not None and self.kept_responses_mib < 0:
+            raise ConfigError(
+                f"service.kept_responses_mib must not be negative, got {self.kept_responses_mib}"
+            )
         if not self.drain_seconds >= 0:
             raise ConfigError(
                 f"service.drain_seconds must not be negative, got {self.drain_seconds}"
             )
+
+    @property
+    def alone(self) -> "ServiceConfig":
+        """The configuration of a server that is the only one: it keeps responses by default."""
+        if self.kept_responses_mib is not None:
+            return self
+        return replace(self, kept_responses_mib=KEPT_RESPONSES_MIB)
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

@@ -430,8 +430,9 @@ class StreamEvent:
     the index of the first new token in that answer.
 
     A parsed chat answer has `text`, `reasoning` and `tool_calls`. `finish_reason` is set on a
-    child's last event, `usage` and `timings` on the last event of the stream. `request_id` and
-    requested `prompt_logprobs` are set on the first event that a client receives."""
+    child's last event, and `stop_string` with it if a stop string ended the answer. `usage` and
+    `timings` are set on the last event of the stream. `request_id` and requested `prompt_logprobs`
+    are set on the first event that a client receives."""
 
     child: int
     first_index: int
@@ -445,3 +446,4 @@ class StreamEvent:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
+    stop_string: str = ""

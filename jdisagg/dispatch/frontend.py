@@ -184,6 +184,7 @@ class Frontend:
         resumption: Resumption | None = None,
         life: int = 0,
         cache_salt: str = "",
+        within_context: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> Request:
         """Validates and tokenizes a prompt, and builds the request from it.
@@ -196,6 +197,8 @@ class Frontend:
             life: Random number that identifies the stream across retries (`Request.life`).
             cache_salt: Text that separates prefix caches: only requests with equal salts share
                 cached KV.
+            within_context: Whether a max_tokens for which the context has no room is reduced
+                instead of being refused.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
@@ -222,8 +225,9 @@ class Frontend:
         if sampling.grammar is not None:
             await self._check_grammar(sampling.grammar, origin)
         token_ids = await self._tokens(prompt, size_bytes, within_context=True)
-        room_tokens = self._room(len(token_ids), options.get("max_tokens"))
-        sampling = within_room(sampling, options, room_tokens)
+        firm = None if within_context else options.get("max_tokens")
+        room_tokens = self._room(len(token_ids), firm)
+        sampling = within_room(sampling, SamplingOptions(max_tokens=firm), room_tokens)
         check_prompt_numbers(prompt_numbers(len(token_ids), sampling))
         if chat is not None and self._answers.takes_apart(chat.callable_tools):
             if origin == "bad_words":

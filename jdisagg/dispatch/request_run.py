@@ -298,6 +298,8 @@ class RequestRun:
         event = StreamEvent(
             index, first_index, kept, text, logprobs[: len(kept)], child.finish, usage, timings
         )
+        if child.text.stopped:
+            event = replace(event, stop_string=child.text.stop_string)
         if self._prompt_logprobs is not None:
             event = replace(event, prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = None

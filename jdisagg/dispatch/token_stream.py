@@ -97,6 +97,11 @@ class TokenStream:
 
     @property
     def stopped(self) -> bool:
+        return bool(self._stops.matched)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the output, or "" without one."""
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
@@ -207,10 +212,10 @@ class StopStrings:
 
     Uses one Knuth-Morris-Pratt matcher per stop string, so the work per character does not depend
     on the length of the stop strings. `include`: Whether the text includes the stop string that
-    ends it."""
+    ends it. `matched`: The stop string that was completed, or ""."""
 
     def __init__(self, stop: Sequence[str], include: bool = False) -> None:
-        self.matched = False
+        self.matched = ""
         self._include = include
         self._stops = tuple(stop)
         self._fallbacks = [_fallbacks(text) for text in self._stops]
@@ -223,18 +228,13 @@ class StopStrings:
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):
-            longest = max(
-                (
-                    len(stop)
-                    for which, stop in enumerate(self._stops)
-                    if self._step(which, stop, character)
-                ),
-                default=0,
-            )
-            if longest:
-                self.matched = True
+            completed = [
+                stop for which, stop in enumerate(self._stops) if self._step(which, stop, character)
+            ]
+            if completed:
+                self.matched = max(completed, key=len)
                 known, self._held = self._held + text[: index + 1], ""
-                return known if self._include else known[: len(known) - longest]
+                return known if self._include else known[: len(known) - len(self.matched)]
         known, held = self._held + text, max(self._lengths)
         self._held = known[len(known) - held :]
         return known[: len(known) - held]

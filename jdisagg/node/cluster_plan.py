@@ -124,6 +124,7 @@ class ClusterPlan:
     def services(self) -> tuple[ServiceConfig, ...]:
         """Returns the service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
+        service = service if len(self.ports) > 1 else service.alone
         return tuple(
             replace(service, port=port, http_port=http_port)
             for port, http_port in zip(self.ports, http, strict=True)

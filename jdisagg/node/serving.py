@@ -39,7 +39,8 @@ async def serve_until_signalled(
             returned.
     """
     scrape = observer.metrics.scrape if observer else None
-    server = GenerationServer(frontend, config, (), log, scrape, page_sources(observer, config))
+    page = page_sources(observer, config)
+    server = GenerationServer(frontend, config.alone, (), log, scrape, page)
     signals = StopSignals(server.force)
     stopping = asyncio.ensure_future(signals.first())
     breaking = asyncio.ensure_future(broken()) if broken else None

@@ -31,6 +31,11 @@ class DrainingGuard:
         """Makes the guard refuse all further calls with UnavailableError."""
         self._refusing = True
 
+    def wait_for(self, task: asyncio.Task[None]) -> None:
+        """Makes a drain wait for `task` as for a running call."""
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
     async def idle(self, timeout_seconds: float) -> bool:
         """Waits until no call runs. Returns False if the time limit passed first."""
         if self._running:

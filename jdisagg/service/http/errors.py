@@ -1,16 +1,18 @@
-"""Converts jdisagg errors to HTTP statuses and to the JSON bodies that OpenAI clients expect.
+"""Converts jdisagg errors to HTTP statuses and to the JSON bodies that clients expect: those of
+OpenAI's API, and those of Anthropic's API (`ErrorForm`).
 
-A body is `{"error": {"message", "type", "param", "code"}}`. `message` is the text of the error.
-`param` is the field name with which the text begins, if the request has a field of that name.
-`code` is the name of the error's type, or the code that OpenAI clients expect."""
+A body of OpenAI's form is `{"error": {"message", "type", "param", "code"}}`. `message` is the text
+of the error. `param` is the field name with which the text begins, if the request has a field of
+that name. `code` is the name of the error's type, or the code that OpenAI clients expect."""
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import msgspec
 
-from jdisagg.errors import InvalidRequestError, JdisaggError
+from jdisagg.errors import InvalidRequestError, JdisaggError, OverloadedError, QuotaExceededError
 from jdisagg.service.grpc.wire import MAX_DETAILS_BYTES
 
 Header = tuple[bytes, bytes]
@@ -26,6 +28,16 @@ _STATUSES = {
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _CODES = {"UNAUTHENTICATED": "invalid_api_key", "RESOURCE_EXHAUSTED": "rate_limit_exceeded"}
 _FIELD = re.compile(r"\w+")
+FULL = 529
+_MESSAGE_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    FULL: "overloaded_error",
+}
 
 
 class HttpRefusal(InvalidRequestError):
@@ -47,14 +59,12 @@ def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
     """Returns the JSON body for an error. `fields` are the names of the request's fields, one of
     which may become `param`."""
     status = http_status(error)
-    raw = error.message.encode("utf-8", "replace")
-    shown = raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
     word = _FIELD.match(error.message)
     code = _CODES.get(error.status, type(error).__name__)
     return msgspec.json.encode(
         {
             "error": {
-                "message": shown if len(raw) <= MAX_DETAILS_BYTES else f"{shown} ...",
+                "message": _shown(error),
                 "type": _KINDS.get(
                     status, "invalid_request_error" if status < 500 else "server_error"
                 ),
@@ -63,6 +73,38 @@ def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
             }
         }
     )
+
+
+def _shown(error: JdisaggError) -> str:
+    raw = error.message.encode("utf-8", "replace")
+    shown = raw[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
+    return shown if len(raw) <= MAX_DETAILS_BYTES else f"{shown} ..."
+
+
+def _message_status(error: JdisaggError) -> int:
+    """Returns the status in Anthropic's API, where 429 means the client's own limits and 529 a
+    server that is full."""
+    full = isinstance(error, OverloadedError) and not isinstance(error, QuotaExceededError)
+    return FULL if full else http_status(error)
+
+
+def _message_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
+    status = _message_status(error)
+    kind = _MESSAGE_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": _shown(error)}})
+
+
+class ErrorForm(NamedTuple):
+    """How an API reports errors: the status, the body, and the event that precedes the body in a
+    stream."""
+
+    status: Callable[[JdisaggError], int]
+    body: Callable[[JdisaggError, Collection[str]], bytes]
+    event: bytes = b""
+
+
+OPENAI_ERRORS = ErrorForm(http_status, error_body)
+MESSAGE_ERRORS = ErrorForm(_message_status, _message_body, b"event: error\n")
 
 
 def error_headers(error: JdisaggError) -> list[Header]:

@@ -23,7 +23,6 @@ JSON = b"application/json"
 ABORT = "jdisagg.abort"
 WRITE = "jdisagg.write"
 Write = Callable[[bytes], bool]
-COMMENT = b": waiting\n\n"
 
 
 class Exchange:
@@ -31,6 +30,7 @@ class Exchange:
 
     Attributes:
         headers: Request headers by lower-case name. For a repeated header, the last value.
+        read_body: The request body once it was read.
         reply_headers: Headers added to the reply until it begins.
     """
 
@@ -42,6 +42,7 @@ class Exchange:
         self.reply_headers: list[Header] = []
         self.fields: tuple[str, ...] = ()
         self.begun = self.ended = self.disconnected = False
+        self.read_body: bytes | None = None
         self._receive = receive
         self._send = send
         self._lead = b""
@@ -50,6 +51,8 @@ class Exchange:
     async def body(self, limit_bytes: int) -> bytes:
         """Reads the whole request body. Raises HttpRefusal if the body is too large, too slow, or
         not JSON."""
+        if self.read_body is not None:
+            return self.read_body
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HttpRefusal(
@@ -63,7 +66,8 @@ class Exchange:
             _check_size(int(stated), limit_bytes)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await self._whole_body(limit_bytes)
+                self.read_body = await self._whole_body(limit_bytes)
+                return self.read_body
         except TimeoutError:
             raise HttpRefusal(
                 f"the body was not complete {BODY_SECONDS:g} s after its headers; send it faster",
@@ -93,11 +97,11 @@ class Exchange:
     async def begin_stream(self) -> None:
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
-    async def comment(self) -> None:
+    async def comment(self, comment: bytes) -> None:
         """Sends an SSE comment, so that proxies and clients keep the idle connection open. Clients
         such as `vllm bench serve` strip line breaks and would join the comment with the next event.
         An empty comment before the next event prevents this."""
-        await self.frame(COMMENT)
+        await self.frame(comment)
         self._lead = b":\n\n"
 
     async def frame(self, data: bytes) -> None:

@@ -1,5 +1,5 @@
-"""Generation endpoints of the HTTP API: /v1/completions, /v1/chat/completions and /v1/responses
-over a `Frontend`.
+"""Generation endpoints of the HTTP API: /v1/completions, /v1/chat/completions, /v1/responses
+and /v1/messages over a `Frontend`.
 
 An HTTP request may have several prompts. Each runs as a separate request of the frontend, all at
 the same time. The HTTP status is sent when the first event arrives. An earlier error determines the
@@ -16,6 +16,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 
+import msgspec
+
 from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
 from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
 from jdisagg.errors import first_error
@@ -26,6 +28,8 @@ from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.exchange import Exchange
 from jdisagg.service.http.fields import Fields
 from jdisagg.service.http.grammar import named_as_sent
+from jdisagg.service.http.message_replies import MessageReply
+from jdisagg.service.http.messages import message_from
 from jdisagg.service.http.replies import (
     ChatReply,
     CompletionReply,
@@ -36,11 +40,11 @@ from jdisagg.service.http.replies import (
 )
 from jdisagg.service.http.requests import Asked, chat_from, completion_from, ignored_header
 from jdisagg.service.http.response_replies import ResponseReply
+from jdisagg.service.http.response_store import Begun, ResponseStore
 from jdisagg.service.http.responses import response_from
 
 COMMENT_SECONDS = 10.0
 THREAD_ABOVE_TOKENS = 64
-REQUEST_ID = b"x-request-id"
 IGNORED = b"jdisagg-ignored-fields"
 _PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
@@ -62,8 +66,49 @@ class HttpGeneration:
     async def chats(self, exchange: Exchange) -> None:
         await self._answer(exchange, "chatcmpl-", chat_from, ChatReply)
 
-    async def responses(self, exchange: Exchange) -> None:
-        await self._answer(exchange, "resp_", response_from, ResponseReply)
+    async def responses(
+        self, exchange: Exchange, store: ResponseStore | None = None, begun: Begun | None = None
+    ) -> None:
+        """Answers a request of /v1/responses.
+
+        Args:
+            store: Keeps the response, if the request does not forbid it.
+            begun: Called with the id and the response object once the request was found valid.
+        """
+
+        def read(fields: Fields) -> Asked:
+            return response_from(fields, store, begun)
+
+        await self._answer(exchange, "resp_", read, ResponseReply)
+
+    async def messages(self, exchange: Exchange) -> None:
+        await self._answer(exchange, "msg_", message_from, MessageReply)
+
+    async def rendered_chat(self, exchange: Exchange) -> None:
+        """Replies with what a request of /v1/chat/completions becomes: the prompt's text and
+        tokens, and all sampling parameters. Generates nothing."""
+        fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
+        asked = chat_from(fields)
+        if ignored := ignored_header(fields):
+            exchange.reply_headers.append((IGNORED, ignored))
+        check_model(asked.model, self._frontend)
+        with named_as_sent(fields):
+            built = await self._build(asked, asked.prompts[0], asked.request_id)
+        text = await self._frontend.detokenize(built.prompt_token_ids, False)
+        sampling = dataclasses.asdict(built.sampling)
+        if asked.options.get("seed") is None:
+            sampling["seed"] = None  # drawn anew for every request
+        shown = {
+            "object": "chat.completion.render",
+            "model": self._frontend.model.name,
+            "prompt": text,
+            "prompt_token_ids": built.prompt_token_ids,
+            "max_model_len": self._frontend.model.context_tokens,
+            "sampling_params": sampling,
+            "stop_token_ids": built.stop_ids,
+        }
+        await exchange.reply(msgspec.json.encode(shown))
 
     async def _answer(
         self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
@@ -76,7 +121,7 @@ class HttpGeneration:
                 exchange.reply_headers.append((IGNORED, ignored))
             check_model(asked.model, self._frontend)
             request_id = asked.request_id or _request_id(exchange)
-            exchange.reply_headers.append((REQUEST_ID, _header(request_id)))
+            exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
             with _watched(exchange), ExitStack() as records:
                 with named_as_sent(fields):
                     runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
@@ -87,9 +132,11 @@ class HttpGeneration:
                     model.name,
                     model.version or None,
                     asked.told,
+                    asked.keep,
                 )
                 pieces = Pieces(self._frontend.piece, self._pieces, asked.tokens_as_ids)
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)
+                reply.begin()
                 if asked.streaming:
                     await _stream(exchange, reply, runs)
                 else:
@@ -112,15 +159,7 @@ class HttpGeneration:
             if number:
                 record = records.enter_context(self._log.request(own_id, asked.tenant))
             record.tenant = asked.tenant
-            built = await self._frontend.build_request(
-                prompt,
-                request_id=own_id,
-                deadline_seconds=asked.deadline_seconds,
-                tenant=asked.tenant,
-                priority=asked.priority,
-                cache_salt=asked.cache_salt,
-                **asked.options,
-            )
+            built = await self._build(asked, prompt, own_id)
             record.built(built)
             numbers += prompt_numbers(len(built.prompt_token_ids), built.sampling)
             check_prompt_numbers(numbers)
@@ -128,6 +167,18 @@ class HttpGeneration:
             stream = self._frontend.stream(built, chat_of(prompt) if take_apart else None)
             runs.append(_Run(stream, built, record, asked, number, echo))
         return runs
+
+    async def _build(self, asked: Asked, prompt: Prompt, request_id: str) -> Request:
+        return await self._frontend.build_request(
+            prompt,
+            request_id=request_id,
+            deadline_seconds=asked.deadline_seconds,
+            tenant=asked.tenant,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            within_context=asked.within_context,
+            **asked.options,
+        )
 
     async def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, TokenPrompt):
@@ -215,7 +266,7 @@ async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None
 
 async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
     began, opening, opened = asyncio.Event(), asyncio.Lock(), False
-    comments = asyncio.ensure_future(_comments(exchange, began))
+    comments = asyncio.ensure_future(_comments(exchange, began, reply.waiting))
     until_now = functools.partial(_sum, runs)
 
     async def take(choice: ReplyChoice, event: StreamEvent, first: bool) -> None:
@@ -241,8 +292,8 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> Non
     await exchange.end_stream(reply.end(_sum(runs)))
 
 
-async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
-    """Sends SSE comments until the first event, because proxies close idle connections."""
+async def _comments(exchange: Exchange, began: asyncio.Event, comment: bytes) -> None:
+    """Sends `comment` until the first event, because proxies close idle connections."""
     while not began.is_set():
         try:
             # wait_for loses a cancellation that coincides with the event before Python 3.12.
@@ -251,7 +302,7 @@ async def _comments(exchange: Exchange, began: asyncio.Event) -> None:
         except TimeoutError:
             if not exchange.begun:
                 await exchange.begin_stream()
-            await exchange.comment()
+            await exchange.comment(comment)
 
 
 async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
@@ -303,7 +354,7 @@ def _request_id(exchange: Exchange) -> str:
     """Returns the client's own request id with a random suffix, because clients repeat their id on
     retries. If the client sent no id, the whole id is random."""
     drawn = secrets.token_hex(16)
-    given = exchange.headers.get(REQUEST_ID.decode(), "")
+    given = exchange.headers.get("x-request-id", "")
     return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn
 
 

@@ -15,9 +15,11 @@ from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.service.http.fields import ANYTHING, TEXT, YES, FieldKind, Fields
 
-RESPONSE_FORMAT, STRUCTURED_OUTPUTS, RESPONSE_TEXT = "response_format", "structured_outputs", "text"
+RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
+RESPONSE_TEXT, MESSAGE_OUTPUT = "text", "output_config"
 _GUIDED = tuple(f"guided_{name}" for name in ("json", "regex", "choice", "grammar"))
 _FIELDS = (RESPONSE_FORMAT, STRUCTURED_OUTPUTS, *_GUIDED)
+_NAMES = (*_FIELDS, RESPONSE_TEXT, MESSAGE_OUTPUT)
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
@@ -76,13 +78,19 @@ def grammar_of_response(fields: Fields) -> Grammar | None:
         return _of_format(text.part("format"), nested=False)
 
 
+def grammar_of_message(fields: Fields) -> Grammar | None:
+    """Reads the grammar in the field `output_config.format` of /v1/messages."""
+    with named_as_sent(fields):
+        return _of_format(fields.part(MESSAGE_OUTPUT).part("format"), nested=False)
+
+
 @contextmanager
 def named_as_sent(fields: Fields) -> Iterator[None]:
     """Context manager that makes errors about the grammar name the field that the client sent."""
     try:
         yield
     except InvalidRequestError as error:
-        name = next((name for name in (*_FIELDS, RESPONSE_TEXT) if fields.has(name)), "")
+        name = next((name for name in _NAMES if fields.has(name)), "")
         if not name or not error.message.startswith("grammar: "):
             raise
         raise InvalidRequestError(f"{name}: {error.message.removeprefix('grammar: ')}") from None

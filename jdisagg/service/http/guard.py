@@ -13,7 +13,7 @@ from jdisagg.caller import Caller, calling
 from jdisagg.errors import JdisaggError, UnauthenticatedError
 from jdisagg.service.bearer import Tokens, identify
 from jdisagg.service.calls import DrainingGuard, cut_short, internal_error, shutting_down
-from jdisagg.service.http.errors import HttpRefusal, error_body, error_headers, http_status
+from jdisagg.service.http.errors import OPENAI_ERRORS, ErrorForm, HttpRefusal, error_headers
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.trace_context import incoming, within
 
@@ -53,14 +53,14 @@ class HttpGuard(DrainingGuard):
             if not self._cutting:
                 raise
             task.uncancel()
-            await self._fail(exchange, cut_short())
+            await self._fail(endpoint, exchange, cut_short())
         except JdisaggError as error:
             if not served or not endpoint.logs:
                 self._refused(exchange.scope["path"], error)
-            await self._fail(exchange, error)
+            await self._fail(endpoint, exchange, error)
         except Exception as error:
             log.exception("%s failed", exchange.scope["path"])
-            await self._fail(exchange, internal_error(error))
+            await self._fail(endpoint, exchange, internal_error(error))
         finally:
             self._running.discard(task)
 
@@ -69,31 +69,35 @@ class HttpGuard(DrainingGuard):
         refused."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
-        if endpoint.method not in (asked, ANY_METHOD):
+        if endpoint.method != ANY_METHOD and asked not in endpoint.method.split(", "):
             exchange.reply_headers.append((b"allow", endpoint.method.encode()))
             raise HttpRefusal(
                 f"method must be {endpoint.method} here, got {method}", 405, "method_not_allowed"
             )
         if endpoint.open:
             return Caller()
-        caller = identify(self._tokens, exchange.headers.get("authorization", ""))
+        tokens, headers = self._tokens, exchange.headers
+        caller = identify(tokens, headers.get("authorization", ""))
+        caller = caller or identify(tokens, headers.get("x-api-key", ""))
         if caller is None:
             raise UnauthenticatedError(
-                "the server requires an API key; send a valid one as `authorization: Bearer ...`"
+                "the server requires an API key; send a valid one as `authorization: Bearer ...` or"
+                " as `x-api-key: ...`"
             )
         if self._refusing or self._cutting:
             raise shutting_down()
         return caller
 
-    async def _fail(self, exchange: Exchange, error: JdisaggError) -> None:
+    async def _fail(self, endpoint: "Endpoint", exchange: Exchange, error: JdisaggError) -> None:
         """Sends the error as the reply or, if a stream has begun, as the stream's last event."""
-        body = error_body(error, exchange.fields)
+        form = endpoint.errors
+        body = form.body(error, exchange.fields)
         try:
             async with asyncio.timeout(LAST_SECONDS):
                 if not exchange.begun:
-                    await exchange.reply(body, http_status(error), headers=error_headers(error))
+                    await exchange.reply(body, form.status(error), headers=error_headers(error))
                 elif not exchange.ended:
-                    await exchange.frame(b"data: " + body + b"\n\n")
+                    await exchange.frame(form.event + b"data: " + body + b"\n\n")
                     await exchange.end_stream()
         except TimeoutError:
             exchange.abort()
@@ -104,10 +108,11 @@ class Endpoint:
 
     Args:
         guard: The server's guard.
-        method: HTTP method, or ANY_METHOD.
+        method: HTTP methods, separated by ", ", or ANY_METHOD.
         handle: The handler.
         open: Whether requests need no token, and a drain neither refuses them nor waits for them.
         logs: Whether the handler itself logs and counts its errors.
+        errors: Form of the errors.
     """
 
     def __init__(
@@ -118,11 +123,13 @@ class Endpoint:
         *,
         open: bool = False,
         logs: bool = False,
+        errors: ErrorForm = OPENAI_ERRORS,
     ) -> None:
         self.method = method
         self.handle = handle
         self.open = open
         self.logs = logs
+        self.errors = errors
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -81,6 +81,7 @@ class Page:
     def endpoints(self, guard: HttpGuard) -> dict[str, Endpoint]:
         return {
             "/": Endpoint(guard, "GET", self._index, open=True),
+            "/docs": Endpoint(guard, "GET", self._docs, open=True),
             "/web/{name}": Endpoint(guard, "GET", self._file, open=True),
             "/api/status": Endpoint(guard, "GET", self._status),
             "/api/timelines": Endpoint(guard, "GET", self._timelines),
@@ -90,6 +91,9 @@ class Page:
 
     async def _index(self, exchange: Exchange) -> None:
         await _reply_file(exchange, "index.html")
+
+    async def _docs(self, exchange: Exchange) -> None:
+        await _reply_file(exchange, "docs.html")
 
     async def _file(self, exchange: Exchange) -> None:
         await _reply_file(exchange, exchange.scope["path_params"]["name"])

@@ -15,8 +15,10 @@ from jdisagg.chat.reasoning_count import token_places
 from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
 from jdisagg.service.http.requests import OfPrompt, Streaming
+from jdisagg.service.http.response_store import Keep
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
 UNREADABLE = "\ufffd"
 
 Json = dict[str, object]
@@ -45,13 +47,14 @@ class Pieces:
 @dataclass(frozen=True, slots=True)
 class Heading:
     """Fields that all objects of one reply share. `told` has the fields of the request that the
-    reply repeats."""
+    reply repeats. `keep`: Keeps the reply, or None."""
 
     id: str
     created: int
     model: str
     version: str | None
     told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    keep: Keep | None = None
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class ReplyChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str = ""
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
 
@@ -97,6 +101,7 @@ class ReplyChoice:
         self.logprobs += event.logprobs
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason.value
+            self.stop_string = event.stop_string
         if event.reasoning:
             self.reasoning.append(event.reasoning)
         for call in event.tool_calls:
@@ -132,6 +137,8 @@ class Reply:
     chunk_object = ""
     prompt_in_choice = False  # whether the choice, and not the reply, has the prompt's ids
     takes_apart = False  # whether reasoning and tool calls are separate from content
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # headers that have the request's id
+    waiting = WAITING  # what a stream sends while the request waits for its first token
 
     def __init__(
         self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
@@ -154,6 +161,9 @@ class Reply:
         # The bytes that follow the text of an event that has nothing but text.
         self._plain = not token_ids and not self._continuous
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end
+
+    def begin(self) -> None:
+        """Is called once the request was found valid, before its answer begins."""
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]

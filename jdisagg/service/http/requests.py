@@ -28,6 +28,7 @@ from jdisagg.service.http.fields import (
     Fields,
 )
 from jdisagg.service.http.grammar import grammar_from
+from jdisagg.service.http.response_store import Keep
 
 MAX_PROMPTS = 256
 MAX_IGNORED_SHOWN = 16
@@ -105,6 +106,8 @@ class Asked:
         answerless: Whether the reply has the echoed prompt only (max_tokens 0). One token is
             generated nevertheless.
         told: Fields of the request that the reply repeats.
+        within_context: Whether a max_tokens that exceeds the context is reduced, not refused.
+        keep: Keeps the reply, or None.
     """
 
     prompts: tuple[Prompt, ...]
@@ -122,6 +125,8 @@ class Asked:
     of_prompt: OfPrompt = OfPrompt()
     answerless: bool = False
     told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    within_context: bool = False
+    keep: Keep | None = None
 
 
 def completion_from(fields: Fields) -> Asked:

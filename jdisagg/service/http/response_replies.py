@@ -27,9 +27,15 @@ class ResponseReply(ChatReply):
     ) -> None:
         super().__init__(heading, streaming, pieces, token_ids)
         self._told = heading.told
+        self._keep = heading.keep
         self._items: list[_Item] = []
         self._open = False  # whether the last item is open
         self._held: list[Json] = []  # entries of tokens without text so far
+
+    def begin(self) -> None:
+        if self._keep is not None and self._keep.begun is not None:
+            begun = self._response([], "in_progress", None, None)
+            self._keep.begun(str(begun["id"]), begun)
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
@@ -147,7 +153,10 @@ class ResponseReply(ChatReply):
         *others, last = self._items
         output = [*(item.shown(_ended(False)) for item in others), last.shown(_ended(cut))]
         reason: Json | None = {"reason": "max_output_tokens"} if cut else None
-        return self._response(output, _ended(cut), reason, usage)
+        response = self._response(output, _ended(cut), reason, usage)
+        if self._keep is not None:
+            self._keep.finished(response, output)
+        return response
 
     def _response(
         self, output: list[Json], status: str, incomplete: Json | None, usage: Usage | None
@@ -167,7 +176,7 @@ class ResponseReply(ChatReply):
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "tools": [],
-            "store": False,
+            "store": self._keep is not None,
             "usage": _usage_of(usage) if usage is not None else None,
             **self._told,
         }

@@ -1,7 +1,8 @@
-"""Reads requests of /v1/responses. The server keeps no state between requests.
+"""Reads requests of /v1/responses.
 
-Responses are not stored. Fields that refer to an earlier response are therefore rejected, and the
-client must send the whole conversation with each request. `response_replies` builds the reply."""
+A request may continue an earlier response if the server keeps responses (`response_store`).
+Otherwise fields that refer to an earlier response are refused, and the client must send the whole
+conversation with each request. `response_replies` builds the reply."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +14,11 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.chat import chat_message, offered_tools, text_of
-from jdisagg.service.http.fields import INTEGER, TEXT, TEXTS, YES, FieldKind, Fields
+from jdisagg.service.http.errors import HttpRefusal
+from jdisagg.service.http.fields import INTEGER, OBJECT, TEXT, TEXTS, YES, FieldKind, Fields
 from jdisagg.service.http.grammar import grammar_of_response
 from jdisagg.service.http.requests import Asked, asked_from, sampling_options
+from jdisagg.service.http.response_store import Begun, Items, Keep, ResponseStore
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -23,18 +26,22 @@ _INPUT = FieldKind(
     "a string or a list of messages",
     msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
 )
+_raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # Fields of the request that a response repeats.
 _TOLD = (
     *("instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "temperature"),
     *("text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
+    *("background", "metadata", "previous_response_id"),
 )
 _STATELESS = "the server stores no responses; send the whole conversation as input"
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+_OF_STORES: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
-    "conversation": ((), _STATELESS),
-    "prompt": ((), _STATELESS),
-    "prompt_logprobs": ((), "use /v1/chat/completions"),
     "background": ((False,), "wait for the reply"),
+}
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "conversation": ((), "send the conversation as input, or previous_response_id"),
+    "prompt": ((), "send the prompt's text as input"),
+    "prompt_logprobs": ((), "use /v1/chat/completions"),
     # Both values have the same effect: an input that is too long is rejected, never truncated.
     "truncation": (("disabled", "auto"), "shorten the input"),
     "context_management": (([],), "shorten the input"),
@@ -42,18 +49,25 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def response_from(fields: Fields) -> Asked:
-    fields.refuse(_REFUSED)
-    fields.ignore("max_tool_calls")
+def response_from(
+    fields: Fields, store: ResponseStore | None = None, begun: Begun | None = None
+) -> Asked:
+    """Reads the request body of /v1/responses. Raises InvalidRequestError with the invalid field.
+
+    Args:
+        store: The kept responses, or None if the server keeps none.
+        begun: Called once the request was found valid, if its response is kept.
+    """
+    fields.refuse(_REFUSED if store is not None else _OF_STORES | _REFUSED)
+    fields.ignore("max_tool_calls", "background")
     instructions = fields.read("instructions", TEXT)
-    given = fields.given("input", _INPUT)
     messages = [ChatMessage("system", instructions)] if instructions else []
-    if isinstance(given, str):
-        messages.append(ChatMessage("user", given))
-    else:
-        at_most("input", len(given), MAX_MESSAGES)
-        for at, one in enumerate(given):
-            _add(messages, Fields(one, f"input[{at}]."))
+    items = _items(fields, store, messages)
+    keep = None
+    if store is not None and fields.read("store", YES) is not False:
+        keep = Keep(store, items, begun)
+    elif begun is not None:
+        raise InvalidRequestError("background needs a stored response; set store to true")
     options = sampling_options(fields)
     options["grammar"] = grammar_of_response(fields) or options.get("grammar")
     options["max_tokens"] = fields.read("max_output_tokens", INTEGER)
@@ -62,7 +76,36 @@ def response_from(fields: Fields) -> Asked:
     if LOGPROBS in included or top is not None:
         options["logprobs"] = top or 0
     asked = asked_from(fields, (_chat(fields, messages),), options)
-    return replace(asked, told={name: fields.raw(name) for name in _TOLD if fields.has(name)})
+    told = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
+    return replace(asked, told=told, keep=keep)
+
+
+def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessage]) -> Items:
+    """Reads the conversation and appends it to `messages`: the items of an earlier response, then
+    those of `input`. Returns all items."""
+    earlier: Items = ()
+    if store is not None and (previous := fields.read("previous_response_id", TEXT)):
+        kept = store.find(previous)
+        if kept is None or not kept.items:
+            raise HttpRefusal(
+                f"previous_response_id={previous[:80]!r} is not a finished response that the server"
+                " keeps; send the whole conversation as input",
+                400,
+                "previous_response_not_found",
+            )
+        earlier = kept.items
+        for raw in earlier:
+            _add(messages, Fields(OBJECT.decode(raw), "previous_response_id: "))
+    given = fields.given("input", _INPUT)
+    if isinstance(given, str):
+        messages.append(ChatMessage("user", given))
+        said = {"type": "message", "role": "user", "content": given}
+        return (*earlier, msgspec.Raw(msgspec.json.encode(said)))
+    at_most("input", len(earlier) + len(given), MAX_MESSAGES)
+    for at, one in enumerate(given):
+        _add(messages, Fields(one, f"input[{at}]."))
+    # Copies, because a part of the body would keep all of the body in memory.
+    return (*earlier, *(raw.copy() for raw in _raw_items(fields.raw("input"))))
 
 
 def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:

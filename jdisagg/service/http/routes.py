@@ -4,21 +4,27 @@ metrics and version. The web page is in `page.py`."""
 import re
 import time
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 
 import msgspec
 from starlette.routing import Route, Router
 
 from jdisagg import __version__
+from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.http.chat import chat_prompt
-from jdisagg.service.http.errors import HttpRefusal
+from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange
 from jdisagg.service.http.fields import INTEGERS, TEXT, YES, Fields
 from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
+from jdisagg.service.http.kept_responses import KeptResponses
+from jdisagg.service.http.messages import message_prompt
+from jdisagg.service.http.openapi import openapi_json
 from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
+from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
 
 Scrape = Callable[[], Awaitable[bytes]]
@@ -35,7 +41,7 @@ class HttpRoutes:
         frontend: Frontend that handles the requests.
         guard: Guard, which every request passes through.
         log: Request log.
-        limit_bytes: Size limit of a request body.
+        config: Size limit of a request body, and of kept responses.
         scrape: Function that returns the metrics text, or None without metrics.
         page: Data sources of the web page.
     """
@@ -45,16 +51,18 @@ class HttpRoutes:
         frontend: Frontend,
         guard: HttpGuard,
         log: RequestLog,
-        limit_bytes: int,
+        config: ServiceConfig,
         scrape: Scrape | None,
         page: PageSources,
     ) -> None:
         self._frontend = frontend
         self._guard = guard
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes = config.max_message_bytes
         self._scrape = scrape
         self._since = int(time.time())
         self._generation = HttpGeneration(frontend, log, limit_bytes)
+        kept_bytes = (config.kept_responses_mib or 0) << 20
+        self._store = ResponseStore(kept_bytes) if kept_bytes else None
         self._page = Page(frontend, page)
 
     @property
@@ -70,7 +78,15 @@ class HttpRoutes:
         endpoints = {
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
             "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
+            "/v1/chat/completions/render": Endpoint(guard, "POST", generation.rendered_chat),
+            "/v1/embeddings": Endpoint(guard, "POST", self._embeddings),
             "/v1/responses": Endpoint(guard, "POST", generation.responses, logs=True),
+            "/v1/messages": Endpoint(
+                guard, "POST", generation.messages, logs=True, errors=MESSAGE_ERRORS
+            ),
+            "/v1/messages/count_tokens": Endpoint(
+                guard, "POST", self._message_tokens, errors=MESSAGE_ERRORS
+            ),
             "/v1/responses/input_tokens": Endpoint(guard, "POST", self._input_tokens),
             "/v1/models": Endpoint(guard, "GET", self._models),
             "/v1/models/{name:path}": Endpoint(guard, "GET", self._model),
@@ -79,14 +95,20 @@ class HttpRoutes:
             "/metrics": Endpoint(guard, "GET", self._metrics),
             "/version": Endpoint(guard, "GET", self._version),
             "/health": Endpoint(guard, "GET", self._health, open=True),
+            "/openapi.json": Endpoint(guard, "GET", self._openapi, open=True),
             **self._page.endpoints(guard),
         }
+        if self._store is not None:
+            kept = KeptResponses(generation, self._store, guard, self._limit_bytes)
+            endpoints |= kept.endpoints(guard)
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
         unknown = Endpoint(guard, ANY_METHOD, self._unknown, open=True)
         return Router(routes, redirect_slashes=False, default=unknown)
 
     async def _models(self, exchange: Exchange) -> None:
-        await exchange.reply(_encode({"object": "list", "data": [self._card()]}))
+        card = self._card()
+        pages = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        await exchange.reply(_encode({"object": "list", "data": [card], **pages}))
 
     async def _model(self, exchange: Exchange) -> None:
         check_model(exchange.scope["path_params"]["name"], self._frontend)
@@ -97,6 +119,9 @@ class HttpRoutes:
         return {
             "id": model.name,
             "object": "model",
+            "type": "model",  # Anthropic's names begin here
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
             "created": self._since,
             "owned_by": OWNER,
             "root": model.name,
@@ -127,10 +152,16 @@ class HttpRoutes:
 
     async def _input_tokens(self, exchange: Exchange) -> None:
         fields = await self._fields(exchange)
-        (prompt,) = response_from(fields).prompts
+        (prompt,) = response_from(fields, self._store).prompts
         _note_ignored(exchange, fields)
         counted = len(await self._frontend.tokenize(prompt))
         await exchange.reply(_encode({"object": "response.input_tokens", "input_tokens": counted}))
+
+    async def _message_tokens(self, exchange: Exchange) -> None:
+        fields = await self._fields(exchange)
+        prompt = message_prompt(fields)
+        _note_ignored(exchange, fields)
+        await exchange.reply(_encode({"input_tokens": len(await self._frontend.tokenize(prompt))}))
 
     async def _detokenize(self, exchange: Exchange) -> None:
         fields = await self._fields(exchange)
@@ -158,6 +189,18 @@ class HttpRoutes:
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.reply(b"{}", 200 if self.ready else 503)
+
+    async def _embeddings(self, exchange: Exchange) -> None:
+        name = self._frontend.model.name
+        raise HttpRefusal(
+            f"model {name!r} is not an embedding model: it generates text; use an embedding model's"
+            " own server for /v1/embeddings",
+            400,
+            "not_an_embedding_model",
+        )
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.reply(openapi_json())
 
     async def _unknown(self, exchange: Exchange) -> None:
         path = re.sub(r"[^\x20-\x7e]", "?", exchange.scope["path"])[:80]

@@ -70,10 +70,7 @@ class HttpServer:
         self.port = 0
         self._config = config
         self._guard = HttpGuard(tokens, log.refused)
-        limit_bytes = config.max_message_bytes
-        self._routes = HttpRoutes(
-            frontend, self._guard, log, limit_bytes, scrape, page or PageSources()
-        )
+        self._routes = HttpRoutes(frontend, self._guard, log, config, scrape, page or PageSources())
         self._server = uvicorn.Server(_settings(_application(self._routes, config), config))
         self._socket: socket.socket | None = None
         self._forced = asyncio.Event()
@@ -252,7 +249,7 @@ def _application(routes: HttpRoutes, config: ServiceConfig) -> ASGIApp:
     return CORSMiddleware(
         application,
         allow_origins=config.cors_origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=SHOWN_HEADERS,
     )

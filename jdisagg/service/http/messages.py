@@ -1,0 +1,236 @@
+"""Reads requests of Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens.
+
+A message is a list of content blocks. Blocks of text, thinking and tool calls become parts of a
+chat's messages, and a tool result becomes a message of its own. `message_replies` builds the
+reply."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+
+from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+from jdisagg.errors import InvalidRequestError
+from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
+from jdisagg.service.http.chat import OfferedTools
+from jdisagg.service.http.fields import (
+    INTEGER,
+    OBJECT,
+    PLAIN_OBJECT,
+    TEXT,
+    TEXTS,
+    YES,
+    FieldKind,
+    Fields,
+)
+from jdisagg.service.http.grammar import grammar_of_message
+from jdisagg.service.http.requests import Asked, asked_from, sampling_options
+
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "send several requests"),
+    "prompt_logprobs": ((), "use /v1/chat/completions"),
+    "mcp_servers": (([],), "call the servers' tools yourself and send them as tools"),
+    "container": ((), "the server runs no code"),
+}
+_WITHOUT_MEANING = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id")
+_OF_BLOCKS = ("cache_control", "citations", "signature", "caller")
+_OF_TOOLS = ("cache_control", "strict", "input_examples", "eager_input_streaming")
+_CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolChoice.NONE}
+# What thinking the client asks for, as variables of chat templates.
+_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
+_JSON_TEXT: FieldKind[str] = FieldKind("an object", lambda raw: _object_text(raw))
+_KINDS = "text, thinking, tool_use or tool_result"
+
+
+def message_from(fields: Fields) -> Asked:
+    """Reads the request body of /v1/messages. Raises InvalidRequestError with the invalid field."""
+    most = fields.given("max_tokens", INTEGER)
+    options = sampling_options(fields)
+    fields.refuse(_REFUSED)
+    fields.ignore(*_WITHOUT_MEANING)
+    stop = fields.read("stop_sequences", TEXTS)
+    options["stop"] = options.get("stop") if stop is None else stop
+    options["max_tokens"] = most or 1
+    options["grammar"] = grammar_of_message(fields) or options.get("grammar")
+    asked = asked_from(fields, (message_prompt(fields),), options)
+    # With max_tokens 0 the request only fills the prefix cache.
+    told = {"max_tokens": msgspec.Raw(b"%d" % most)}
+    return replace(asked, answerless=most == 0, told=told, within_context=True)
+
+
+def message_prompt(fields: Fields) -> ChatPrompt:
+    """Reads the fields of a request that make up the chat. A final message of the assistant is
+    continued by the answer."""
+    messages: list[ChatMessage] = []
+    if system := _text(fields, "system"):
+        messages.append(ChatMessage("system", system))
+    given = fields.parts("messages", MAX_MESSAGES)
+    if given is None:
+        raise InvalidRequestError("messages is missing: send a list of objects")
+    for one in given:
+        for message in _messages(one):
+            _add(messages, message)
+    last = messages[-1] if messages else None
+    goes_on = last is not None and last.role == "assistant" and bool(last.content)
+    goes_on = goes_on and last is not None and not last.tool_calls
+    _check_context(fields.part("context_management"))
+    offered, several = _offered(fields)
+    return ChatPrompt(
+        tuple(messages),
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        arguments=_arguments(fields),
+        tools=offered.tools,
+        tool_choice=offered.choice,
+        parallel_tool_calls=several,
+        tool_name=offered.name,
+    )
+
+
+def _arguments(fields: Fields) -> dict[str, object]:
+    """Returns variables of the chat template: those of `chat_template_kwargs`, whether the model
+    shall think, under the names that templates use, and the effort."""
+    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
+    thinking = fields.part("thinking")
+    thinking.ignore("budget_tokens", "display")
+    if thinking.names:
+        kind = thinking.given("type", TEXT)
+        if kind not in _THINKING:
+            raise InvalidRequestError(
+                f"thinking.type must be {', '.join(_THINKING)}, got {kind[:80]!r}"
+            )
+        for name in ("enable_thinking", "thinking"):
+            arguments.setdefault(name, _THINKING[kind])
+    if effort := fields.part("output_config").read("effort", TEXT):
+        arguments.setdefault("reasoning_effort", effort)
+    return arguments
+
+
+def _check_context(management: Fields) -> None:
+    """Refuses edits of the context, except those that keep the whole context."""
+    for edit in management.parts("edits") or ():
+        kind = edit.given("type", TEXT)
+        keeps_all = edit.has("keep") and bytes(edit.raw("keep")) == b'"all"'
+        if not (kind.startswith("clear_thinking") and keeps_all):
+            raise InvalidRequestError(
+                f"{edit.path}type={kind[:80]!r} is not supported; shorten the messages yourself"
+            )
+
+
+def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
+    """Appends a message. Consecutive messages of the user or of the assistant become one."""
+    before = messages[-1] if messages else None
+    if before is None or before.role != message.role or message.role == "tool":
+        messages.append(message)
+        return
+    messages[-1] = replace(
+        before,
+        content=_joined(before.content, message.content),
+        reasoning=_joined(before.reasoning, message.reasoning),
+        tool_calls=before.tool_calls + message.tool_calls,
+    )
+
+
+def _joined(first: str, second: str) -> str:
+    return f"{first}\n{second}" if first and second else first or second
+
+
+def _messages(message: Fields) -> Iterator[ChatMessage]:
+    """Yields the messages of a chat for one message of the request, in the order of its blocks."""
+    role = message.given("role", TEXT)
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequestError(
+            f"{message.path}role must be user or assistant, got {role[:64]!r}"
+        )
+    blocks = _blocks(message, "content")
+    if isinstance(blocks, str):
+        yield ChatMessage(role, blocks)
+        return
+    if not blocks:
+        yield ChatMessage(role, "")
+    for block in blocks:
+        yield _message(role, block)
+
+
+def _message(role: str, block: Fields) -> ChatMessage:
+    """Returns one content block as a message."""
+    kind = block.given("type", TEXT)
+    block.ignore(*_OF_BLOCKS)
+    if kind == "text":
+        return ChatMessage(role, block.given("text", TEXT))
+    if kind == "tool_result" and role == "user":
+        block.ignore("is_error")
+        called = block.given("tool_use_id", TEXT)
+        return ChatMessage("tool", _text(block, "content"), tool_call_id=called)
+    if role == "assistant":
+        if kind == "thinking":
+            return ChatMessage(role, "", reasoning=block.given("thinking", TEXT))
+        if kind == "redacted_thinking":
+            block.ignore("data")
+            return ChatMessage(role, "")
+        if kind == "tool_use":
+            arguments = block.given("input", _JSON_TEXT)
+            call = ToolCall(block.given("name", TEXT), arguments, block.given("id", TEXT))
+            return ChatMessage(role, "", tool_calls=(call,))
+    raise InvalidRequestError(
+        f"{block.path}type must be {_KINDS} as the role allows, got {kind[:80]!r} of the role"
+        f" {role}; only text is supported"
+    )
+
+
+def _blocks(fields: Fields, name: str) -> str | list[Fields]:
+    """Reads a field that is a text or a list of content blocks."""
+    if fields.has(name) and not bytes(fields.raw(name)).startswith(b"["):
+        return fields.given(name, TEXT)
+    return fields.parts(name) or []
+
+
+def _text(fields: Fields, name: str) -> str:
+    """Reads a field that is a text or a list of text blocks, which are joined by newlines."""
+    blocks = _blocks(fields, name)
+    if isinstance(blocks, str):
+        return blocks
+    for block in blocks:
+        kind = block.given("type", TEXT)
+        block.ignore(*_OF_BLOCKS)
+        if kind != "text":
+            raise InvalidRequestError(
+                f"{block.path}type must be text, got {kind[:80]!r}; only text is supported"
+            )
+    return "\n".join(block.given("text", TEXT) for block in blocks)
+
+
+def _offered(fields: Fields) -> tuple[OfferedTools, bool]:
+    """Returns the tools that the model may call, and whether it may call several at once."""
+    tools = tuple(map(_tool, fields.parts("tools", MAX_TOOLS) or ()))
+    choice = fields.part("tool_choice")
+    several = choice.read("disable_parallel_tool_use", YES) is not True
+    kind = choice.given("type", TEXT) if choice.names else "auto"
+    if kind == "tool":
+        name = choice.given("name", TEXT)
+        return OfferedTools(tools, ToolChoice.REQUIRED, name), several
+    if kind not in _CHOICES:
+        raise InvalidRequestError(
+            f"tool_choice.type must be {', '.join(_CHOICES)} or tool, got {kind[:80]!r}"
+        )
+    return OfferedTools(tools, _CHOICES[kind], ""), several
+
+
+def _tool(tool: Fields) -> ChatTool:
+    kind = tool.read("type", TEXT) or "custom"
+    if kind != "custom":
+        raise InvalidRequestError(
+            f"{tool.path}type must be custom, got {kind[:80]!r}; the server runs no tools, and the"
+            " model has no schemas of Anthropic's own tools"
+        )
+    tool.ignore(*_OF_TOOLS)
+    return ChatTool(
+        tool.given("name", TEXT),
+        tool.read("description", TEXT) or "",
+        tool.given("input_schema", PLAIN_OBJECT),
+    )
+
+
+def _object_text(raw: msgspec.Raw) -> str:
+    OBJECT.decode(raw)
+    return bytes(raw).decode()

@@ -1,0 +1,214 @@
+"""OpenAPI description of the HTTP API, at /openapi.json. The page /docs shows it.
+
+Lists the endpoints with the fields of their requests. A test compares it with the routes and with
+the code that reads the fields."""
+
+import functools
+from collections.abc import Mapping
+
+import msgspec
+
+from jdisagg import __version__
+
+Json = dict[str, object]
+
+_TYPES: dict[str, Json] = {
+    "number": {"type": "number"},
+    "integer": {"type": "integer"},
+    "boolean": {"type": "boolean"},
+    "string": {"type": "string"},
+    "object": {"type": "object"},
+    "objects": {"type": "array", "items": {"type": "object"}},
+    "integers": {"type": "array", "items": {"type": "integer"}},
+    "strings": {"type": "array", "items": {"type": "string"}},
+    "string or strings": {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+    },
+    "string or objects": {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
+    },
+    "string or object": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+    "prompt": {
+        "description": "A text, a list of texts, token ids, or a list of such lists.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {}}],
+    },
+}
+
+
+def _fields(**names: str) -> dict[str, str]:
+    """Returns the type of each of the fields, given as the names of the fields by type."""
+    return {name: kind.replace("_", " ") for kind, text in names.items() for name in text.split()}
+
+
+_SAMPLING = _fields(
+    number="temperature top_p min_p presence_penalty frequency_penalty repetition_penalty",
+    integer="top_k seed min_tokens n best_of",
+    boolean="ignore_eos include_stop_str_in_output skip_special_tokens",
+    integers="stop_token_ids allowed_token_ids",
+    string_or_strings="stop bad_words",
+    object="logit_bias structured_outputs response_format",
+)
+_REQUEST = _fields(
+    string="model request_id tenant cache_salt",
+    integer="priority",
+    number="deadline_seconds",
+    boolean="stream return_token_ids return_tokens_as_token_ids",
+    object="stream_options",
+)
+_GENERATION = {**_REQUEST, **_SAMPLING}
+_TOOLS = _fields(objects="tools", string_or_object="tool_choice", boolean="parallel_tool_calls")
+_TEMPLATE = _fields(
+    objects="messages",
+    object="chat_template_kwargs",
+    boolean="add_generation_prompt continue_final_message",
+    string="reasoning_effort",
+)
+_CHAT = {
+    **_GENERATION,
+    **_TEMPLATE,
+    **_TOOLS,
+    **_fields(
+        integer="max_tokens max_completion_tokens top_logprobs prompt_logprobs", boolean="logprobs"
+    ),
+}
+_RESPONSE = {
+    **_GENERATION,
+    **_TOOLS,
+    **_fields(
+        string_or_objects="input",
+        string="instructions previous_response_id",
+        integer="max_output_tokens top_logprobs",
+        boolean="store background",
+        object="text reasoning metadata",
+        strings="include",
+    ),
+}
+_MESSAGE = {
+    **_GENERATION,
+    **_fields(
+        objects="messages tools",
+        integer="max_tokens",
+        object="tool_choice thinking output_config chat_template_kwargs",
+        string_or_objects="system",
+        strings="stop_sequences",
+    ),
+}
+_COMPLETION = {
+    **_GENERATION,
+    **_fields(prompt="prompt", integer="max_tokens logprobs prompt_logprobs", boolean="echo"),
+}
+_TOKENIZE = {
+    **_TEMPLATE,
+    **_TOOLS,
+    **_fields(string="model", prompt="prompt", boolean="return_token_strs"),
+}
+_DETOKENIZE = _fields(string="model", integers="tokens", boolean="skip_special_tokens")
+# Path and method: what the endpoint does, the fields of its request, and the required ones.
+_PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
+    "/v1/completions": {"post": ("Completes prompts.", _COMPLETION, ("prompt",))},
+    "/v1/chat/completions": {"post": ("Answers a chat.", _CHAT, ("messages",))},
+    "/v1/chat/completions/render": {
+        "post": ("Shows the prompt and sampling parameters of a chat.", _CHAT, ("messages",))
+    },
+    "/v1/responses": {"post": ("Answers in the form of responses.", _RESPONSE, ("input",))},
+    "/v1/responses/input_tokens": {
+        "post": ("Counts the input tokens of a response.", _RESPONSE, ("input",))
+    },
+    "/v1/responses/{id}": {
+        "get": ("Returns a kept response.", {}, ()),
+        "delete": ("Deletes a kept response.", {}, ()),
+    },
+    "/v1/responses/{id}/cancel": {"post": ("Cancels a response in the background.", {}, ())},
+    "/v1/responses/{id}/input_items": {"get": ("Lists the input of a kept response.", {}, ())},
+    "/v1/messages": {
+        "post": ("Answers in the form of Anthropic's API.", _MESSAGE, ("messages", "max_tokens"))
+    },
+    "/v1/messages/count_tokens": {
+        "post": ("Counts the input tokens of a message.", _MESSAGE, ("messages",))
+    },
+    "/v1/models": {"get": ("Lists the served model.", {}, ())},
+    "/v1/models/{name}": {"get": ("Describes the served model.", {}, ())},
+    "/v1/embeddings": {
+        "post": ("Is refused: no embedding model is served.", {"model": "string"}, ())
+    },
+    "/tokenize": {"post": ("Converts a prompt or a chat to tokens.", _TOKENIZE, ())},
+    "/detokenize": {"post": ("Converts tokens to text.", _DETOKENIZE, ("tokens",))},
+    "/metrics": {"get": ("Metrics in Prometheus' text format.", {}, ())},
+    "/version": {"get": ("The server's version.", {}, ())},
+    "/health": {"get": ("200 if the server is ready, else 503. Needs no key.", {}, ())},
+}
+
+
+@functools.cache
+def openapi_json() -> bytes:
+    """Returns the description as JSON."""
+    paths = {
+        path: {method: _operation(path, *one) for method, one in methods.items()}
+        for path, methods in _PATHS.items()
+    }
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "jdisagg",
+                "version": __version__,
+                "description": "Endpoints and fields are explained in docs/http.md. Values, ranges"
+                " and defaults are those of OpenAI's API and of vLLM.",
+            },
+            "paths": paths,
+            "security": [{"bearer": []}, {"key": []}, {}],
+            "components": {
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                },
+                "schemas": {"Error": _ERROR},
+            },
+        }
+    )
+
+
+_ERROR: Json = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {name: _TYPES["string"] for name in ("message", "type", "param", "code")},
+        }
+    },
+}
+
+
+def _operation(
+    path: str, summary: str, fields: Mapping[str, str], required: tuple[str, ...]
+) -> Json:
+    replies: Json = {"application/json": {"schema": {"type": "object"}}}
+    if "stream" in fields and path in _STREAMED:
+        replies["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    made: Json = {
+        "summary": summary,
+        "responses": {
+            "200": {"description": "The reply.", "content": replies},
+            "default": {"description": "An error.", "content": error},
+        },
+    }
+    if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": _TYPES["string"]}
+            for name in names
+        ]
+    if fields:
+        schema: Json = {
+            "type": "object",
+            "properties": {name: _TYPES[kind] for name, kind in sorted(fields.items())},
+            "required": list(required),
+        }
+        made["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return made
+
+
+_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")

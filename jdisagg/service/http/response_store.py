@@ -1,0 +1,142 @@
+"""Responses that the server keeps, so that later requests refer to them by id.
+
+A kept response has the whole conversation up to its end: the items of the requests and of the
+answers, in order. It can thus be continued even after earlier responses are gone. The store is in
+the memory of one process, and has limits on size and time. The responses that were used least
+recently go first. A response can be read only by callers with the identity that made it."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from jdisagg import caller
+from jdisagg.clock import MonotonicClock
+from jdisagg.service.http.errors import HttpRefusal
+
+Json = dict[str, object]
+Items = tuple[msgspec.Raw, ...]
+Begun = Callable[[str, Json], None]
+
+MAX_RESPONSES = 16_384
+KEEP_SECONDS = 24 * 3600.0
+# Estimate of Python's objects for one response, and for one item of a conversation.
+RESPONSE_BYTES, ITEM_BYTES = 1024, 64
+
+_encode = msgspec.json.encode
+
+
+@dataclass(slots=True)
+class KeptResponse:
+    """One kept response.
+
+    Attributes:
+        body: The response object, as JSON.
+        items: Items of the conversation, those of the answer last.
+        inputs: Number of items that precede the answer.
+        task: The task that generates the response in the background, until it has ended.
+    """
+
+    body: bytes
+    items: Items
+    inputs: int
+    task: asyncio.Task[None] | None = None
+    expires_at: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        # Items that several responses share count for each of them.
+        items = sum(map(len, map(bytes, self.items))) + ITEM_BYTES * len(self.items)
+        return RESPONSE_BYTES + len(self.body) + items
+
+
+class ResponseStore:
+    """Responses by id, within a limit of `limit_bytes`. Use it on one event loop."""
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        seconds: float = KEEP_SECONDS,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        self._limit_bytes = limit_bytes
+        self._seconds = seconds
+        self._now = now or MonotonicClock().now
+        self._kept: OrderedDict[tuple[str, str, str], KeptResponse] = OrderedDict()
+        self._sizes: dict[tuple[str, str, str], int] = {}
+        self._size_bytes = 0
+
+    def put(self, response_id: str, response: KeptResponse) -> None:
+        """Keeps a response, in place of one with the same id. A response that is larger than the
+        whole store is not kept."""
+        key = _key(response_id)
+        self._drop(key)
+        response.expires_at = self._now() + self._seconds
+        self._kept[key], self._sizes[key] = response, response.size_bytes
+        self._size_bytes += self._sizes[key]
+        while self._size_bytes > self._limit_bytes or len(self._kept) > MAX_RESPONSES:
+            self._drop(next(iter(self._kept)))
+
+    def find(self, response_id: str) -> KeptResponse | None:
+        """Returns the caller's response, or None if the store has none with this id."""
+        key, now = _key(response_id), self._now()
+        response = self._kept.get(key)
+        if response is None:
+            return None
+        if response.expires_at <= now:
+            self._drop(key)
+            return None
+        self._kept.move_to_end(key)
+        return response
+
+    def given(self, response_id: str) -> KeptResponse:
+        """Returns the caller's response. Raises HttpRefusal (404) if the store has none with this
+        id."""
+        response = self.find(response_id)
+        if response is None:
+            raise HttpRefusal(
+                f"Response with id {response_id[:80]!r} not found; responses are kept for"
+                f" {self._seconds:g} s at most, by one server",
+                404,
+                "response_not_found",
+            )
+        return response
+
+    def delete(self, response_id: str) -> None:
+        """Deletes a response. Ends its task if it is still being generated."""
+        response = self.given(response_id)
+        if response.task is not None:
+            response.task.cancel()
+        self._drop(_key(response_id))
+
+    def _drop(self, key: tuple[str, str, str]) -> None:
+        if self._kept.pop(key, None) is not None:
+            self._size_bytes -= self._sizes.pop(key)
+
+
+@dataclass(slots=True)
+class Keep:
+    """Keeps the response to one request.
+
+    Attributes:
+        store: Where the response is kept.
+        items: Items of the conversation before the answer.
+        begun: Called with the id and the response object before the answer begins.
+    """
+
+    store: ResponseStore
+    items: Items
+    begun: Begun | None = None
+
+    def finished(self, response: Json, output: Sequence[Json]) -> None:
+        """Keeps a finished response. `output` are the items of the answer."""
+        answer = tuple(msgspec.Raw(_encode(item)) for item in output)
+        kept = KeptResponse(_encode(response), (*self.items, *answer), len(self.items))
+        self.store.put(str(response["id"]), kept)
+
+
+def _key(response_id: str) -> tuple[str, str, str]:
+    who = caller.current()
+    return who.tenant, who.token, response_id

@@ -1,0 +1,129 @@
+"""anthropic-sdk-python: messages, their streams, tools in a loop, typed answers and errors."""
+
+import asyncio
+from typing import Literal
+
+import anthropic
+import checks
+from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS
+from pydantic import BaseModel
+
+CHAT = [{"role": "user", "content": STORY}]
+ASKED = {"model": MODEL, "messages": CHAT, "extra_body": {"temperature": 0}}
+WEATHER = {
+    "name": "weather",
+    "description": "Of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": list(CITIES)}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+class Dog(BaseModel):
+    name: Literal["Rex", "Bo"]
+    age: Literal[1, 2, 3]
+
+
+def client(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+
+
+def strict(reply: BaseModel) -> None:
+    """Clients build their objects of whatever comes; this holds a reply against their types."""
+    type(reply).model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
+
+
+def test_the_model_is_listed(url: str) -> None:
+    (model,) = client(url).models.list()
+    assert model.id == MODEL and client(url).models.retrieve(MODEL).display_name == MODEL
+
+
+def test_a_message_and_its_stream_say_the_same(url: str) -> None:
+    whole = client(url).messages.create(**ASKED, max_tokens=12, system="Be brief")
+    strict(whole)
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
+    with client(url).messages.stream(**ASKED, max_tokens=12, system="Be brief") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    strict(final)
+    assert text == "".join(block.text for block in whole.content)
+    assert final.content == whole.content
+    assert final.usage.output_tokens == 12 and final.stop_reason == "max_tokens"
+    for event in client(url).messages.create(**ASKED, max_tokens=4, stream=True):
+        strict(event)
+
+
+def test_a_stop_sequence_is_named(url: str) -> None:
+    create = client(url).messages.create
+    text = create(**ASKED, max_tokens=24).content[0].text
+    stop = text.split()[3]
+    reply = create(**ASKED, max_tokens=24, stop_sequences=[stop])
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", stop)
+    assert reply.content[0].text == text[: text.index(stop)]
+
+
+def test_tokens_are_counted(url: str) -> None:
+    counted = client(url).messages.count_tokens(model=MODEL, messages=CHAT, tools=[WEATHER])
+    strict(counted)
+    usage = client(url).messages.create(**ASKED, max_tokens=1, tools=[WEATHER]).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_tool_is_called_and_its_result_goes_back(url: str) -> None:
+    create = client(url).messages.create
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        asked = ASKED | {"max_tokens": TOOL_TOKENS, "tools": [WEATHER]}
+        one = choice | {"disable_parallel_tool_use": True}
+        reply = create(**asked, tool_choice=one)
+        strict(reply)
+        (call,) = reply.content
+        assert reply.stop_reason == "tool_use" and call.input["city"] in CITIES
+        with client(url).messages.stream(**asked, tool_choice=one) as stream:
+            pieces = [event.partial_json for event in stream if event.type == "input_json"]
+            assert stream.get_final_message().content[0].input == call.input and pieces
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+        history = [*CHAT, reply.to_param(), {"role": "user", "content": [result]}]
+        more = create(model=MODEL, messages=history, max_tokens=8, tools=[WEATHER])
+        strict(more)
+
+
+def test_a_typed_answer(url: str) -> None:
+    reply = client(url).messages.parse(**ASKED, max_tokens=TOOL_TOKENS, output_format=Dog)
+    assert isinstance(reply.parsed_output, Dog)
+
+
+def test_a_message_goes_on_where_it_was_begun(url: str) -> None:
+    begun = [*CHAT, {"role": "assistant", "content": "Once upon a"}]
+    reply = client(url).messages.create(model=MODEL, messages=begun, max_tokens=6)
+    assert reply.content and not reply.content[0].text.startswith("Once")
+
+
+async def test_many_streams_at_once(url: str) -> None:
+    ours = anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0)
+
+    async def one() -> str:
+        async with ours.messages.stream(**ASKED, max_tokens=16) as stream:
+            return await stream.get_final_text()
+
+    assert len({*await asyncio.gather(*[one() for _ in range(8)])}) == 1
+
+
+def test_errors_have_their_types(url: str) -> None:
+    create = client(url).messages.create
+    for asked, kind in (
+        ({"model": "other"}, anthropic.NotFoundError),
+        ({"extra_body": {"temperature": -1.0}}, anthropic.BadRequestError),
+        ({"messages": []}, anthropic.BadRequestError),
+    ):
+        try:
+            create(**ASKED | {"max_tokens": 4} | asked)
+            raise AssertionError("not refused")
+        except kind as error:
+            assert error.body["error"]["message"] and error.request_id
+
+
+if __name__ == "__main__":
+    checks.run(dict(globals()))

@@ -1,0 +1,320 @@
+"""Anthropic's Messages API: what the model is shown, and messages whole and as events. The client
+`anthropic` itself runs in `tests.http_clients`."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdisagg.config import ServiceConfig
+from jdisagg.request import GrammarKind, Request, StreamEvent
+from jdisagg.service.http import generation
+from tests.service.doors import CACHED, MODEL, FakePath
+from tests.service.http_doors import HttpDoor, http_door
+from tests.service.test_chats_with_tools import CALLS, SCHEMA, TEMPLATE, THOUGHT, Script
+
+MESSAGES = "/v1/messages"
+HI: Any = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
+WEATHER: Any = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
+
+
+@dataclass
+class Stopped(Script):
+    """A script that a stop string ends."""
+
+    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        async for event in super().stream(request):
+            if event.finish_reason is not None:
+                object.__setattr__(event, "stop_string", "###")
+            yield event
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[HttpDoor]:
+    async with http_door(Script(), template=TEMPLATE) as one:
+        yield one
+
+
+def prompts(door: HttpDoor) -> list[str]:
+    return [bytes(request.prompt_token_ids).decode() for request in door.path.requests]
+
+
+def frames(body: bytes) -> list[dict[str, Any]]:
+    """The events of a stream; each is named as its data is."""
+    found = []
+    for event in filter(None, body.decode().split("\n\n")):
+        if event.startswith(":"):
+            continue
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def accumulated(some: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a stream's events add up to, as Anthropic's documentation describes it."""
+    first, *rest = [event for event in some if event["type"] != "ping"]
+    assert first["type"] == "message_start" and rest[-1] == {"type": "message_stop"}
+    message, partial = first["message"], ""
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    for event in rest[:-1]:
+        kind, content = event["type"], message["content"]
+        if kind == "content_block_start":
+            assert event["index"] == len(content)
+            content.append(event["content_block"])
+            partial = ""
+        elif kind == "content_block_delta":
+            delta = event["delta"]
+            match delta["type"]:
+                case "input_json_delta":
+                    partial += delta["partial_json"]
+                case "signature_delta":
+                    content[-1]["signature"] = delta["signature"]
+                case named:
+                    name = named.removesuffix("_delta")
+                    content[-1][name] += delta[name]
+        elif kind == "content_block_stop":
+            assert event["index"] == len(content) - 1
+            if content[-1]["type"] == "tool_use":
+                assert content[-1]["input"] == {}
+                content[-1]["input"] = json.loads(partial or "{}")
+        else:
+            assert kind == "message_delta"
+            message |= event["delta"]
+            message["usage"] |= event["usage"]
+    return message
+
+
+async def both(door: HttpDoor, asked: dict[str, Any]) -> dict[str, Any]:
+    """The message whole, which equals the message streamed."""
+    asked = asked | {"request_id": "same"}
+    answer = await door.ask(MESSAGES, asked)
+    assert answer.status == 200 and answer.headers["request-id"] == "same"
+    streamed = await door.ask(MESSAGES, asked | {"stream": True})
+    assert accumulated(frames(streamed.body)) == answer.fields
+    return answer.fields
+
+
+@pytest.mark.parametrize("characters", [1, 3, 1000])
+async def test_thinking_text_and_calls_are_blocks(door: HttpDoor, characters: int) -> None:
+    door.path.text, door.path.characters = THOUGHT, characters  # type: ignore[attr-defined]
+    message = await both(door, HI | {"tools": [WEATHER]})
+    thinking, text, *calls = message["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", "hmm")
+    assert thinking["signature"] and text == {"type": "text", "text": "Let me see."}
+    assert [(one["type"], one["name"], one["input"]) for one in calls] == [
+        ("tool_use", "weather", {"city": "Köln"}),
+        ("tool_use", "weather", {}),
+    ]
+    assert len({one["id"] for one in calls}) == 2
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "tiny")
+    assert message["id"] == "msg_same"
+
+
+@pytest.mark.parametrize(("cut", "reason"), [(False, "end_turn"), (True, "max_tokens")])
+async def test_why_a_message_ended(door: HttpDoor, cut: bool, reason: str) -> None:
+    door.path.text, door.path.cut = "yes", cut  # type: ignore[attr-defined]
+    message = await both(door, HI | {"max_tokens": 3})
+    assert message["stop_reason"] == reason
+    assert message["content"] == [{"type": "text", "text": "yes"}]
+    used = {"input_tokens": 19, "output_tokens": 3}
+    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    assert message["usage"] == used | cache
+
+
+async def test_a_full_context_is_not_max_tokens(door: HttpDoor) -> None:
+    door.path.text, door.path.cut = "yes", True  # type: ignore[attr-defined]
+    message = await both(door, HI | {"max_tokens": 32_000})
+    assert message["stop_reason"] == "model_context_window_exceeded"
+    request = door.path.requests[0]
+    assert len(request.prompt_token_ids) + request.sampling.max_tokens == MODEL.context_tokens
+
+
+async def test_a_stop_sequence_is_named() -> None:
+    async with http_door(Stopped(text="yes"), template=TEMPLATE) as door:
+        message = await both(door, HI | {"stop_sequences": ["###", "y"]})
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "###")
+        assert door.path.requests[0].sampling.stop == ("###", "y")
+
+
+async def test_a_call_that_was_cut_off_keeps_its_text(door: HttpDoor) -> None:
+    path = door.path
+    path.text, path.cut = CALLS[: CALLS.index("Köln") + 2], True  # type: ignore[attr-defined]
+    message = (await door.ask(MESSAGES, HI | {"tools": [WEATHER]})).fields
+    (call,) = message["content"]
+    assert call["input"] == {"INVALID_JSON": '{"city": "Kö'}
+
+
+async def test_cached_tokens_are_left_out_of_input_tokens() -> None:
+    async with http_door() as door:
+        usage = (await both(door, HI | {"max_tokens": 4}))["usage"]
+        prompt = len(door.path.requests[0].prompt_token_ids)
+        assert usage["cache_read_input_tokens"] == CACHED.total
+        assert usage["input_tokens"] == prompt - CACHED.total
+
+
+ROUND: Any = [
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "Well."},
+            {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rom"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c1",
+                "content": [{"type": "text", "text": "wet"}],
+                "is_error": False,
+            },
+            {"type": "text", "text": "so", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "then"},
+        ],
+    },
+]
+SHOWN = (
+    "<system>Be\nbrief<user>hi<assistant><think>hm</think>Well.<tool_call>weather Rom c1"
+    "</tool_call><tool>wet(c1)<user>so\nthen<assistant>"
+)
+
+
+async def test_the_model_is_shown_the_whole_conversation(door: HttpDoor) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    system = [{"type": "text", "text": text} for text in ("Be", "brief")]
+    asked = {"messages": ROUND, "system": system, "tools": [WEATHER]}
+    answer = await door.ask(MESSAGES, asked | {"max_tokens": 9, "metadata": {"user_id": "u"}})
+    assert "jdisagg-ignored-fields" not in answer.headers
+    function = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
+    tools = json.dumps({"type": "function", "function": function})
+    assert prompts(door) == [f"[{tools}]{SHOWN}"]
+    counted = await door.ask(f"{MESSAGES}/count_tokens", asked)
+    assert counted.fields == {"input_tokens": len(door.path.requests[0].prompt_token_ids)}
+
+
+async def test_a_final_message_of_the_assistant_is_continued(door: HttpDoor) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    messages = [*HI["messages"], {"role": "assistant", "content": "Well, "}]
+    message = await both(door, HI | {"messages": messages})
+    assert prompts(door)[0] == "<user>hi<assistant>Well, "
+    assert message["content"] == [{"type": "text", "text": "ok"}]
+
+
+@pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("disabled", False)])
+async def test_thinking_is_asked_of_the_template(door: HttpDoor, kind: str, thinks: bool) -> None:
+    door.path.text = "a</think>b" if thinks else "b"  # type: ignore[attr-defined]
+    message = await both(door, HI | {"thinking": {"type": kind, "budget_tokens": 1024}})
+    assert prompts(door)[0].endswith("<think>\n") == thinks
+    assert [one["type"] for one in message["content"]] == ["thinking"] * thinks + ["text"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+async def test_a_call_that_is_required(door: HttpDoor, choice: Any) -> None:
+    door.path.text = '[{"name": "weather", "arguments": {"city":"Köln"}}]'  # type: ignore
+    message = await both(door, HI | {"tools": [WEATHER], "tool_choice": choice})
+    assert message["stop_reason"] == "tool_use"
+    assert [one["input"] for one in message["content"]] == [{"city": "Köln"}]
+    assert door.path.requests[0].sampling.grammar is not None
+
+
+async def test_without_a_tool_choice_of_calls_nothing_is_a_call(door: HttpDoor) -> None:
+    door.path.text = CALLS  # type: ignore[attr-defined]
+    message = await both(door, HI | {"tools": [WEATHER], "tool_choice": {"type": "none"}})
+    assert message["content"] == [{"type": "text", "text": CALLS}]
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    message = await both(door, HI | {"tools": [WEATHER], "tool_choice": one})
+    assert len(message["content"]) == 1 and message["stop_reason"] == "tool_use"
+
+
+async def test_an_answer_may_have_to_follow_a_schema(door: HttpDoor) -> None:
+    door.path.text = "{}"  # type: ignore[attr-defined]
+    form = {"type": "json_schema", "schema": SCHEMA}
+    await both(door, HI | {"output_config": {"format": form, "effort": "low"}})
+    grammar = door.path.requests[0].sampling.grammar
+    assert grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA
+    assert json.loads(grammar.text) == SCHEMA
+
+
+async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    message = await both(door, HI | {"max_tokens": 0})
+    assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+    assert message["usage"]["output_tokens"] == 0
+
+
+BLOCK: Any = {"role": "user", "content": [{"type": "image", "source": {}}]}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"messages": None}, "messages is missing"),
+    ({"messages": [BLOCK]}, "messages[0].content[0].type must be text"),
+    ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be user or assist"),
+    ({"system": [{"type": "image"}]}, "system[0].type must be text"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, none or tool"),
+    ({"thinking": {"type": "deep"}}, "thinking.type must be enabled"),
+    ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management.edits[0].type"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers="),
+    ({"n": 2}, "n=2 is not supported"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), WRONG, ids=lambda one: str(one)[:30])
+async def test_what_is_wrong_is_named(door: HttpDoor, fields: Any, words: str) -> None:
+    answer = await door.ask(MESSAGES, HI | fields)
+    assert (answer.status, answer.fields["type"]) == (400, "error")
+    assert answer.error["type"] == "invalid_request_error" and words in answer.error["message"]
+    assert set(answer.error) == {"type", "message"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "kind"),
+    [
+        ({"model": "other"}, 404, "not_found_error"),
+        ({"tenant": "crowd"}, 529, "overloaded_error"),
+        ({"tenant": "bug"}, 500, "api_error"),
+    ],
+)
+async def test_errors_have_anthropics_form(asked: Any, status: int, kind: str) -> None:
+    async with http_door() as door:
+        answer = await door.ask(MESSAGES, HI | {"max_tokens": 5} | asked)
+        assert (answer.status, answer.error["type"]) == (status, kind)
+
+
+async def test_an_error_ends_a_stream_that_began() -> None:
+    async with http_door() as door:
+        asked = HI | {"max_tokens": 5, "tenant": "lost", "stream": True}
+        *_, last = frames((await door.ask(MESSAGES, asked)).body)
+        assert last == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
+
+
+async def test_a_long_wait_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "COMMENT_SECONDS", 0.02)
+    async with http_door(FakePath(pause_seconds=0.2)) as door:
+        some = frames((await door.ask(MESSAGES, HI | {"max_tokens": 2, "stream": True})).body)
+        assert some[0] == {"type": "ping"} and len(accumulated(some)["content"]) == 1
+
+
+async def test_the_key_may_come_as_x_api_key(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret")
+    async with http_door(service=ServiceConfig(token_file=str(tmp_path / "tokens"))) as door:
+        keys: list[tuple[dict[str, Any], int]] = [
+            ({"x_api_key": "secret"}, 200),
+            ({"authorization": "Bearer secret"}, 200),
+            ({"x_api_key": "wrong"}, 401),
+            ({}, 401),
+        ]
+        for headers, status in keys:
+            answer = await door.ask(MESSAGES, HI | {"max_tokens": 2}, **headers)
+            assert answer.status == status
+        assert answer.error["type"] == "authentication_error"
