@@ -43,10 +43,10 @@ class DeliveryError(AssertionError):
 class TextStream(Protocol):
     """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that later
     tokens cannot change and holds the rest back. `finish` returns the held text, which may still
-    complete a stop string."""
+    complete a stop string. `stop_string` is the stop string that ended the output, or ""."""
 
     @property
-    def stopped(self) -> bool: ...
+    def stop_string(self) -> str: ...
     def push(self, token_ids: tuple[int, ...]) -> TextDelta: ...
     def finish(self) -> str: ...
 
@@ -276,7 +276,7 @@ class RequestRun:
                 child.finish = FinishReason.STOP
         if child.finish is not None:
             text += child.text.finish()
-            if child.text.stopped:
+            if child.text.stop_string:
                 child.finish = FinishReason.STOP
         child.accepted += kept
         if not kept and not text and child.finish is None:
@@ -298,7 +298,7 @@ class RequestRun:
         event = StreamEvent(
             index, first_index, kept, text, logprobs[: len(kept)], child.finish, usage, timings
         )
-        if child.text.stopped:
+        if child.text.stop_string:
             event = replace(event, stop_string=child.text.stop_string)
         if self._prompt_logprobs is not None:
             event = replace(event, prompt_logprobs=self._prompt_logprobs)

@@ -46,7 +46,7 @@ NEWS_A_BEAT = 4
 class _NoText:
     """Detokenizer that returns no text, because simulated tokens have no text."""
 
-    stopped: bool = False
+    stop_string: str = ""
 
     def push(self, token_ids: tuple[int, ...]) -> TextDelta:
         return _NOTHING

@@ -15,7 +15,7 @@ from tests.fakes.virtual_time import VirtualClock
 class Letters:
     """A letter for each token."""
 
-    stopped = False
+    stop_string = ""
 
     def __init__(self) -> None:
         self.pushed: list[int] = []

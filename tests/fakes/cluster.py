@@ -67,14 +67,14 @@ class ToyText:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = set(stop)
-        self.stopped = False
+        self.stop_string = ""
 
     def push(self, token_ids: tuple[int, ...]) -> TextDelta:
         words: list[str] = []
         for kept, token_id in enumerate(token_ids):
             word = f"<{token_id}>"
             if word in self._stop:
-                self.stopped = True
+                self.stop_string = word
                 return TextDelta("".join(words), kept + 1, True)
             words.append(word)
         return TextDelta("".join(words), len(token_ids), False)

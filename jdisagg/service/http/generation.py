@@ -119,9 +119,9 @@ class HttpGeneration:
             asked = read(fields)
             if ignored := ignored_header(fields):
                 exchange.reply_headers.append((IGNORED, ignored))
-            check_model(asked.model, self._frontend)
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
+            check_model(asked.model, self._frontend)
             with _watched(exchange), ExitStack() as records:
                 with named_as_sent(fields):
                     runs = await self._runs(asked, request_id, record, records, kind.takes_apart)

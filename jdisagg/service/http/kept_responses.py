@@ -178,13 +178,13 @@ def _listed(raw: msgspec.Raw, number: int) -> Json:
     """Returns an input item in the form in which OpenAI lists it, with an id and with parts."""
     item = _decode(raw)
     kind = str(item.setdefault("type", "message"))
+    item.setdefault("status", "completed")
     item["id"] = item.get("id") or f"{kind}_{number}"
     if kind == "message":
         role = str(item.get("role"))
         part: Json = {"type": _PARTS.get(role, "output_text"), "text": item.get("content")}
         if role == "assistant":
             part |= {"annotations": [], "logprobs": []}
-            item.setdefault("status", "completed")
         if isinstance(item.get("content"), str):
             item["content"] = [part]
     return item
