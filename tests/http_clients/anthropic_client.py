@@ -42,10 +42,12 @@ def test_the_model_is_listed(url: str) -> None:
 
 
 def test_a_message_and_its_stream_say_the_same(url: str) -> None:
-    whole = client(url).messages.create(**ASKED, max_tokens=12, system="Be brief")
+    asked = ASKED | {"max_tokens": 12, "system": "Be brief"}
+    asked["extra_body"] = {"temperature": 0, "ignore_eos": True}
+    whole = client(url).messages.create(**asked)
     strict(whole)
     assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
-    with client(url).messages.stream(**ASKED, max_tokens=12, system="Be brief") as stream:
+    with client(url).messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     strict(final)
