@@ -104,8 +104,8 @@ class InstanceConfig:
             is ready when a slot becomes free. None takes a quarter of the slots.
         codec: Compression of the KV that this instance receives (transfer/codec.py).
         hardware: Speed of the devices, from which the router predicts times: a name in
-            costs/hardware.py, or a file written by `jdisagg measure_costs`. Empty disables the
-            predictions.
+            costs/hardware.py, or a file written by `jdisagg measure_costs`. Empty uses times that
+            the worker measures after warm-up.
         memory_fraction: Fraction of each device's memory that this instance may use. None means 0.9
             on accelerators and 0.5 on hosts.
 
@@ -211,8 +211,8 @@ class LimitsConfig:
 class RoutingConfig:
     """Placement and admission at the router.
 
-    Predicted times need `hardware` of every worker. Without it the router chooses the least loaded
-    workers and refuses no request for its latency.
+    Predicted times need `hardware` or measured times of every worker. Without them the router
+    chooses the least loaded workers and refuses no request for its latency.
 
     Attributes:
         ttft_slo_seconds: Highest predicted time to first token at which a request is admitted, in

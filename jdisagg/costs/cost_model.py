@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from jdisagg.costs.attention_work import attended_pairs
 from jdisagg.costs.collectives import all_reduce_seconds, exchange_seconds, link_among
 from jdisagg.costs.cost import Cost
 from jdisagg.costs.dense_products import dense_products, most_kv_shards
@@ -509,19 +510,8 @@ class CostModel:
         return min(self.layout.tp, most_kv_shards(self.geometry))
 
     def pairs(self, new: int, cached: int = 0) -> float:
-        """Returns the number of pairs of positions that attend to each other when `new` tokens
-        follow `cached` tokens, averaged over layers with and without a sliding window."""
-        whole = new * cached + new * (new + 1) / 2
-        attention = self.geometry.attention
-        if isinstance(attention, LatentAttention) or attention.window is None:
-            return whole
-        window = attention.window
-        growing = max(0, min(new, window - cached))  # tokens that attend to all before them
-        seen = growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
-        # Weighted by the work of each kind of layer for one pair.
-        part = attention.windowed_layers * attention.head_dim / self._mean_head
-        part /= self.geometry.attention_layers
-        return whole * (1 - part) + seen * part
+        """Returns `attended_pairs` of this model."""
+        return attended_pairs(self.geometry, new, cached)
 
     def _hand_ons(self, size_bytes: float) -> float:
         """Returns the seconds to send activations of `size_bytes` bytes through all pipeline

@@ -1,7 +1,8 @@
 """Estimates the speed of one kind of instance in vectorised form, so that a placement decision can
 compare a thousand workers.
 
-A `Speed` wraps the cost model of one (geometry, layout, hardware, stages). The duration of a decode
+A `Speed` wraps the cost model of one (geometry, layout, hardware, stages), or the times that the
+instance measured. The duration of a decode
 step is interpolated, within 3 %, from a grid over the number of sequences and their mean context. A
 queue of prompts is estimated from two sums, and a single prompt exactly. `speed_of` caches one
 `Speed` for each kind. Pure except for caches.
@@ -9,6 +10,7 @@ queue of prompts is estimated from two sums, and a single prompt exactly. `speed
 With n pipeline stages, n chunks run at the same time, so that a queue of prompts takes 1/n of the
 sum of its chunks' durations. Decoding sequences are spread over n batches."""
 
+import enum
 import functools
 import math
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import numpy as np
 
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.measured import MeasuredCosts, StepTimes
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
@@ -32,15 +35,38 @@ CONTEXTS = np.concatenate([[0.0], np.geomspace(64, 1 << 20, 29)])
 CHUNKS = np.unique(np.round(np.geomspace(1, 16384, 49))).astype(float)
 
 
+class PriceSource(enum.Enum):
+    """Where predicted times come from: a description of the hardware (`--hardware`), or times that
+    the worker measured at its start. NONE means that no time is predicted."""
+
+    GIVEN = "given"
+    MEASURED = "measured"
+    NONE = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Properties that determine the speed of an instance. `dtype`: data type of weights and KV."""
+    """Properties that determine the speed of an instance.
+
+    Attributes:
+        hardware: Description of the devices, if the user gave one.
+        dtype: Data type of weights and KV.
+        times: Times that the instance measured. Used without `hardware`.
+    """
 
     geometry: CostGeometry
     layout: Layout
-    hardware: Accelerator
+    hardware: Accelerator | None
     stages: int = 1
     dtype: str = "bfloat16"
+    times: StepTimes | None = None
+
+    @property
+    def source(self) -> PriceSource:
+        """Where predicted times of this kind come from."""
+        if self.hardware is not None:
+            return PriceSource.GIVEN
+        return PriceSource.NONE if self.times is None else PriceSource.MEASURED
 
 
 class Speed:
@@ -52,14 +78,16 @@ class Speed:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.model = CostModel(
-            kind.geometry, kind.hardware, kind.layout, kind.stages, dtype=kind.dtype
-        )
+        self.model = _model(kind)
         self.wire_bytes_per_token = wire_bytes_per_token(kind.geometry, self.model.value_bytes)
+        times = kind.times or StepTimes()
+        # Costs of measured programs jump behind each compiled size.
+        counts = _with_jumps(SEQUENCES, times.batch_sizes)
+        self._chunk_sizes = _with_jumps(CHUNKS, times.chunk_sizes)
         steps = np.array(
-            [[self._step(sequences, context) for context in CONTEXTS] for sequences in SEQUENCES]
+            [[self._step(sequences, context) for context in CONTEXTS] for sequences in counts]
         )
-        self._steps = _Grid(steps, SEQUENCES, CONTEXTS)
+        self._steps = _Grid(steps, counts, CONTEXTS)
         self._chunks: _Grid | None = None
         self._prefills: dict[tuple[int, int, int], float] = {}
         self._rates: dict[int, tuple[float, float]] = {}
@@ -123,10 +151,10 @@ class Speed:
             chunks = np.array(
                 [
                     [self.model.prefill([(int(new), int(known))]).seconds for known in CONTEXTS]
-                    for new in CHUNKS
+                    for new in self._chunk_sizes
                 ]
             )
-            self._chunks = _Grid(chunks, CHUNKS, CONTEXTS)
+            self._chunks = _Grid(chunks, self._chunk_sizes, CONTEXTS)
         return self._chunks.between(np.minimum(np.maximum(tokens, CHUNKS[0]), CHUNKS[-1]), cached)
 
     def _step(self, sequences: float, context: float) -> float:
@@ -147,6 +175,22 @@ class Speed:
         """Returns the seconds of chunks that run through pipeline stages one behind the other.
         `every`: sum of the chunks' seconds. `last`: seconds of the last chunk."""
         return (every - last) / self.kind.stages + last
+
+
+def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
+    """Returns `sizes` with additional points at and directly behind each of `jumps`."""
+    added = [size for jump in jumps for size in (jump, jump + 1) if size < sizes[-1]]
+    return np.unique(np.concatenate((sizes, np.array(added, float)))) if added else sizes
+
+
+def _model(kind: Kind) -> CostModel | MeasuredCosts:
+    if kind.hardware is not None:
+        return CostModel(kind.geometry, kind.hardware, kind.layout, kind.stages, dtype=kind.dtype)
+    if kind.times is not None:
+        return MeasuredCosts(kind.geometry, kind.times, kind.dtype)
+    raise ConfigError(
+        f"the speed of {kind.geometry.name} is unknown; give --hardware, or measure the worker"
+    )
 
 
 class _Grid:

@@ -294,9 +294,9 @@ class _LivePorts(Mapping[str, Port], Generic[Port]):
 
 def _description(card: WorkerCard) -> Description:
     """Returns the part of a worker's card that placement needs. The result's `kind`, from which
-    speeds are predicted, is None unless the card describes both the model and the hardware."""
-    geometry, hardware = card.model.geometry, card.hardware
-    if geometry is None or hardware is None:
+    speeds are predicted, is None if the card does not describe the model."""
+    geometry = card.model.geometry
+    if geometry is None:
         return Description(card.place)
-    kind = Kind(geometry, card.layout, hardware, max(1, card.stages), card.model.dtype)
+    kind = Kind(geometry, card.layout, card.hardware, max(1, card.stages), card.model.dtype)
     return Description(card.place, kind)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from jdisagg.clock import Clock
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.hardware import link
+from jdisagg.costs.speeds import PriceSource
 from jdisagg.dispatch.admission_queue import AdmissionQueue
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
@@ -28,6 +29,7 @@ from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
 from jdisagg.router.breaker import Breaker
+from jdisagg.router.corrections import NO_CORRECTIONS, LearnedCorrections
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
     Affinity,
@@ -180,6 +182,7 @@ class PlacementHandle:
         self._entry.ttft_seconds = seconds
         if self._entry.predicted_ttft_seconds is not None:
             self._placer.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
+            self._placer.learn(self.decision, seconds - self._entry.waited_seconds)
 
     def measured_tpot(self, seconds: float) -> None:
         """Records the seconds per token after the first. Called once, when the request ended."""
@@ -243,6 +246,7 @@ class Placer:
             config.weights(), clock, timeouts.request, self._place_head, self._renew
         )
         self._lateness = Lateness()
+        self._corrections = LearnedCorrections()
         self._entries: deque[_RecentDecision] = deque(maxlen=KEPT_DECISIONS)
         accounts.subscribe(self.changed)
 
@@ -258,7 +262,8 @@ class Placer:
         """Returns the last decisions and the work that the router has sent to each worker."""
         now = self.now()
         past = tuple(entry.past(now) for entry in reversed(self._entries))
-        return RoutingStatus(self.waiting, past, tuple(_accounts(self.accounts, now)))
+        accounts = _accounts(self.accounts, now, self._corrections.current is not NO_CORRECTIONS)
+        return RoutingStatus(self.waiting, past, tuple(accounts))
 
     async def place(self, asked: PlacementRequest) -> PlacementHandle:
         """Waits until workers are free for the attempt, and returns its placement.
@@ -315,6 +320,17 @@ class Placer:
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
         self._lateness.observe(seconds - predicted_seconds, self.now())
         self.events.measured("ttft", predicted_seconds, seconds)
+
+    def learn(self, decision: Decision, seconds: float) -> None:
+        """Corrects later predictions by the seconds from this decision to the first token. Does
+        nothing if a worker's hardware is described, because the user's description holds then."""
+        state, terms = self.accounts.state, decision.terms
+        kinds = [
+            state.description(name).kind for name in (decision.prefill, decision.decode) if name
+        ]
+        measured = all(kind and kind.source is PriceSource.MEASURED for kind in kinds)
+        if measured and terms is not None and seconds > 0 and terms.uncorrected_ttft > 0:
+            self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
 
     def changed(self) -> None:
         """Tries waiting requests again, because a worker may have room now."""
@@ -398,6 +414,7 @@ class Placer:
             limit,
             self._predictor.typical_tokens,
             asked.request.sampling.prompt_logprobs is not None,
+            self._corrections.current,
         )
 
     def _charge(self, query: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:
@@ -438,7 +455,7 @@ class Placer:
             await self._refresh()
 
 
-def _accounts(accounts: Accounts, now: float) -> Iterable[WorkerAccount]:
+def _accounts(accounts: Accounts, now: float, learned: bool) -> Iterable[WorkerAccount]:
     table = accounts.state.table
     for row, name in enumerate(accounts.state):
         barred = max(0.0, float(table["barred_until"][row]) - now)
@@ -446,4 +463,7 @@ def _accounts(accounts: Accounts, now: float) -> Iterable[WorkerAccount]:
             int(table[column][row])
             for column in ("open", "own_tokens", "own_pages", "committed_pages")
         )
-        yield WorkerAccount(name, attempts, tokens, pages, committed, barred)
+        kind = accounts.state.description(name).kind
+        prices = kind.source if kind else PriceSource.NONE
+        text = "learned" if learned and prices is PriceSource.MEASURED else prices.value
+        yield WorkerAccount(name, attempts, tokens, pages, committed, barred, text)

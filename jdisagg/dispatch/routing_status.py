@@ -44,6 +44,8 @@ class WorkerAccount:
         committed_pages: Number of KV pages that all attempts at the worker are expected to need by
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.
+        prices: Where predicted times of the worker come from: "given" (--hardware), "measured" (by
+            the worker), "learned" (measured, and corrected by outcomes) or "none".
     """
 
     worker: str
@@ -52,6 +54,7 @@ class WorkerAccount:
     unseen_pages: int
     committed_pages: int
     barred_seconds: float
+    prices: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ class EmbeddedCluster:
             random_id,
             names=self._names,
             tiers=tiers or tier_room(self.config.prefix),
+            times=lambda: replica.times,
         )
         return self.local.add(
             role, context, self._meshes[-1], replica.config, mode, fetches=fetches
@@ -274,6 +275,8 @@ class EmbeddedCluster:
         ]
         steps += [(self.decode.executor, step) for step in self._channel_steps()]
         await run_steps(steps, progress, self._quiet if beside else None)
+        for replica in () if beside else self.replicas:
+            await replica.measure()
 
     async def _quiet(self) -> None:
         for replica in self.replicas:

@@ -11,10 +11,12 @@ from typing import Protocol
 import jax
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
+from jdisagg.costs.measured import StepTimes
 from jdisagg.engine.limits import check_reuse, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
+from jdisagg.executor.step_times import measure_step_times
 from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
@@ -38,11 +40,21 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Replica:
-    """A model on one mesh, with its configuration and executor."""
+    """A model on one mesh, with its configuration and executor. `times`: Measured times of its
+    programs, or None before they are measured."""
 
     config: InstanceConfig
     executor: MeshExecutor
     loaded: Loaded
+    times: StepTimes | None = None
+
+    async def measure(self) -> None:
+        """Measures `times`. Must be called before the mesh serves, after warm-up."""
+
+        def measure() -> None:
+            self.times = measure_step_times(self.executor)
+
+        await self.executor.on_dispatch_thread(measure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +185,16 @@ async def warm_up(
     progress: Progress | None = None,
     turn: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Compiles and runs every program of the replica.
+    """Compiles and runs every program of the replica, and measures their times.
 
     Args:
         turn: Function that is awaited before each program, or None. It waits until the mesh is
-            idle, if the worker serves requests during warm-up.
+            idle, if the worker serves requests during warm-up. Nothing is measured then.
     """
     executor = instance.executor
     await run_steps([(executor, step) for step in warm_up_steps(executor)], progress, turn)
+    if turn is None:
+        await instance.measure()
 
 
 async def run_steps(

@@ -99,6 +99,7 @@ class MeshExecutor:
         role: MeshRole,
         channel: Channel,
     ) -> None:
+        self.name = name
         self.limits = limits
         self.role = role
         self.mesh = mesh = programs.mesh

@@ -2,6 +2,7 @@
 
 import enum
 
+from jdisagg.costs.measured import StepTimes
 from jdisagg.plain import Message
 
 
@@ -20,6 +21,15 @@ class KeptTier(Message, frozen=True):
     blocks: int
     bytes: int
     room_bytes: int
+
+
+class LinkTimes(Message, frozen=True):
+    """Measured time of KV transfers from a worker: a latency plus a time per byte, in seconds. The
+    time begins when the sender has computed the KV."""
+
+    sender: str
+    latency_seconds: float
+    byte_seconds: float
 
 
 class WorkerStatus(Message, frozen=True):
@@ -45,6 +55,9 @@ class WorkerStatus(Message, frozen=True):
         kv_channels: Text "ADDRESS CHANNEL" for each process that has sent KV to this worker. A
             worker of several processes reports the senders to its leader process only.
         kept: Amount of KV in each cache tier.
+        times: Measured times of the worker's programs. None before they are measured, and if the
+            worker was started without warm-up.
+        links: Measured links from other workers to this one.
     """
 
     name: str
@@ -72,3 +85,5 @@ class WorkerStatus(Message, frozen=True):
     total_states: tuple[int, ...] = ()
     kv_channels: tuple[str, ...] = ()
     kept: tuple[KeptTier, ...] = ()
+    times: StepTimes | None = None
+    links: tuple[LinkTimes, ...] = ()

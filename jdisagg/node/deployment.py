@@ -115,15 +115,11 @@ def memory_fraction(config: EngineConfig) -> float | None:
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
     """Returns the descriptions of the two workers for the router. Each worker has one process.
-    Speeds are included if the configuration names the hardware."""
+    Without a hardware name, the times that the workers measure determine their speeds."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
-        kind = (
-            Kind(geometry, instance.layout, hardware, dtype=config.model.dtype)
-            if hardware
-            else None
-        )
+        kind = Kind(geometry, instance.layout, hardware, dtype=config.model.dtype)
         known[name] = Description("here/here/here/here", kind)
     return known
 
@@ -212,13 +208,16 @@ class Deployment:
         if at_once and self.config.warm_up:
             warmed = WarmedBefore(self.config, None, self.frontend.model.version)
             if warmed.found():
+                for replica in self.cluster.replicas:
+                    replica.times = warmed.times(replica.executor.name)
                 await self.cluster.start_workers()
                 self._loading = asyncio.create_task(self._load())
                 return
         with progress_bar("compiling") as progress:
             await self.cluster.start(progress)
         if warmed:
-            warmed.note()
+            replicas = self.cluster.replicas
+            warmed.note({replica.executor.name: replica.times for replica in replicas})
 
     async def stop(self) -> None:
         """Ends running requests and frees the meshes."""

@@ -2,8 +2,9 @@
 programs of a configuration were compiled on this machine before.
 
 The mark is a file beside the compilation cache, named by a hash of everything that determines the
-programs: configuration, role, model and versions. If the cache was cleared but the mark was not,
-programs are compiled while requests wait, as without warm-up."""
+programs: configuration, role, model and versions. It contains the measured times of the programs.
+If the cache was cleared but the mark was not, programs are compiled while requests wait, as without
+warm-up."""
 
 import contextlib
 import hashlib
@@ -11,15 +12,17 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import msgspec
 from tqdm import tqdm
 
 from jdisagg import __version__
 from jdisagg.config import EngineConfig, LimitsConfig, ServiceConfig, WorkerConfig
+from jdisagg.costs.measured import StepTimes
 from jdisagg.messages.worker_status import WorkerRole
 
 _logger = logging.getLogger(__name__)
@@ -80,10 +83,23 @@ class WarmedBefore:
     def found(self) -> bool:
         return self._mark is not None and self._mark.exists()
 
-    def note(self) -> None:
-        """Writes the mark. Called when all programs have been compiled."""
+    def times(self, mesh: str) -> StepTimes | None:
+        """Returns the times of a mesh's programs that were measured when the mark was written."""
+        try:
+            text = self._mark.read_bytes() if self._mark is not None else b""
+            return msgspec.json.decode(text, type=dict[str, StepTimes]).get(mesh)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def note(self, times: Mapping[str, StepTimes | None]) -> None:
+        """Writes the mark. Called when all programs have been compiled.
+
+        Args:
+            times: Measured times of each mesh's programs, by name of the mesh.
+        """
         if self._mark is not None and self._mark.parent.is_dir():
-            self._mark.touch()
+            known = {mesh: of_mesh for mesh, of_mesh in times.items() if of_mesh is not None}
+            self._mark.write_bytes(msgspec.json.encode(known))
 
 
 class Loading:

@@ -82,6 +82,7 @@ from jdisagg.worker.prefill_worker import PrefillWorker
 
 TRANSPORTS = 4
 LOOK_SECONDS = 0.25
+MESH = "mesh"  # name of the worker's mesh in its warm-up mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,9 @@ class WorkerRuntime:
             if not later:
                 if not await self._unless(state.signals.first(), self._warm_up(instance)):
                     return 0
-                warmed.note()
+                warmed.note({MESH: instance.times})
+            else:
+                instance.times = warmed.times(MESH)
             state.roles.warm()
             executor = self._watched(
                 instance,
@@ -329,6 +332,7 @@ class WorkerRuntime:
             ),
             self._tiers(),
             self._kv_channels,
+            lambda: instance.times,
         )
         config, prefix = state.config, state.config.prefix
         worker = build_worker(

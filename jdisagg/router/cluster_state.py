@@ -14,15 +14,15 @@ fullest rank."""
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from jdisagg.costs.hardware import Link
-from jdisagg.costs.speeds import Array, Kind, Speed, speed_of
+from jdisagg.costs.speeds import Array, Kind, PriceSource, Speed, speed_of
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide
+from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide, MeasuredLinks
 from jdisagg.router.prefix_index import Roster
 
 PARTS = ("rack", "host", "domain", "process")
@@ -111,7 +111,8 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Description:
     """The part of a worker's card that placement needs. `place` has the form of `WorkerCard.place`.
-    `kind` determines the worker's speed and is None if the speed is unknown."""
+    `kind` determines the worker's speed and is None if the model is unknown. Without hardware, the
+    times in the worker's status complete it."""
 
     place: str = ""
     kind: Kind | None = None
@@ -168,6 +169,7 @@ class ClusterState:
         self._heard_since = -math.inf  # every worker was heard after this time
         self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long
+        self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see LinkCosts
         self._peer_costs: dict[Link, LinkCosts] = {}
         self._return_costs: dict[Link, LinkCosts] = {}
 
@@ -217,7 +219,9 @@ class ClusterState:
         link_costs = self._link_costs.get(far)
         if link_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
-            link_costs = self._link_costs[far] = LinkCosts(prefill, decode, self.speeds, far)
+            link_costs = self._link_costs[far] = LinkCosts(
+                prefill, decode, self.speeds, far, self._measured
+            )
         return link_costs
 
     def peer_costs(self, far: Link) -> LinkCosts:
@@ -225,7 +229,9 @@ class ClusterState:
         peer_costs = self._peer_costs.get(far)
         if peer_costs is None:
             prefill = self._ends(self._both()[0])
-            peer_costs = self._peer_costs[far] = LinkCosts(prefill, prefill, self.speeds, far)
+            peer_costs = self._peer_costs[far] = LinkCosts(
+                prefill, prefill, self.speeds, far, self._measured
+            )
         return peer_costs
 
     def return_costs(self, far: Link) -> LinkCosts:
@@ -233,7 +239,9 @@ class ClusterState:
         return_costs = self._return_costs.get(far)
         if return_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
-            return_costs = self._return_costs[far] = LinkCosts(decode, prefill, self.speeds, far)
+            return_costs = self._return_costs[far] = LinkCosts(
+                decode, prefill, self.speeds, far, self._measured
+            )
         return return_costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
@@ -244,10 +252,11 @@ class ClusterState:
         return self._descriptions.get(name, Description())
 
     def describe(self, name: str, description: Description) -> None:
-        self._descriptions[name] = description
+        status = self._statuses.get(name)
+        self._descriptions[name] = _completed(description, status) if status else description
         row = self._rows.get(name)
         if row is not None:
-            self._place(row, description)
+            self._place(row, self._descriptions[name])
 
     def update(self, status: WorkerStatus, now: float) -> None:
         """Stores a worker's status, without changing the `own_` columns."""
@@ -265,6 +274,7 @@ class ClusterState:
                 *(status.page_size, status.context_tokens, status.chunk_tokens),
             )
         self._statuses[status.name] = status
+        self._update_prices(status, row)
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = max(range(len(free)), key=free.__getitem__) if len(free) > 1 else 0
         # Older workers report only their number.
@@ -280,6 +290,21 @@ class ClusterState:
         cells[COLUMNS["spoke"], row] = True
         self._heard_since = min(self._heard_since, now)
 
+    def _update_prices(self, status: WorkerStatus, row: int) -> None:
+        """Stores the times and links that a worker measured. Links are ignored if the worker's
+        hardware is described."""
+        description = self.description(status.name)
+        completed = _completed(description, status)
+        if completed is not description:
+            self._descriptions[status.name] = completed
+            self._place(row, completed)
+        if status.links and (completed.kind is None or completed.kind.hardware is None):
+            for link in status.links:
+                key, terms = (link.sender, status.name), (link.latency_seconds, link.byte_seconds)
+                if self._measured.get(key) != terms:
+                    self._measured[key] = terms
+                    self._forget_links()
+
     def forget(self, name: str) -> None:
         """Removes a worker. Idempotent. Later workers get new row numbers, so callers must store
         names and not row numbers."""
@@ -288,6 +313,7 @@ class ClusterState:
         self._forms.pop(name, None)
         self._lives.pop(name, None)
         self._descriptions.pop(name, None)
+        self._measured = {ends: link for ends, link in self._measured.items() if name not in ends}
         if row is None:
             return
         count = len(self._names)
@@ -317,6 +343,16 @@ class ClusterState:
         self.bar(row, float(self.table["barred_until"][row]))
         self._forms.pop(name, None)
         self._change_form()
+
+    @property
+    def measured_links(self) -> MeasuredLinks:
+        """Latency in seconds and seconds per byte of each measured link (sender, receiver)."""
+        return self._measured
+
+    def restore_links(self, links: MeasuredLinks) -> None:
+        """Replaces all measured links."""
+        self._measured = dict(links)
+        self._forget_links()
 
     def bar(self, row: int, until: float) -> None:
         """Marks the worker, which placement avoids until time `until` unless there is no other."""
@@ -356,7 +392,7 @@ class ClusterState:
         self._change_form()
 
     def _speed(self, kind: Kind | None) -> int:
-        if kind is None:
+        if kind is None or kind.source is PriceSource.NONE:
             return UNKNOWN
         if kind not in self._kinds:
             speed = speed_of(kind)
@@ -369,6 +405,9 @@ class ClusterState:
 
     def _change_form(self) -> None:
         self._sides, self._heard_since = None, -math.inf
+        self._forget_links()
+
+    def _forget_links(self) -> None:
         self._link_costs.clear()
         self._peer_costs.clear()
         self._return_costs.clear()
@@ -384,7 +423,8 @@ class ClusterState:
 
     def _ends(self, side: Side) -> LinkSide:
         table = self.table.take(side.span)
-        return LinkSide(np.array([table[part] for part in PARTS]), table.codes("speed"))
+        places, names = np.array([table[part] for part in PARTS]), map(self.name, side.rows)
+        return LinkSide(places, table.codes("speed"), tuple(names))
 
     def _side(self, rows: Indices) -> Side:
         together = len(rows) and rows[-1] - rows[0] == len(rows) - 1
@@ -411,6 +451,15 @@ class ClusterState:
             bool(table.flag("draining").any()),
             bool(table.flag("loading_seconds").any()),
         )
+
+
+def _completed(description: Description, status: WorkerStatus) -> Description:
+    """Returns the description with the times that the worker measured, if its hardware is not
+    described."""
+    kind = description.kind
+    if kind is None or kind.hardware is not None or kind.times == status.times:
+        return description
+    return replace(description, kind=replace(kind, times=status.times))
 
 
 def _form(status: WorkerStatus) -> object:

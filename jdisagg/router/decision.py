@@ -9,6 +9,7 @@ from jdisagg.costs.hardware import LINKS, Link
 from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Work
+from jdisagg.router.corrections import NO_CORRECTIONS, Corrections, Way
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 # Returns how many of a prompt's tokens each worker has cached now; workers with 0 are absent.
@@ -42,6 +43,7 @@ class PlacementQuery:
         whole: Whether log-probabilities of the prompt are requested. A decode worker then does not
             compute the prompt: the XLA programs for prompt log-probabilities compile at first use,
             and running streams would wait for the compilation.
+        corrections: Corrections of predicted times to first token.
     """
 
     work: Work
@@ -54,6 +56,7 @@ class PlacementQuery:
     limit_seconds: float = math.inf
     typical_tokens: float = 256.0
     whole: bool = False
+    corrections: Corrections = NO_CORRECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,11 @@ class CostTerms:
     decode_queue: float = 0.0
     step: float = 0.0
 
+    @property
+    def uncorrected_ttft(self) -> float:
+        """Seconds to the first token before `Corrections`, if decode pages are reserved first."""
+        return max(self.prefill_queue, self.decode_queue) + self.prefill
+
 
 @plain
 class Decision:
@@ -128,6 +136,12 @@ class Decision:
     cached_tokens: int = 0
     peer: str = ""
     peer_tokens: int = 0
+
+    @property
+    def way(self) -> Way:
+        if self.prefill is None:
+            return Way.APPEND
+        return Way.FETCH if self.peer else Way.PREFILL
 
 
 @plain

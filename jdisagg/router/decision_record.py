@@ -19,12 +19,14 @@ import msgspec
 
 from jdisagg.costs.hardware import Link, accelerator_from_fields
 from jdisagg.costs.linear_attention import LinearAttention
+from jdisagg.costs.measured import StepTimes
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.costs.speeds import Kind
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
+from jdisagg.router.corrections import Corrections
 from jdisagg.router.decision import (
     CostTerms,
     Decision,
@@ -79,6 +81,9 @@ def record_of(
         "rules": _without_infinities(dataclasses.asdict(policy)),
         "kinds": [_kind_as_fields(kind) for kind in kinds],
         "workers": workers,
+        "links": [
+            [*ends, *terms] for ends, terms in state.measured_links.items() if mattered >= {*ends}
+        ],
         "answer": {"kind_of_answer": told} | dataclasses.asdict(answer),
     }
 
@@ -106,10 +111,14 @@ def replay(record: Mapping[str, Any]) -> PlacementOutcome:
         for worker in record["workers"]:
             kind = None if worker["kind"] is None else kinds[worker["kind"]]
             state.restore(worker["name"], Description(worker["place"], kind), worker["numbers"])
+        links = record.get("links", ())  # absent in older records
+        state.restore_links({(ours, theirs): (*terms,) for ours, theirs, *terms in links})
         asked = _with_infinities(record["ask"])
-        query = PlacementQuery(
-            **asked | {"work": Work(**asked["work"]), "avoid": frozenset(asked["avoid"])}
-        )
+        parts = {"work": Work(**asked["work"]), "avoid": frozenset(asked["avoid"])}
+        if "corrections" in asked:  # absent in older records
+            corrections = {way: tuple(pair) for way, pair in asked["corrections"].items()}
+            parts["corrections"] = Corrections(**corrections)
+        query = PlacementQuery(**asked | parts)
         ruled = _with_infinities(record["rules"])
         far = Link(**ruled.pop("far"))
         policy = PlacementPolicy(far=far, **ruled)
@@ -122,6 +131,7 @@ def _kind_as_fields(kind: Kind) -> Record:
     shape = kind.geometry
     fields["geometry"]["attention"] = msgspec.structs.asdict(shape.attention)
     fields["geometry"]["linear"] = shape.linear and msgspec.structs.asdict(shape.linear)
+    fields["times"] = kind.times and msgspec.to_builtins(kind.times)
     return fields
 
 
@@ -132,13 +142,14 @@ def _kind(fields: Mapping[str, Any]) -> Kind:
     shape["experts"] = Experts(**shape["experts"]) if shape["experts"] else None
     linear = shape.get("linear")  # absent in older records
     shape["linear"] = LinearAttention(**linear) if linear else None
-    hardware = accelerator_from_fields(fields["hardware"], "the record's hardware")
+    described, times = fields["hardware"], fields.get("times")
     return Kind(
         CostGeometry(**shape),
         Layout(**fields["layout"]),
-        hardware,
+        accelerator_from_fields(described, "the record's hardware") if described else None,
         fields["stages"],
         fields["dtype"],
+        msgspec.convert(times, StepTimes) if times else None,
     )
 
 

@@ -1,11 +1,12 @@
 """Cost of transferring KV between each pair of workers. The transfer uses the fastest link that
 connects the two workers' places, with as many lanes as the workers' tensor parallelism allows.
 
-The costs depend only on the workers' descriptions. They are computed once and stored until a worker
-arrives, leaves or changes its description. Matrices are [prefill workers, decode workers]."""
+The costs depend only on the workers' descriptions and on links that they measured. They are
+computed once and stored until one of these changes. Matrices are [prefill workers, decode
+workers]."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,22 +20,42 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkSide:
-    """All workers that send KV, or all that receive it. `places`: Codes of the parts (rack, host,
-    domain, process) of each worker's place, [parts, workers], 0 for unknown parts. `speeds`: Each
-    worker's index into the list of speeds."""
+    """All workers that send KV, or all that receive it.
+
+    Attributes:
+        places: Codes of the parts (rack, host, domain, process) of each worker's place, [parts,
+            workers], 0 for unknown parts.
+        speeds: Each worker's index into the list of speeds.
+        names: Each worker's name.
+    """
 
     places: Array
     speeds: Indices
+    names: Sequence[str] = ()
+
+
+# Measured links by (sender, receiver): latency in seconds, and seconds per byte.
+MeasuredLinks = Mapping[tuple[str, str], tuple[float, float]]
 
 
 class LinkCosts:
-    """Costs of KV transfers from the workers `prefill` to the workers `decode`. `far`: Link between
-    workers in different racks."""
+    """Costs of KV transfers from the workers `prefill` to the workers `decode`.
+
+    Args:
+        far: Link between workers in different racks.
+        measured: Links that the receivers measured. They replace the links of the workers' places.
+            A link that was measured in the other direction only is used for both.
+    """
 
     def __init__(
-        self, prefill: LinkSide, decode: LinkSide, speeds: Sequence[Speed], far: Link
+        self,
+        prefill: LinkSide,
+        decode: LinkSide,
+        speeds: Sequence[Speed],
+        far: Link,
+        measured: MeasuredLinks | None = None,
     ) -> None:
-        self._prefill, self._decode = prefill, decode
+        self._prefill, self._decode, self._measured = prefill, decode, measured or {}
         self._links = [_links(speed, far) for speed in speeds]
         # A sequence is sharded over the tensor-parallel devices of a rank. Each sends its part.
         tp = np.array([float(speed.kind.layout.tp) for speed in speeds])
@@ -75,6 +96,8 @@ class LinkCosts:
             self._terms[0, at], self._terms[2, at] = latency[near], per_byte[near]
         lanes = np.minimum(self._from_lanes[prefills][:, None], self._to_lanes)
         self._terms[1, prefills] = lanes
+        if self._measured:
+            self._apply_measured(prefills)
         self._known[prefills] = True
         self._unknown -= len(prefills)
         if not self._unknown and (self._wire_bytes == self._wire_bytes[0]).all():
@@ -83,13 +106,31 @@ class LinkCosts:
                 latency, lanes, per_byte = first.ravel().tolist()
                 self._alike = latency, lanes, per_byte
 
+    def _apply_measured(self, prefills: Indices) -> None:
+        """Replaces the terms of pairs whose link was measured. A measured link counts as one lane,
+        because the time of a whole block was measured."""
+        for at in prefills:
+            ours = self._prefill.names[at]
+            for to, theirs in enumerate(self._decode.names):
+                found = self._measured.get((ours, theirs)) or self._measured.get((theirs, ours))
+                if found is not None:
+                    self._terms[:, at, to] = found[0], 1.0, found[1]
+
+
+# Link between workers on one host or in one rack while no transfer between them was measured.
+ASSUMED = Link("assumed", 1e9, 1e-3, 1.0)
+
 
 @functools.lru_cache(maxsize=1024)
 def _links(speed: Speed, far: Link) -> tuple[Array, Array]:
     """Returns the latency in seconds, and the seconds per byte, of each possible link. The index is
     the number of parts (rack, host, domain, process) that the places of two workers share."""
     hardware = speed.kind.hardware
-    links = (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
+    links = (
+        (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)
+        if hardware
+        else (far, *(ASSUMED,) * 4)
+    )
     return np.array([link.latency_seconds for link in links]), np.array(
         [1.0 / (link.bytes_per_second * link.efficiency) for link in links]
     )

@@ -66,11 +66,21 @@ def with_fetches(
         moving = links.seconds(source, places, missing)[0] + holder.issued_seconds + waiting
         computing = _computing(state, side, table, query, holder)
         fetched = np.maximum(0.0, moving - queue) + computing
-        pays = (fetched < best) & (missing > 0)
+        pays = _cheaper(query, queue + fetched, queue + best, chosen) & (missing > 0)
         if np.count_nonzero(pays):
             best, chosen = np.where(pays, fetched, best), np.where(pays, which, chosen)
             spared = np.where(pays, cold - computing, spared)
     return replace(costs, prefill=best, spared=spared, holders=holders, fetches=chosen)
+
+
+def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices) -> Flags:
+    """Returns where the seconds to first token with a fetch, `fetched`, are less than the least
+    so far, `best`, after correction. `chosen`: Holder of `best`, or -1 if it fetches nothing."""
+    computing, fetching = query.corrections.prefill, query.corrections.fetch
+    constant, factor = (
+        np.where(chosen < 0, ours, theirs) for ours, theirs in zip(computing, fetching, strict=True)
+    )
+    return fetching[0] + fetching[1] * fetched < constant + factor * best
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:

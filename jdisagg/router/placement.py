@@ -15,11 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from jdisagg.costs.speeds import Array
+from jdisagg.costs.speeds import Array, Seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
 from jdisagg.router.candidates import BARRED, FAILED, Candidates, candidates, nobody, usable
 from jdisagg.router.cluster_state import ClusterState
+from jdisagg.router.corrections import NO_CORRECTIONS
 from jdisagg.router.cost_terms import (
     DecodeCosts,
     LocalCosts,
@@ -56,7 +57,7 @@ NO_WORK = Work(1)
 WORTH_TO_OTHERS = 1.0
 # Without predictions: a fully cached prompt outweighs this much load (share of slots plus pages).
 WORTH_OF_KNOWN = 0.5
-UNPRICED = "no latency prediction without prices (--hardware)"
+UNPRICED = "no latency prediction: a worker has not measured its times, and --hardware is not given"
 
 
 @plain
@@ -188,7 +189,7 @@ def weigh(
     rest = max(0, query.work.expected_tokens - 1) * side.step
     if (penalties := decodes.penalties) is not None:
         rest = rest + penalties
-    ttft = _ttft(every, side, policy)
+    ttft = _ttft(every, side, query, policy)
     after = side.join + rest
     if not policy.decode_first:
         after = after + side.queue
@@ -208,12 +209,28 @@ def weigh(
     return Weighed(every, side, transfer, pairs, spared, local, alone)
 
 
-def _ttft(prefills: PrefillCosts, decodes: DecodeCosts, policy: PlacementPolicy) -> Array:
+def _ttft(
+    prefills: PrefillCosts, decodes: DecodeCosts, query: PlacementQuery, policy: PlacementPolicy
+) -> Array:
     """Returns the seconds to the first token of each pair, as an array [prefill workers, decode
     workers]. The shape is [prefill workers, 1] if decode workers make no difference."""
     if decodes.room or not policy.decode_first:
-        return (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
-    return np.maximum(prefills.queue[:, None], decodes.queue[None, :]) + prefills.prefill[:, None]
+        ttft = (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
+    else:
+        waits = np.maximum(prefills.queue[:, None], decodes.queue[None, :])
+        ttft = waits + prefills.prefill[:, None]
+    corrections = query.corrections
+    if corrections is NO_CORRECTIONS:
+        return ttft
+    corrected = _corrected(ttft, corrections.prefill)
+    if prefills.fetches is None:
+        return corrected
+    fetched = _corrected(ttft, corrections.fetch)
+    return np.where(prefills.fetches[:, None] >= 0, fetched, corrected)
+
+
+def _corrected(seconds: Seconds, correction: tuple[float, float]) -> Seconds:
+    return correction[0] + correction[1] * seconds
 
 
 def _weigh_alone(
@@ -235,6 +252,7 @@ def _weigh_alone(
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
+    ttft = _corrected(ttft, query.corrections.append)
     alone = ttft + side.step + rest + np.where(side.busy, local.lost, 0.0)
     alone += np.where(ttft + query.age_seconds > query.limit_seconds, LATE, 0.0)
     unhurt = ~side.busy | ((local.longest <= policy.tpot_slo_seconds) & (local.paced <= 0))
@@ -356,9 +374,11 @@ def _pair(
         first = max(first, terms.decode_queue)
     else:
         gap += terms.decode_queue
-    found = _decision(
-        prefill, decode, decodes, other, terms, first + terms.prefill, gap, kind, cached
+    corrections = query.corrections
+    ttft = _corrected(
+        first + terms.prefill, corrections.fetch if source >= 0 else corrections.prefill
     )
+    found = _decision(prefill, decode, decodes, other, terms, ttft, gap, kind, cached)
     if source >= 0:
         holder = prefills.holders[source]
         found = _fetching(found, state.name(holder.row), holder.tokens)
@@ -389,7 +409,7 @@ def _alone(
     )
     decode = state.name(int(decodes.rows[other]))
     kind = "mixed" if decodes.table.flag("mixed")[other] else "local"
-    ttft = max(terms.prefill_queue, terms.decode_queue) + terms.prefill
+    ttft = _corrected(terms.uncorrected_ttft, query.corrections.append)
     found = (None, decode, decodes, other, terms, ttft, terms.step, kind, known_to(decode, query))
     return _decision(*found), cost
 

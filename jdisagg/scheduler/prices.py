@@ -1,14 +1,48 @@
 """Estimates whether restoring cached KV from one source (host memory, disk or another worker) is
 faster than computing the same tokens.
 
-The time of computing is a measured number of seconds per token. The time of a restore is a fixed
-time plus a time per token, fitted to the measured restores by least squares with more weight on
-recent ones. If all measured restores have similar lengths, the same time is assumed for every
+The time of computing is a measured number of seconds per token. The time of a restore is a
+`MovePrice`. If all measured restores have similar lengths, the same time is assumed for every
 length, so that longer restores are tried. Each source of KV has its own `Prices`. Pure."""
 
 PROBE = 32  # one in this many restores that look too expensive is tried anyway
 WEIGHT = 0.2  # of the latest measurement in the mean seconds per computed token
 DECAY = 0.9  # factor on the weight of all earlier restores, at each new one
+
+
+class MovePrice:
+    """The time of moves as a latency plus a time per unit of size (tokens or bytes), fitted to the
+    measured moves by least squares with more weight on recent ones."""
+
+    def __init__(self) -> None:
+        # decayed sums over moves: count, size, seconds, size squared, size x seconds
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        """Records that a move of `size` units took `seconds`."""
+        sums = self._count, self._x, self._y, self._xx, self._xy
+        new = 1.0, size, seconds, size * size, size * seconds
+        self._count, self._x, self._y, self._xx, self._xy = (
+            DECAY * before + one for before, one in zip(sums, new, strict=True)
+        )
+
+    @property
+    def alike(self) -> bool:
+        """Whether all moves had similar sizes, so that the time per unit is unknown."""
+        spread = self._count * self._xx - self._x * self._x
+        return spread <= 1e-6 * self._x * self._x
+
+    def line(self) -> tuple[float, float] | None:
+        """Returns the latency and the seconds per unit, or None before the first move. If all moves
+        had similar sizes, the time per unit is 0."""
+        if not self._count:
+            return None
+        if self.alike:
+            return self._y / self._count, 0.0
+        spread = self._count * self._xx - self._x * self._x
+        slope = max(0.0, (self._count * self._xy - self._x * self._y) / spread)
+        floor = (self._y - slope * self._x) / self._count
+        return (floor, slope) if floor >= 0 else (0.0, self._y / self._x)
 
 
 class Prices:
@@ -23,8 +57,7 @@ class Prices:
         self._always = always
         self._declined = 0
         self._computed: float | None = None
-        # decayed sums over restores: count, tokens, seconds, tokens squared, tokens x seconds
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self._moves = MovePrice()
 
     def computed_in(self, tokens: int, seconds: float) -> None:
         """Records that computing `tokens` tokens of a prompt took `seconds`."""
@@ -34,24 +67,13 @@ class Prices:
 
     def moved_in(self, tokens: int, seconds: float) -> None:
         """Records that a complete or failed restore of `tokens` tokens took `seconds`."""
-        if tokens < 1:
-            return
-        sums = self._count, self._x, self._y, self._xx, self._xy
-        new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
-        self._count, self._x, self._y, self._xx, self._xy = (
-            DECAY * before + one for before, one in zip(sums, new, strict=True)
-        )
+        if tokens >= 1:
+            self._moves.add(tokens, seconds)
 
     def seconds(self, tokens: int) -> float | None:
         """Returns the estimated seconds of a restore, or None before the first measurement."""
-        if not self._count:
-            return None
-        spread = self._count * self._xx - self._x * self._x
-        if spread <= 1e-6 * self._x * self._x:
-            return self._y / self._count
-        slope = max(0.0, (self._count * self._xy - self._x * self._y) / spread)
-        floor = (self._y - slope * self._x) / self._count
-        return floor + slope * tokens if floor >= 0 else tokens * self._y / self._x
+        line = self._moves.line()
+        return None if line is None else line[0] + line[1] * tokens
 
     def worth(self, moved_tokens: int, computed_tokens: int) -> bool:
         """Returns whether a restore is expected to be faster than computing. Also returns True

@@ -587,6 +587,8 @@ class DecodeWorker(MeshWorker):
             total_states=state.states.total_by_rank(),
             kv_channels=self._context.kv_channels(),
             kept=(*self._kept_tiers(), *self._spilled.stats()),
+            times=self._context.times(),
+            links=self._links(),
         )
 
 

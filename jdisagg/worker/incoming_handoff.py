@@ -115,6 +115,7 @@ class IncomingHandoff:
         self._now = now
         self._received = Received()
         self._sums: dict[int, asyncio.Future[int]] = {}
+        self._computed_at: dict[int, float] = {}  # when a block's checksum arrived
         self._all_offered = False
         self._fetching = 0
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
@@ -187,6 +188,7 @@ class IncomingHandoff:
                     end, ended_at = message, self._now()
                     break
                 if isinstance(message, OfferChecksum):
+                    self._computed_at.setdefault(message.offer_id, self._now())
                     expected = self._sum(message.offer_id)
                     if not expected.done():
                         expected.set_result(message.checksum)
@@ -311,7 +313,7 @@ class IncomingHandoff:
             source_rank=offer.rank,
             kind=offer.kind,
         )
-        future = self._loop.submit(command)
+        future, began = self._loop.submit(command), self._now()
         self.pulling += 1
         try:
             result = await within(future, 1.25 * seconds)
@@ -330,6 +332,11 @@ class IncomingHandoff:
             self._counters.add("pulls_failed")
         else:
             self._received.bytes_moved += result.bytes_moved
+            if self.line.link.verify:
+                # The checksum is sent when the block is computed, perhaps after the pull began.
+                ended = self._now()
+                since = max(began, self._computed_at.get(offer.offer_id, ended))
+                self.line.arrived(result.bytes_moved, ended - since)
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:

@@ -164,7 +164,7 @@ class IncomingKv:
             return
         incoming.handoff = IncomingHandoff(
             self._loop,
-            SenderLine(peer, source, group.attempt, self._peers.calls),
+            SenderLine(peer, source, group.attempt, self._peers.calls, self._peers.meter),
             Destination(
                 group.rank,
                 lambda tokens: self._pages(group, tokens),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
+from jdisagg.costs.measured import StepTimes
 from jdisagg.errors import (
     BrokenModelError,
     HandoffError,
@@ -25,7 +26,7 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage, PeerPort
 from jdisagg.messages.step_commands import STUCK_TOKEN, StepCommand, StepResult
-from jdisagg.messages.worker_status import KeptTier, WorkerStatus
+from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
@@ -39,7 +40,7 @@ from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
-from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.peers import LinkMeter, PeerResolver, Peers, hello_of
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 
 
@@ -58,6 +59,7 @@ class WorkerContext:
         tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
             worker or swapped-out sequences of a decode worker.
         kv_channels: Returns the data-plane connections that the worker's status reports.
+        times: Returns the measured times of the mesh's programs, or None if they are not measured.
     """
 
     name: str
@@ -69,6 +71,7 @@ class WorkerContext:
     names: BlockNames | None = None
     tiers: TierRoom = TierRoom()  # plain data
     kv_channels: Callable[[], tuple[str, ...]] = tuple
+    times: Callable[[], StepTimes | None] = lambda: None
 
 
 class MeshWorker(ABC):
@@ -102,6 +105,7 @@ class MeshWorker(ABC):
         self._loop = StepLoop(
             executor, self._plan, self._apply, self._break_down, context.clock.now, depth
         )
+        self._meters: list[LinkMeter] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
         self._hello = hello_of(
             context.name,
@@ -237,7 +241,13 @@ class MeshWorker(ABC):
     def _connect(self, peers: Mapping[str, PeerPort] | PeerResolver, codec: str) -> Peers:
         timeouts = self._limits.timeouts.handoff
         now = self._clock.now
-        return Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
+        made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
+        self._meters.append(made.meter)
+        return made
+
+    def _links(self) -> tuple[LinkTimes, ...]:
+        """Returns the measured links from peers for the status."""
+        return tuple([link for meter in self._meters for link in meter.links()])
 
     def _find_sources(
         self, kept: Residency, room: TierRoom, peers: Mapping[str, PeerPort] | PeerResolver | None

@@ -107,7 +107,7 @@ class PeerFetch(KvSource):
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)
-        line = SenderLine(peer, source, 0, self._peers.calls)
+        line = SenderLine(peer, source, 0, self._peers.calls, self._peers.meter)
         line.link = replace(await self._peers.greet(source, peer), codec="none")
         seconds = self.prices.patience_seconds(plan.tokens + plan.ahead_tokens)
         call = FetchCall(

@@ -19,7 +19,9 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.packed import PROTOCOL
 from jdisagg.messages.ports import HandoffSource, PeerHello, PeerPort
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
+from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.prices import MovePrice
 from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.step_loop import StepLoop
@@ -33,6 +35,11 @@ _COMPARED = (
     "block_bytes",
     "windows_apart",
 )
+
+# Noticeable change of a link: a share, and for its latency additional seconds.
+CHANGE, LEAST_SECONDS = 0.25, 1e-3
+# Time per byte while all blocks had the same size, so that it cannot be measured.
+ASSUMED_BYTE_SECONDS = 1e-9
 
 PeerResolver = Callable[[HandoffSource], PeerPort]
 """Gives the port of a source by its address. Raises HandoffError where there is none. Opening one
@@ -61,6 +68,41 @@ class _Connected:
     used_at: float
 
 
+class LinkMeter:
+    """Measures the links from peers to this worker, from the blocks that arrive. A link is reported
+    again only after a noticeable change, because each report makes the router recompute its
+    costs."""
+
+    def __init__(self) -> None:
+        self._links: dict[str, MovePrice] = {}
+        self._reported: dict[str, LinkTimes] = {}
+
+    def add(self, sender: str, size_bytes: int, seconds: float) -> None:
+        """Records that a block of `size_bytes` bytes arrived `seconds` after it was computed."""
+        price = self._links.setdefault(sender, MovePrice())
+        price.add(size_bytes, seconds)
+        line = price.line()
+        assert line is not None, "a block was recorded"
+        link = LinkTimes(sender, line[0], ASSUMED_BYTE_SECONDS if price.alike else line[1])
+        before = self._reported.get(sender)
+        if before is None or any(
+            abs(new - old) > CHANGE * max(old, new) + least
+            for old, new, least in (
+                (before.latency_seconds, link.latency_seconds, LEAST_SECONDS),
+                (before.byte_seconds, link.byte_seconds, 0.0),
+            )
+        ):
+            self._reported[sender] = link
+
+    def links(self) -> tuple[LinkTimes, ...]:
+        return tuple(self._reported.values())
+
+    def forget(self, sender: str) -> None:
+        """Drops the measurements of a peer that was disconnected."""
+        self._links.pop(sender, None)
+        self._reported.pop(sender, None)
+
+
 class Peers:
     """Connections of one worker to the workers that send KV to it.
 
@@ -70,6 +112,9 @@ class Peers:
         hello: Hello of this worker.
         codec: Codec by which peers compress the blocks that they send.
         calls: Background sender of acknowledgements and aborts.
+
+    Attributes:
+        meter: Measures the links from the peers.
     """
 
     def __init__(
@@ -84,6 +129,7 @@ class Peers:
     ) -> None:
         self.now = now
         self.calls = calls
+        self.meter = LinkMeter()
         self._peers = peers
         self._hello = hello
         self._loop = loop
@@ -167,6 +213,7 @@ class Peers:
 
     def _disconnect(self, key: tuple[str, str]) -> None:
         gone = self._connected.pop(key)
+        self.meter.forget(gone.hello.worker)
         self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.link.peer))
 
 

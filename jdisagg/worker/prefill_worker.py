@@ -466,6 +466,8 @@ class PrefillWorker(MeshWorker):
             total_states=self._states.total_by_rank(),
             kv_channels=self._context.kv_channels(),
             kept=self._kept_tiers(),
+            times=self._context.times(),
+            links=self._links(),
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from jdisagg.messages.ports import HandoffSource, PeerMessage, PeerPort
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.peers import PeerLink
+from jdisagg.worker.peers import LinkMeter, PeerLink
 
 
 class SenderLine:
@@ -20,13 +20,19 @@ class SenderLine:
     """
 
     def __init__(
-        self, peer: PeerPort, source: HandoffSource, attempt: int, calls: SideCalls
+        self,
+        peer: PeerPort,
+        source: HandoffSource,
+        attempt: int,
+        calls: SideCalls,
+        meter: LinkMeter,
     ) -> None:
         self.peer = peer
         self.source = source
         self.link = PeerLink()
         self._attempt = attempt
         self._calls = calls
+        self._meter = meter
         self._unsent: list[int] = []
         self._sending = False
 
@@ -37,6 +43,10 @@ class SenderLine:
 
     def offers(self) -> AsyncIterator[PeerMessage]:
         return self.peer.offers(self.source.handoff_id, self._attempt)
+
+    def arrived(self, size_bytes: int, seconds: float) -> None:
+        """Records that a block arrived `seconds` after the sender had computed it."""
+        self._meter.add(self.source.worker, size_bytes, seconds)
 
     def acknowledge(self, offer_id: int) -> None:
         """Acknowledges a block. One message is in flight at a time, and the next message contains

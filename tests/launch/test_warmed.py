@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig, WorkerConfig
+from jdisagg.costs.measured import StepTimes
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node import warm_up
@@ -25,15 +26,25 @@ def config(cache: Path | str) -> WorkerConfig:
 def test_a_worker_that_was_warm_is_found_again_at_another_port_and_with_other_limits(
     tmp_path: Path,
 ) -> None:
-    WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note()
+    WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note({})
     moved = replace(
         config(tmp_path), service=ServiceConfig(port=1), limits=LimitsConfig(pull_seconds=1.0)
     )
     assert WarmedBefore(moved, WorkerRole.DECODE, "model").found()
 
 
+def test_the_measured_times_of_a_mesh_are_kept_with_the_mark(tmp_path: Path) -> None:
+    times = StepTimes((64, 128), ((64, 0, 0.25),), (1, 2), ((1, 1, 0.125),))
+    warmed = WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model")
+    warmed.note({"decode": times, "prefill": None})
+    assert warmed.times("decode") == times and warmed.times("prefill") is None
+    (mark,) = tmp_path.glob("warmed-*")
+    mark.write_bytes(b"")  # as versions without measured times wrote it
+    assert warmed.found() and warmed.times("decode") is None
+
+
 def test_a_worker_with_other_programs_was_not_warm(tmp_path: Path) -> None:
-    WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note()
+    WarmedBefore(config(tmp_path), WorkerRole.DECODE, "model").note({})
     wider = replace(config(tmp_path), instance=InstanceConfig(layout=Layout(tp=4)))
     packed = replace(config(tmp_path), instance=InstanceConfig(layout=Layout(tp=2), codec="int8"))
     assert not WarmedBefore(wider, WorkerRole.DECODE, "model").found()
@@ -44,7 +55,7 @@ def test_a_worker_with_other_programs_was_not_warm(tmp_path: Path) -> None:
 
 def test_without_a_cache_nothing_is_remembered(tmp_path: Path) -> None:
     for cache in ("", tmp_path / "gone"):
-        WarmedBefore(config(cache), WorkerRole.DECODE, "model").note()
+        WarmedBefore(config(cache), WorkerRole.DECODE, "model").note({})
         assert not WarmedBefore(config(cache), WorkerRole.DECODE, "model").found()
 
 

@@ -29,7 +29,7 @@ from jdisagg.worker.incoming_handoff import (
     Received,
     WindowDestination,
 )
-from jdisagg.worker.peers import PeerLink
+from jdisagg.worker.peers import LinkMeter, PeerLink
 from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
@@ -83,9 +83,8 @@ class Receiving:
         mesh.peers.add("p#1")
         self.counters = Counters()
         self.loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
-        line = SenderLine(
-            peer, HandoffSource("p", 1), 1, SideCalls(self.counters, limits.timeouts.handoff)
-        )
+        self.meter, calls = LinkMeter(), SideCalls(self.counters, limits.timeouts.handoff)
+        line = SenderLine(peer, HandoffSource("p", 1), 1, calls, self.meter)
         line.link = PeerLink("p#1", KEY, verify=verify)
         pages = Destination(0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)], layer_groups=2)
         self.handoff = IncomingHandoff(self.loop, line, pages, limits, self.counters, now)

@@ -2,13 +2,15 @@
 was there before."""
 
 import msgspec
+import pytest
 
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
+from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.peers import Peers, hello_of
+from jdisagg.worker.peers import ASSUMED_BYTE_SECONDS, LinkMeter, Peers, hello_of
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
 from tests.fakes.virtual_time import run_virtually
@@ -68,3 +70,32 @@ def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it
         assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a", "ConnectPeer p#b"]
 
     run_virtually(main)
+
+
+def test_a_link_of_blocks_of_several_sizes_has_a_latency_and_a_time_per_byte() -> None:
+    meter = LinkMeter()
+    for size in (1000, 9000, 4000) * 8:
+        meter.add("p", size, 0.5 + 0.001 * size)
+    (link,) = meter.links()
+    assert link.sender == "p"
+    assert link.latency_seconds == pytest.approx(0.5) and link.byte_seconds == pytest.approx(0.001)
+
+
+def test_a_link_of_equal_blocks_has_an_assumed_time_per_byte() -> None:
+    meter = LinkMeter()
+    for _ in range(3):
+        meter.add("p", 1000, 0.25)
+    assert meter.links() == (LinkTimes("p", 0.25, ASSUMED_BYTE_SECONDS),)
+
+
+def test_a_link_is_reported_again_only_after_a_noticeable_change() -> None:
+    meter = LinkMeter()
+    meter.add("p", 1000, 0.25)
+    before = meter.links()
+    meter.add("p", 1000, 0.26)
+    assert meter.links() == before
+    for _ in range(20):
+        meter.add("p", 1000, 1.0)
+    assert meter.links() != before
+    meter.forget("p")
+    assert meter.links() == ()

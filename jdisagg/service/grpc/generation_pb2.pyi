@@ -380,17 +380,19 @@ class PastDecision(_message.Message):
     def __init__(self, age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_ttft_seconds: _Optional[float] = ..., predicted_step_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerAccount(_message.Message):
-    __slots__ = ("worker", "attempts", "unseen_tokens", "unseen_pages", "committed_pages", "barred_seconds")
+    __slots__ = ("worker", "attempts", "unseen_tokens", "unseen_pages", "committed_pages", "barred_seconds", "prices")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     UNSEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNSEEN_PAGES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_PAGES_FIELD_NUMBER: _ClassVar[int]
     BARRED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRICES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     attempts: int
     unseen_tokens: int
     unseen_pages: int
     committed_pages: int
     barred_seconds: float
-    def __init__(self, worker: _Optional[str] = ..., attempts: _Optional[int] = ..., unseen_tokens: _Optional[int] = ..., unseen_pages: _Optional[int] = ..., committed_pages: _Optional[int] = ..., barred_seconds: _Optional[float] = ...) -> None: ...
+    prices: str
+    def __init__(self, worker: _Optional[str] = ..., attempts: _Optional[int] = ..., unseen_tokens: _Optional[int] = ..., unseen_pages: _Optional[int] = ..., committed_pages: _Optional[int] = ..., barred_seconds: _Optional[float] = ..., prices: _Optional[str] = ...) -> None: ...

@@ -26,7 +26,7 @@ from jdisagg.errors import (
 )
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
-from jdisagg.messages.worker_status import KeptTier, WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
 from jdisagg.request import TokenLogprobs
 from jdisagg.service.grpc import common_pb2 as pb
 
@@ -170,10 +170,13 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
     fields = msgspec.structs.asdict(status)
     fields["role"] = role_to_proto(status.role)
     fields["kept"] = [pb.KeptTier(**msgspec.structs.asdict(tier)) for tier in status.kept]
+    fields["links"] = [pb.LinkTimes(**msgspec.structs.asdict(link)) for link in status.links]
+    del fields["times"]  # for routers only
     return pb.WorkerStatus(**fields)
 
 
 def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
     role = role_from_proto("WorkerStatus", message.role)
     kept = tuple([flat_from_proto(KeptTier, tier) for tier in message.kept])
-    return flat_from_proto(WorkerStatus, message, role=role, kept=kept)
+    links = tuple([flat_from_proto(LinkTimes, link) for link in message.links])
+    return flat_from_proto(WorkerStatus, message, role=role, kept=kept, links=links)

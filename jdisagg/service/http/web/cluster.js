@@ -8,6 +8,14 @@ const POOLS = [
   ["mixed", "Prefill and decode"],
 ];
 
+// Where predicted times of a worker come from.
+const PRICES = {
+  given: "Times are predicted from the hardware given with --hardware.",
+  measured: "Times are predicted from programs that the worker timed at its start.",
+  learned: "Times are predicted from measured programs and corrected by finished requests.",
+  none: "No times are predicted: the worker has not measured its programs.",
+};
+
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 function pagesOf(workers) {
@@ -42,7 +50,11 @@ function row(worker) {
     "tr",
     {},
     el("th", { scope: "row" }, worker.name, el("small", {}, worker.layout)),
-    cell("State", el("span", { class: `state ${kind}` }, state)),
+    cell(
+      "State",
+      el("span", { class: `state ${kind}` }, state),
+      el("small", { title: PRICES[worker.prices] }, `prices ${worker.prices}`),
+    ),
     cell("Running", busy, el("small", {}, `${worker.running} / ${worker.slots}`)),
     cell("Waiting", count(worker.waiting)),
     cell("Hand-offs", count(worker.handoffs)),

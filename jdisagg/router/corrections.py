@@ -1,0 +1,79 @@
+"""Corrects predicted times to first token by the errors of earlier predictions.
+
+Times that workers measure at their start omit what a request costs besides programs: calls between
+processes, sampling, checksums. For each way to serve a prompt, a constant and a factor are fitted
+to the latest predictions and outcomes. Errors are relative, and the factor is drawn to 1, so that
+one outcome changes only the constant. Pure; no clock is used."""
+
+import enum
+from collections import deque
+
+from jdisagg.plain import plain
+
+OUTCOMES = 32  # latest outcomes of a way that count
+FORGOTTEN = 256  # outcomes of other ways after which those of a way no longer count
+PRIOR = 1.0  # weight of the factor 1, in outcomes
+SMALLEST, LARGEST = 0.2, 5.0  # bounds of a factor
+
+
+class Way(enum.Enum):
+    """How a prompt is served: a prefill worker computes it, a prefill worker fetches cached KV from
+    another worker first, or the decode worker computes it."""
+
+    PREFILL = "prefill"
+    FETCH = "fetch"
+    APPEND = "append"
+
+
+@plain
+class Corrections:
+    """Corrections of predicted seconds to first token, as (constant, factor) of each way."""
+
+    prefill: tuple[float, float] = (0.0, 1.0)
+    fetch: tuple[float, float] = (0.0, 1.0)
+    append: tuple[float, float] = (0.0, 1.0)
+
+
+NO_CORRECTIONS = Corrections()
+
+
+class LearnedCorrections:
+    """Fits the corrections to outcomes. A way without outcomes has the correction of PREFILL, or of
+    APPEND if PREFILL has none either."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[Way, deque[tuple[float, float]]] = {
+            way: deque(maxlen=OUTCOMES) for way in Way
+        }
+        self._since = dict.fromkeys(Way, 0)
+        self._current = NO_CORRECTIONS
+
+    def observe(self, way: Way, predicted_seconds: float, seconds: float) -> None:
+        """Records an uncorrected prediction and its outcome, both positive."""
+        self._outcomes[way].append((predicted_seconds, seconds))
+        for other in Way:
+            self._since[other] = 0 if other is way else self._since[other] + 1
+            if self._since[other] >= FORGOTTEN:
+                self._outcomes[other].clear()
+        fitted = {one: _fitted(of) for one, of in self._outcomes.items() if of}
+        usual = fitted.get(Way.PREFILL) or fitted[Way.APPEND if Way.APPEND in fitted else way]
+        self._current = Corrections(*(fitted.get(one, usual) for one in Way))
+
+    @property
+    def current(self) -> Corrections:
+        return self._current
+
+
+def _fitted(outcomes: deque[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the constant and the factor that minimise the squares of relative errors."""
+    each = [(1.0 / seconds, predicted / seconds) for predicted, seconds in outcomes]
+    uu = sum(u * u for u, _ in each)
+    uv = sum(u * v for u, v in each)
+    vv = sum(v * v for _, v in each) + PRIOR
+    u, v = sum(u for u, _ in each), sum(v for _, v in each) + PRIOR
+    factor = (v * uu - u * uv) / (vv * uu - uv * uv)
+    constant = (u - factor * uv) / uu
+    if constant < 0:
+        constant, factor = 0.0, v / vv
+    bounded = min(LARGEST, max(SMALLEST, factor))
+    return constant if bounded == factor else max(0.0, (u - bounded * uv) / uu), bounded

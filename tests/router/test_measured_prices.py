@@ -1,0 +1,121 @@
+"""Prices without a description of the hardware: from the times and links that workers report."""
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from jdisagg.costs.hardware import LINKS, accelerator
+from jdisagg.costs.measured import StepTimes
+from jdisagg.costs.model_geometry import geometry
+from jdisagg.costs.speeds import Kind, speed_of
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import LinkTimes, WorkerStatus
+from jdisagg.router.accounts import Work
+from jdisagg.router.cluster_state import ClusterState
+from jdisagg.router.corrections import Corrections
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, Way
+from jdisagg.router.decision_record import record_of, replay
+from jdisagg.router.placement import decide
+from tests.router.fleets import decode_status, prefill_status, state_of
+
+MODEL = geometry("llama-3.1-8b")
+UNKNOWN = Kind(MODEL, Layout(), None)
+PREFILL = StepTimes((512, 2048), ((512, 0, 0.05), (2048, 0, 0.2), (2048, 1024, 0.24)))
+APPENDING = StepTimes(
+    (128, 256),
+    ((128, 0, 0.012), (256, 0, 0.024), (256, 1024, 0.03)),
+    (1, 8),
+    ((1, 1, 0.01), (8, 1, 0.012), (8, 1000, 0.014)),
+)
+QUERY = PlacementQuery(Work(1000, expected_tokens=10))
+
+
+def with_times(status: WorkerStatus, times: StepTimes | None, **fields: object) -> WorkerStatus:
+    return msgspec.structs.replace(status, times=times, **fields)
+
+
+def measured(**links: tuple[LinkTimes, ...]) -> ClusterState:
+    prefill = with_times(prefill_status("p"), PREFILL)
+    decode = decode_status("d", can_prefill=True)
+    decode = with_times(decode, APPENDING, chunk_tokens=256, links=links.get("links", ()))
+    return state_of(prefill, decode, kind=UNKNOWN)
+
+
+def decided(state: ClusterState, query: PlacementQuery = QUERY) -> Decision:
+    answer = decide(state, query, 0.0, PlacementPolicy(peer_fetch=True, fetch_from_decode=True))
+    assert isinstance(answer, Decision)
+    return answer
+
+
+def test_the_first_token_is_predicted_from_reported_times() -> None:
+    expected = speed_of(replace(UNKNOWN, times=PREFILL))
+    assert expected is not None
+    decision = decided(measured())
+    assert decision.way is Way.PREFILL
+    assert decision.ttft_seconds == pytest.approx(expected.prefill_seconds(1000, 0, 2048))
+
+
+def test_nothing_is_predicted_until_every_worker_has_reported_times() -> None:
+    decode = decode_status("d")
+    state = state_of(with_times(prefill_status("p"), PREFILL), decode, kind=UNKNOWN)
+    assert decided(state).terms is None
+    state.update(with_times(decode, APPENDING), 0.0)
+    assert decided(state).terms is not None
+
+
+def test_times_do_not_change_predictions_of_described_hardware() -> None:
+    described = replace(UNKNOWN, hardware=accelerator("h100"))
+    plain = state_of(prefill_status("p"), decode_status("d"), kind=described)
+    timed = state_of(
+        with_times(prefill_status("p"), PREFILL),
+        with_times(decode_status("d"), APPENDING, links=(LinkTimes("p", 9.0, 9.0),)),
+        kind=described,
+    )
+    assert decided(timed) == decided(plain)
+
+
+def test_a_measured_link_determines_the_hand_off_in_both_directions() -> None:
+    state = measured(links=(LinkTimes("p", 0.5, 1e-9),))
+    wire = state.speeds[0].wire_bytes_per_token
+    far = LINKS["ethernet-25g"]
+    (there,) = state.link_costs(far).seconds(state.prefill.rows * 0, slice(None), 100.0)[0]
+    (back,) = state.return_costs(far).seconds(state.prefill.rows * 0, slice(None), 100.0)[0]
+    assert there == back == pytest.approx(0.5 + 100 * wire * 1e-9)
+    state.forget("p")
+    state.update(with_times(prefill_status("p"), PREFILL), 0.0)
+    state.describe("p", replace(state.description("d"), kind=UNKNOWN))
+    (other,) = state.link_costs(far).seconds(state.prefill.rows * 0, slice(None), 100.0)[0]
+    assert other < 0.1, "another worker of the name begins with an assumed link"
+
+
+def test_corrections_decide_between_the_ways_of_a_second_turn() -> None:
+    cached = {"p": 896, "d": 896}
+    append, pair = ((0.0, 1.0), (1.0, 1.0))
+    for corrections, way in (
+        (Corrections(prefill=pair, fetch=pair, append=append), Way.APPEND),
+        (Corrections(prefill=append, fetch=append, append=pair), Way.PREFILL),
+    ):
+        decision = decided(measured(), replace(QUERY, cached=cached, corrections=corrections))
+        assert decision.way is way
+
+
+def test_corrections_decide_whether_cached_kv_is_fetched() -> None:
+    query = replace(QUERY, cached={"d": 640})
+    cheap, dear = (0.0, 1.0), (5.0, 1.0)
+    fetching = replace(query, corrections=Corrections(cheap, cheap, dear))
+    assert decided(measured(), fetching).way is Way.FETCH
+    computing = replace(query, corrections=Corrections(cheap, dear, dear))
+    assert decided(measured(), computing).way is Way.PREFILL
+
+
+def test_a_decision_from_measured_times_replays_from_its_json() -> None:
+    state = measured(links=(LinkTimes("p", 0.001, 1e-9),))
+    query = replace(
+        QUERY, cached={"d": 640}, corrections=Corrections((0.01, 1.1), (0.02, 1.2), (0.03, 1.3))
+    )
+    policy = PlacementPolicy()
+    answer = decide(state, query, 0.0, policy)
+    line = json.dumps(record_of(state, query, 0.0, policy, answer), allow_nan=False)
+    assert replay(json.loads(line)) == answer
