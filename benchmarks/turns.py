@@ -13,9 +13,9 @@ mesh. Its second turn goes one of these ways:
 - router, forgotten: as the router decides where the prefill worker keeps nothing;
 - router, kept: as it decides where that keeps the first prompt.
 Each of the first three sends what the decode worker lacks, no more. The router's prices are those
-of this machine, fitted in the same run (`node/commands/cost_measurement.py`). A first turn serves
-all ways, each with new words behind it, in an order that changes with each round; the first round
-only compiles. "busy": two other streams run on the decode mesh, and the longest gap between two
+that the workers measure when they start, corrected by what its own requests took. A first turn
+serves all ways, each with new words behind it, in an order that changes with each round; the first
+round is left out. "busy": two other streams run on the decode mesh, and the longest gap between two
 tokens of theirs is told.
 
 A request that the router sent some way is one more that went so. "of the best": the median of the
@@ -24,13 +24,11 @@ processors until the first token are told beside those of the clock, for they de
 else the machine does. The router weighs the second token, too, and what other streams lose."""
 
 import asyncio
-import dataclasses
 import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import jax
 import msgspec
@@ -42,7 +40,6 @@ from benchmarks.measure import save
 from benchmarks.measured_model import NoText, load
 from jdisagg.assembly import LocalAffinity
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig, PrefixConfig, RoutingConfig
-from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
@@ -53,16 +50,9 @@ from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
-from jdisagg.node.commands.cost_measurement import (
-    MeasuredSettings,
-    describe,
-    fit_and_judge,
-    measure_ceilings,
-    measure_steps,
-    notes_of,
-)
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.corrections import LearnedCorrections
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.prefill_worker import PrefillWorker
 from models.catalog import read_config
@@ -109,7 +99,7 @@ class ByWay(EmbeddedCluster):
         prefill._sources = prefill._find_sources(prefill._kept, TierRoom(), {DECODE: decode})
         return ports
 
-    def open_ways(self, hardware: Accelerator) -> None:
+    def open_ways(self) -> None:
         prefill, decode = self._workers
         assert self._names is not None
         hinted = through(PrefillPort, self.ports.prefill[PREFILL], FromDecode(prefill._context.ids))
@@ -131,9 +121,11 @@ class ByWay(EmbeddedCluster):
         shape = read_config(HfConfig(plain_loop.MEASURED_MODEL, "measured")).cost_geometry(
             "measured"
         )
+        learned = LearnedCorrections()  # as of one router
         for name in ROUTED:
+            self.ways[name].placer._corrections = learned
             state = self.ways[name].placer.accounts.state
-            kind = Kind(shape, Layout(), hardware, dtype="float32")
+            kind = Kind(shape, Layout(), None, dtype="float32")
             for worker in (PREFILL, DECODE):
                 state.describe(worker, Description("here/here/here/here", kind))
 
@@ -156,24 +148,8 @@ def cluster() -> ByWay:
         prefill=instance,
         decode=instance,
         prefix=PrefixConfig(True, restores="always", append_tokens=APPEND),
-        warm_up=False,
     )
     return ByWay(config, load, NoText(), jax.devices())
-
-
-async def fitted() -> tuple[Accelerator, dict[str, object]]:
-    """This machine, as the router is told of it, and how well it is described."""
-    shape = read_config(HfConfig(plain_loop.MEASURED_MODEL, "measured")).cost_geometry("measured")
-    shape = dataclasses.replace(shape, name="measured")
-    wanted = MeasuredSettings("", Layout(), "float32", [64, 256, 512], [1, 3], 2, 8)
-
-    def deploy(config: EngineConfig) -> SimpleNamespace:
-        made = EmbeddedCluster(config, load, NoText(), jax.devices())
-        return SimpleNamespace(start=made.start, cluster=made)
-
-    steps = await measure_steps(wanted, shape, deploy)  # type: ignore[arg-type]
-    found = fit_and_judge(describe(measure_ceilings("float32"), "here", "float32"), steps, Layout())
-    return found.accelerator, notes_of(found, steps, Layout())
 
 
 class Conversations:
@@ -187,6 +163,7 @@ class Conversations:
         self.gaps: dict[Key, list[float]] = {}
         self.taken: dict[Key, list[str]] = {}
         self.said: dict[Key, str] = {}
+        self.errors: list[float] = []  # relative, of predicted first tokens, in order
         self._rng = np.random.default_rng(0)
         self._numbers = itertools.count()
 
@@ -262,6 +239,8 @@ class Conversations:
         said = path.placer.status().decisions[0]
         taken = "append" if not said.prefill else "fetch" if "fetches" in said.reason else "prefill"
         if way in ROUTED:
+            assert said.predicted_ttft_seconds and said.ttft_seconds, "prices are measured"
+            self.errors.append(said.predicted_ttft_seconds / said.ttft_seconds - 1)
             taken = ROUTED[way][0] if taken == "prefill" else taken
             self.taken.setdefault(key, []).append(taken)
             self.said[key] = said.reason
@@ -313,7 +292,11 @@ def figures_of(talk: Conversations) -> dict[str, object]:
                 ratios[name] += [medians[one] / min(medians.values()) for one in taken]
         first, new, busy = cell
         rows[f"{first} + {new} tokens, {'busy' if busy else 'idle'}"] = row
+    later = [abs(error) for error in talk.errors[20:]]
     return {
+        "error of predicted first tokens after 20 requests, median": (
+            round(statistics.median(later), 3) if later else None
+        ),
         "of the best, within 10 %": {
             name: round(sum(one <= 1.1 for one in of) / len(of), 3) for name, of in ratios.items()
         },
@@ -323,14 +306,11 @@ def figures_of(talk: Conversations) -> dict[str, object]:
 
 
 async def measure() -> dict[str, object]:
-    hardware, notes = await fitted()
-    print(
-        f"fitted: {notes['median_error']} of error, {notes['median_error_held_out']} held out",
-        flush=True,
-    )
     made = cluster()
     await made.start()
-    made.open_ways(hardware)
+    times = {replica.executor.name: msgspec.to_builtins(replica.times) for replica in made.replicas}
+    print(f"measured: {times}", flush=True)
+    made.open_ways()
     talk = Conversations(made)
     try:
         for number in range(1 + _ROUNDS.value):
@@ -349,7 +329,7 @@ async def measure() -> dict[str, object]:
     counters: dict[str, object] = {
         worker.name: dict(worker.counters.snapshot()) for worker in made._workers
     }
-    return {"rounds": _ROUNDS.value, "fit": notes, **found, "counters": counters}
+    return {"rounds": _ROUNDS.value, "measured": times, **found, "counters": counters}
 
 
 def main(_: list[str]) -> None:

@@ -16,7 +16,7 @@ PRIOR = 1.0  # weight of the factor 1, in outcomes
 SMALLEST, LARGEST = 0.2, 5.0  # bounds of a factor
 
 
-class Way(enum.Enum):
+class PromptWay(enum.Enum):
     """How a prompt is served: a prefill worker computes it, a prefill worker fetches cached KV from
     another worker first, or the decode worker computes it."""
 
@@ -42,22 +42,25 @@ class LearnedCorrections:
     APPEND if PREFILL has none either."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[Way, deque[tuple[float, float]]] = {
-            way: deque(maxlen=OUTCOMES) for way in Way
+        self._outcomes: dict[PromptWay, deque[tuple[float, float]]] = {
+            way: deque(maxlen=OUTCOMES) for way in PromptWay
         }
-        self._since = dict.fromkeys(Way, 0)
+        self._since = dict.fromkeys(PromptWay, 0)
         self._current = NO_CORRECTIONS
 
-    def observe(self, way: Way, predicted_seconds: float, seconds: float) -> None:
+    def observe(self, way: PromptWay, predicted_seconds: float, seconds: float) -> None:
         """Records an uncorrected prediction and its outcome, both positive."""
         self._outcomes[way].append((predicted_seconds, seconds))
-        for other in Way:
+        for other in PromptWay:
             self._since[other] = 0 if other is way else self._since[other] + 1
             if self._since[other] >= FORGOTTEN:
                 self._outcomes[other].clear()
         fitted = {one: _fitted(of) for one, of in self._outcomes.items() if of}
-        usual = fitted.get(Way.PREFILL) or fitted[Way.APPEND if Way.APPEND in fitted else way]
-        self._current = Corrections(*(fitted.get(one, usual) for one in Way))
+        usual = (
+            fitted.get(PromptWay.PREFILL)
+            or fitted[PromptWay.APPEND if PromptWay.APPEND in fitted else way]
+        )
+        self._current = Corrections(*(fitted.get(one, usual) for one in PromptWay))
 
     @property
     def current(self) -> Corrections:

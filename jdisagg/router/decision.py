@@ -9,7 +9,7 @@ from jdisagg.costs.hardware import LINKS, Link
 from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Work
-from jdisagg.router.corrections import NO_CORRECTIONS, Corrections, Way
+from jdisagg.router.corrections import NO_CORRECTIONS, Corrections, PromptWay
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 # Returns how many of a prompt's tokens each worker has cached now; workers with 0 are absent.
@@ -138,10 +138,10 @@ class Decision:
     peer_tokens: int = 0
 
     @property
-    def way(self) -> Way:
+    def way(self) -> PromptWay:
         if self.prefill is None:
-            return Way.APPEND
-        return Way.FETCH if self.peer else Way.PREFILL
+            return PromptWay.APPEND
+        return PromptWay.FETCH if self.peer else PromptWay.PREFILL
 
 
 @plain

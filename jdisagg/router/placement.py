@@ -57,7 +57,7 @@ NO_WORK = Work(1)
 WORTH_TO_OTHERS = 1.0
 # Without predictions: a fully cached prompt outweighs this much load (share of slots plus pages).
 WORTH_OF_KNOWN = 0.5
-UNPRICED = "no latency prediction: a worker has not measured its times, and --hardware is not given"
+UNPRICED = "no latency prediction without prices (measured by the workers, or --hardware)"
 
 
 @plain

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdisagg.router.corrections import FORGOTTEN, NO_CORRECTIONS, LearnedCorrections, Way
+from jdisagg.router.corrections import FORGOTTEN, NO_CORRECTIONS, LearnedCorrections, PromptWay
 
 
 def corrected(correction: tuple[float, float], seconds: float) -> float:
@@ -17,7 +17,7 @@ def test_nothing_is_corrected_before_the_first_outcome() -> None:
 
 def test_one_outcome_changes_the_constant_only() -> None:
     learned = LearnedCorrections()
-    learned.observe(Way.PREFILL, 0.010, 0.015)
+    learned.observe(PromptWay.PREFILL, 0.010, 0.015)
     constant, factor = learned.current.prefill
     assert factor == pytest.approx(1.0) and constant == pytest.approx(0.005)
 
@@ -25,7 +25,7 @@ def test_one_outcome_changes_the_constant_only() -> None:
 def test_an_outcome_below_its_prediction_changes_the_factor_only() -> None:
     learned = LearnedCorrections()
     for _ in range(8):
-        learned.observe(Way.PREFILL, 0.020, 0.010)
+        learned.observe(PromptWay.PREFILL, 0.020, 0.010)
     constant, factor = learned.current.prefill
     assert constant == 0 and factor == pytest.approx(0.5, abs=0.05)
 
@@ -36,7 +36,7 @@ def test_constant_and_factor_are_found_among_noise(constant: float, factor: floa
     for _ in range(40):
         predicted = draw.choice((0.005, 0.02, 0.08))
         noise = draw.choice((0.95, 1.0, 1.0, 1.0, 1.05, 3.0 if draw.random() < 0.3 else 1.0))
-        learned.observe(Way.APPEND, predicted, noise * (constant + factor * predicted))
+        learned.observe(PromptWay.APPEND, predicted, noise * (constant + factor * predicted))
     for predicted in (0.005, 0.02, 0.08):
         wanted = constant + factor * predicted
         assert corrected(learned.current.append, predicted) == pytest.approx(wanted, rel=0.2)
@@ -44,17 +44,17 @@ def test_constant_and_factor_are_found_among_noise(constant: float, factor: floa
 
 def test_a_way_without_outcomes_has_the_correction_of_prefill_workers() -> None:
     learned = LearnedCorrections()
-    learned.observe(Way.APPEND, 0.010, 0.030)
+    learned.observe(PromptWay.APPEND, 0.010, 0.030)
     assert learned.current.fetch == learned.current.append
-    learned.observe(Way.PREFILL, 0.010, 0.012)
+    learned.observe(PromptWay.PREFILL, 0.010, 0.012)
     assert learned.current.fetch == learned.current.prefill != learned.current.append
 
 
 def test_outcomes_of_a_way_that_was_long_not_taken_no_longer_count() -> None:
     learned = LearnedCorrections()
-    learned.observe(Way.FETCH, 0.010, 0.500)
+    learned.observe(PromptWay.FETCH, 0.010, 0.500)
     for _ in range(FORGOTTEN - 1):
-        learned.observe(Way.PREFILL, 0.010, 0.012)
+        learned.observe(PromptWay.PREFILL, 0.010, 0.012)
     assert corrected(learned.current.fetch, 0.010) == pytest.approx(0.5, rel=0.01)
-    learned.observe(Way.PREFILL, 0.010, 0.012)
+    learned.observe(PromptWay.PREFILL, 0.010, 0.012)
     assert learned.current.fetch == learned.current.prefill

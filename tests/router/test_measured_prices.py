@@ -15,7 +15,7 @@ from jdisagg.messages.worker_status import LinkTimes, WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.corrections import Corrections
-from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, Way
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptWay
 from jdisagg.router.decision_record import record_of, replay
 from jdisagg.router.placement import decide
 from tests.router.fleets import decode_status, prefill_status, state_of
@@ -53,7 +53,7 @@ def test_the_first_token_is_predicted_from_reported_times() -> None:
     expected = speed_of(replace(UNKNOWN, times=PREFILL))
     assert expected is not None
     decision = decided(measured())
-    assert decision.way is Way.PREFILL
+    assert decision.way is PromptWay.PREFILL
     assert decision.ttft_seconds == pytest.approx(expected.prefill_seconds(1000, 0, 2048))
 
 
@@ -94,8 +94,8 @@ def test_corrections_decide_between_the_ways_of_a_second_turn() -> None:
     cached = {"p": 896, "d": 896}
     append, pair = ((0.0, 1.0), (1.0, 1.0))
     for corrections, way in (
-        (Corrections(prefill=pair, fetch=pair, append=append), Way.APPEND),
-        (Corrections(prefill=append, fetch=append, append=pair), Way.PREFILL),
+        (Corrections(prefill=pair, fetch=pair, append=append), PromptWay.APPEND),
+        (Corrections(prefill=append, fetch=append, append=pair), PromptWay.PREFILL),
     ):
         decision = decided(measured(), replace(QUERY, cached=cached, corrections=corrections))
         assert decision.way is way
@@ -105,9 +105,9 @@ def test_corrections_decide_whether_cached_kv_is_fetched() -> None:
     query = replace(QUERY, cached={"d": 640})
     cheap, dear = (0.0, 1.0), (5.0, 1.0)
     fetching = replace(query, corrections=Corrections(cheap, cheap, dear))
-    assert decided(measured(), fetching).way is Way.FETCH
+    assert decided(measured(), fetching).way is PromptWay.FETCH
     computing = replace(query, corrections=Corrections(cheap, dear, dear))
-    assert decided(measured(), computing).way is Way.PREFILL
+    assert decided(measured(), computing).way is PromptWay.PREFILL
 
 
 def test_a_decision_from_measured_times_replays_from_its_json() -> None:

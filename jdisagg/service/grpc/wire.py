@@ -16,6 +16,7 @@ import msgspec
 from google.protobuf.message import EncodeError, Message
 
 from jdisagg import errors
+from jdisagg.costs.measured import StepTimes
 from jdisagg.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -171,7 +172,7 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
     fields["role"] = role_to_proto(status.role)
     fields["kept"] = [pb.KeptTier(**msgspec.structs.asdict(tier)) for tier in status.kept]
     fields["links"] = [pb.LinkTimes(**msgspec.structs.asdict(link)) for link in status.links]
-    del fields["times"]  # for routers only
+    fields["times"] = status.times and _times_to_proto(status.times)
     return pb.WorkerStatus(**fields)
 
 
@@ -179,4 +180,28 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
     role = role_from_proto("WorkerStatus", message.role)
     kept = tuple([flat_from_proto(KeptTier, tier) for tier in message.kept])
     links = tuple([flat_from_proto(LinkTimes, link) for link in message.links])
-    return flat_from_proto(WorkerStatus, message, role=role, kept=kept, links=links)
+    times = _times_from_proto(message.times) if message.HasField("times") else None
+    return flat_from_proto(WorkerStatus, message, role=role, kept=kept, links=links, times=times)
+
+
+def _times_to_proto(times: StepTimes) -> pb.StepTimes:
+    return pb.StepTimes(
+        chunk_sizes=times.chunk_sizes,
+        chunks=[
+            pb.ProgramTime(size=size, context_tokens=cached, seconds=seconds)
+            for size, cached, seconds in times.chunks
+        ],
+        batch_sizes=times.batch_sizes,
+        steps=[
+            pb.ProgramTime(size=size, context_tokens=context, seconds=seconds)
+            for size, context, seconds in times.steps
+        ],
+    )
+
+
+def _times_from_proto(message: pb.StepTimes) -> StepTimes:
+    chunks, steps = (
+        tuple([(one.size, one.context_tokens, one.seconds) for one in of])
+        for of in (message.chunks, message.steps)
+    )
+    return StepTimes(tuple(message.chunk_sizes), chunks, tuple(message.batch_sizes), steps)
