@@ -31,7 +31,7 @@ class LinkSide:
 
     places: Array
     speeds: Indices
-    names: Sequence[str] = ()
+    names: tuple[str, ...] = ()
 
 
 # Measured links by (sender, receiver): latency in seconds, and seconds per byte.

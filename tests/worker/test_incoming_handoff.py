@@ -84,7 +84,8 @@ class Receiving:
         self.counters = Counters()
         self.loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
         self.meter, calls = LinkMeter(), SideCalls(self.counters, limits.timeouts.handoff)
-        line = SenderLine(peer, HandoffSource("p", 1), 1, calls, self.meter)
+        source = HandoffSource("p", 1)
+        line = SenderLine(peer, source, 1, calls, self.meter)  # pyright: ignore[reportArgumentType]
         line.link = PeerLink("p#1", KEY, verify=verify)
         pages = Destination(0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)], layer_groups=2)
         self.handoff = IncomingHandoff(self.loop, line, pages, limits, self.counters, now)
