@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.measured import MeasuredCosts, StepTimes
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.costs.speeds import Kind, PriceSource, Speed, speed_of
 from jdisagg.layout.axes import Layout
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import LINKS, accelerator
 from jdisagg.costs.measured import StepTimes
-from jdisagg.costs.model_geometry import geometry
 from jdisagg.costs.speeds import Kind, speed_of
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import LinkTimes, WorkerStatus
