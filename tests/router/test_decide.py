@@ -64,6 +64,7 @@ def cheapest_pair(
         prefill = speed.prefill_seconds(work.tokens - cached, cached, said.chunk_tokens)
         spared = speed.prefill_seconds(work.tokens, 0, said.chunk_tokens) - prefill
         hardware = ours.kind.hardware
+        assert hardware is not None
         links = (
             policy.far,
             hardware.scale_out,

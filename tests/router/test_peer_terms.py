@@ -166,6 +166,7 @@ def test_the_least_of_computing_and_fetching_is_weighed_for_each_worker(
         own, most = cached.get(name, 0), min(cached[source], work.tokens - 1)
         computing = speed.prefill_seconds(work.tokens - own, own, said.chunk_tokens)
         hardware = theirs.kind.hardware
+        assert hardware is not None
         links = (policy.far, hardware.scale_out, hardware.host, *[hardware.scale_up] * 2)
         link = links[closeness(theirs.place, description.place)]
         lanes = min(description.kind.layout.tp, theirs.kind.layout.tp)
