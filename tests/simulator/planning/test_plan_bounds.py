@@ -6,6 +6,7 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
+from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, link
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.errors import ConfigError
@@ -319,3 +320,18 @@ def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
     )
     batch = longest_of_four[0] * short + longest_of_four[1] * long
     assert limits["prefill compute"] == pytest.approx(FULL * 4 / batch, rel=0.01)
+
+
+@pytest.mark.parametrize(("engine", "least", "most"), [("sglang", 32, 64), ("jdisagg", 1, 8)])
+def test_deepseek_on_64_h200_is_decoded_with_wide_expert_parallelism_where_the_engine_overlaps_it(
+    engine: str, least: int, most: int
+) -> None:
+    """Public deployments of SGLang and vLLM use 32 to 72 GPUs for a decode instance. With the
+    gather exchange of jdisagg, experts stay within a host."""
+    software = Software.of(engine, "fp8", None)
+    site = Site(accelerator("h200"), 64, software=software)
+    demand = Demand.of([Arrival(0.0, 2000, 1500)])
+    fitting = fitting_layouts(software.shape(geometry("deepseek-v3")), site, demand.longest_tokens)
+    estimator = Estimator(site, demand, Goal(5.0, 0.1), fitting)
+    best = max(two_pools(fitting, site), key=lambda item: estimator.bounds(item).rate)
+    assert least <= best.decode.ep <= most
