@@ -410,6 +410,8 @@ class EngineConfig:
         service: Addresses and credentials of the service.
         warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
         compilation_cache: Folder of the persistent cache of compiled programs.
+        kernels: Hand-written kernels on accelerators. "auto" checks each at the start and replaces
+            those that fail by plain XLA, "xla" uses none, names separated by commas use only these.
 
     Raises:
         ConfigError: `prefix` contradicts `mode`.
@@ -425,6 +427,7 @@ class EngineConfig:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         if self.prefix.disk_gib and self.mode is not Mode.DISAGGREGATED:
@@ -454,6 +457,8 @@ class WorkerConfig:
         service: Addresses and credentials of the worker.
         warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
         compilation_cache: Folder of the persistent cache of compiled programs.
+        kernels: Hand-written kernels on accelerators. "auto" checks each at the start and replaces
+            those that fail by plain XLA, "xla" uses none, names separated by commas use only these.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -464,6 +469,7 @@ class WorkerConfig:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = "~/.cache/jdisagg/xla"
+    kernels: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ ENGINE = (
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
     "memory_fraction", "codec", "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
     "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens", "compilation_cache",
-    "set",
+    "kernels", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -122,6 +122,11 @@ GROUPS: dict[str, dict[str, Spec]] = {
             list(KEPT_DTYPES),
             None,
             "Type of the KV cache in memory and in transfers. Default: the type of the weights.",
+        ),
+        "kernels": _text(
+            None,
+            "Hand-written kernels on accelerators. auto: those that pass a check at the start; xla:"
+            " none; or names.",
         ),
         "context_tokens": _count(
             None, "Longest prompt plus answer. Default: the model's limit, or what fits in memory."

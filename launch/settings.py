@@ -28,6 +28,7 @@ _FIELDS = {
     "prefill": "prefill.layout",
     "decode": "decode.layout",
     "compilation_cache": "compilation_cache",
+    "kernels": "kernels",
     "prefix_cache": "prefix.reuse",
     "host_cache_gib": "prefix.host_gib",
     "disk_cache_dir": "prefix.disk_dir",

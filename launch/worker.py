@@ -63,7 +63,8 @@ def main() -> None:
             own = parse_gpus("gpus", flags.gpus, several=False)
             os.environ[VISIBLE] = ",".join(map(str, own))
         fraction = config.worker.instance.memory_fraction
-        prepare_runtime(config.devices, config.worker.compilation_cache, fraction)
+        worker = config.worker
+        prepare_runtime(config.devices, worker.compilation_cache, fraction, worker.kernels)
         hand_over_quickly()
         group = join(config.process, config.worker.limits.timeouts.instance)
         start_logging(config.observe.log_format, config.name)

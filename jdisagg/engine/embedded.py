@@ -20,6 +20,7 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.engine.fingerprint import model_fingerprint
+from jdisagg.engine.kernel_check import failed_kernels
 from jdisagg.engine.limits import check_reuse, hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
 from jdisagg.engine.replica import (
@@ -190,6 +191,7 @@ class EmbeddedCluster:
             names=self._names,
             tiers=tiers or tier_room(self.config.prefix),
             times=lambda: replica.times,
+            kernels=failed_kernels(),
         )
         return self.local.add(
             role, context, self._meshes[-1], replica.config, mode, fetches=fetches

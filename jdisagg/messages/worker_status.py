@@ -58,6 +58,8 @@ class WorkerStatus(Message, frozen=True):
         times: Measured times of the worker's programs. None before they are measured, and if the
             worker was started without warm-up.
         links: Measured links from other workers to this one.
+        kernels: Text "NAME: reason" for each hand-written kernel that failed its check at the start
+            and was replaced by plain XLA.
     """
 
     name: str
@@ -87,3 +89,4 @@ class WorkerStatus(Message, frozen=True):
     kept: tuple[KeptTier, ...] = ()
     times: StepTimes | None = None
     links: tuple[LinkTimes, ...] = ()
+    kernels: tuple[str, ...] = ()

@@ -3,6 +3,7 @@ generate text in one process."""
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.host_settings import keep_freed_memory
+from jdisagg.engine.kernel_check import AUTO, choose_kernels
 from jdisagg.engine.memory_plan import (
     check_host_cache,
     describe_tiers,
@@ -32,7 +34,7 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
-from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
+from jdisagg.node.gpus import DEVICE_FRACTION, gpus_of_host, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.recording import embedded_recorder
 from jdisagg.node.warm_up import WarmedBefore, progress_bar
@@ -65,7 +67,10 @@ class ModelSource:
 
 
 def prepare_runtime(
-    cpu_devices: int, compilation_cache: str, memory_fraction: float | None = None
+    cpu_devices: int,
+    compilation_cache: str,
+    memory_fraction: float | None = None,
+    kernels: str = AUTO,
 ) -> None:
     """Applies the JAX settings that must be made before the first use of a device. Raises
     ConfigError if a device has been used already.
@@ -73,6 +78,8 @@ def prepare_runtime(
     Args:
         cpu_devices: Number of virtual CPU devices.
         memory_fraction: Fraction of a GPU's memory that XLA may use. None selects 0.9.
+        kernels: Hand-written kernels to use, as in `EngineConfig.kernels`. The check runs in a
+            child process, before this process opens a device.
     """
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
@@ -95,6 +102,8 @@ def prepare_runtime(
             f" restart the process (a notebook's kernel){keep}"
         ) from error
     keep_freed_memory()
+    gpus = bool(gpus_of_host(os.environ))
+    choose_kernels(kernels, accelerator=gpus, folder=compilation_cache)
     use_compilation_cache(compilation_cache)
 
 
@@ -102,7 +111,10 @@ def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None
     """Calls `prepare_runtime` for an embedded cluster. `cpu_devices` defaults to the number of
     devices that the layouts need."""
     prepare_runtime(
-        cpu_devices or devices_of(config), config.compilation_cache, memory_fraction(config)
+        cpu_devices or devices_of(config),
+        config.compilation_cache,
+        memory_fraction(config),
+        config.kernels,
     )
 
 

@@ -129,6 +129,7 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
         service=config.service,
         warm_up=config.warm_up,
         compilation_cache=config.compilation_cache,
+        kernels=config.kernels,
     )
 
 

@@ -20,6 +20,7 @@ from jdisagg.config import WorkerConfig
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.engine.fingerprint import model_fingerprint
+from jdisagg.engine.kernel_check import failed_kernels
 from jdisagg.engine.memory_plan import (
     check_host_cache,
     describe_tiers,
@@ -333,6 +334,7 @@ class WorkerRuntime:
             self._tiers(),
             self._kv_channels,
             lambda: instance.times,
+            failed_kernels(),
         )
         config, prefix = state.config, state.config.prefix
         worker = build_worker(

@@ -160,6 +160,11 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
             "Estimated seconds until a serving worker has loaded all programs.",
             lambda s: s.loading_seconds,
         ),
+        (
+            "replaced_kernels",
+            "Hand-written kernels that failed their check and were replaced by plain XLA.",
+            lambda s: len(s.kernels),
+        ),
     )
     places = [((status.name, status.role.value), status) for status in statuses]
     families = [

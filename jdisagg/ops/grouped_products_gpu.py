@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from jdisagg.ops.activations import ExpertGate, SquaredRelu
 from jdisagg.ops.mlp import gated_expert
+from jdisagg.ops.optional_kernels import WGMMA_EXPERTS, usable
 from jdisagg.ops.paged_attention_pallas import Ref, triton
 from jdisagg.ops.quantized_weights import halves
 
@@ -49,7 +50,8 @@ def is_hopper(device_kind: str) -> bool:
 def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
     """Whether JAX's kernel `ragged_dot_mgpu` supports this device, data type and sizes."""
     whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
-    return is_hopper(device_kind) and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
+    fits = is_hopper(device_kind) and usable(WGMMA_EXPERTS)
+    return fits and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def by_wgmma(

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from jdisagg.ops.kv_pages import as_read
 from jdisagg.ops.online_softmax import MASKED
+from jdisagg.ops.optional_kernels import LATENT_ATTENTION, usable
 from jdisagg.ops.paged_attention_pallas import (
     LONG_SPLITS,
     PROGRAMS,
@@ -37,6 +38,7 @@ def applies(q_BNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
     turned = q_BNH.shape[-1] - rank
     return (
         triton is not None
+        and usable(LATENT_ATTENTION)
         and pages_P1SH.dtype in (q_BNH.dtype, jnp.uint8)
         and q_BNH.dtype != jnp.float32  # its blocks would not fit a multiprocessor
         and 16 <= rank <= 512

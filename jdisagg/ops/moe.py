@@ -23,6 +23,7 @@ from jdisagg.model_api import Shards
 from jdisagg.ops import grouped_products_gpu
 from jdisagg.ops.activations import ExpertGate, SquaredRelu
 from jdisagg.ops.mlp import gated_expert
+from jdisagg.ops.optional_kernels import BLOCK_EXPERTS, usable
 from jdisagg.ops.quantized_weights import scaled_product, widened
 
 # A single bfloat16 row is slow on CPU (`ops/linear.py`). Above 128 rows only padding grows.
@@ -137,9 +138,9 @@ def routed_experts(
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
     rows = block_rows(local_TJ.size, experts)
     match shards.platform:
-        case "gpu":
-            y_TJD = _gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
-        case "tpu":
+        case "gpu" if usable(BLOCK_EXPERTS):
+            y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
+        case "gpu" | "tpu":
             y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp)
         case _:
             y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp)
@@ -230,7 +231,7 @@ def block_products(
     return out_PD[place_P].reshape(*local_TJ.shape, -1)
 
 
-def _gpu_products(
+def gpu_products(
     x_TD: jax.Array,
     local_TJ: jax.Array,
     weights: ExpertWeights,

@@ -83,7 +83,7 @@ def paged_attention(
         usual = "pallas" if kernel else "gather" if platform == "gpu" else "loop"
         attend = {
             "loop": _loop,
-            "gather": _gather,
+            "gather": gather_attention,
             "pallas": latent_attention_pallas.latent_attention,
         }[implementation or usual]
         table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
@@ -94,9 +94,11 @@ def paged_attention(
     assert v_pages_PKSH is not None
     implementation = implementation or _default(platform, q_BNH, k_pages_PKSH)
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-    attend = {"loop": _loop, "gather": _gather, "pallas": paged_attention_pallas.paged_attention}[
-        implementation
-    ]
+    attend = {
+        "loop": _loop,
+        "gather": gather_attention,
+        "pallas": paged_attention_pallas.paged_attention,
+    }[implementation]
     return attend(
         q_BNH,
         k_pages_PKSH,
@@ -173,7 +175,7 @@ def _loop(
     return mixed_BKGH.astype(q_BNH.dtype).reshape(batch, query_heads, mixed_width)
 
 
-def _gather(
+def gather_attention(
     q_BNH: jax.Array,
     k_pages_PKSH: jax.Array,
     values: jax.Array | int,

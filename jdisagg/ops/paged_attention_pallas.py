@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from jdisagg.ops.kv_pages import as_read
 from jdisagg.ops.online_softmax import MASKED, capped
+from jdisagg.ops.optional_kernels import PAGED_ATTENTION, usable
 
 triton: Any
 try:
@@ -41,10 +42,12 @@ WARPS, STAGES = 4, 5
 
 
 def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
-    """Whether the kernel supports the head size: Triton's blocks are powers of two."""
+    """Whether the kernel is usable and supports the head size: Triton's blocks are powers of
+    two."""
     width = q_BNH.shape[-1]
     return (
         triton is not None
+        and usable(PAGED_ATTENTION)
         and k_pages_PKSH.dtype in (q_BNH.dtype, jnp.uint8)
         and 16 <= width <= 512
         and width & (width - 1) == 0

@@ -25,6 +25,7 @@ from jax import lax
 
 from jdisagg.ops.grouped_products_gpu import is_hopper
 from jdisagg.ops.kv_pages import PastPages, as_read, gather_columns
+from jdisagg.ops.optional_kernels import CUDNN_ATTENTION, usable
 
 LARGEST_HEAD, LARGEST_HEAD_ON_HOPPER = 128, 256
 Implementation = Literal["cudnn", "xla"]
@@ -34,7 +35,8 @@ def applies(q_TNH: jax.Array, *, platform: str, device_kind: str = "") -> bool:
     width = q_TNH.shape[-1]
     largest = LARGEST_HEAD_ON_HOPPER if is_hopper(device_kind) else LARGEST_HEAD
     half = q_TNH.dtype in (jnp.bfloat16, jnp.float16)
-    return platform == "gpu" and half and width % 8 == 0 and width <= largest
+    platform_fits = platform == "gpu" and usable(CUDNN_ATTENTION)
+    return platform_fits and half and width % 8 == 0 and width <= largest
 
 
 def attend(

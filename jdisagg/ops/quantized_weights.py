@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from jdisagg.errors import ConfigError
+from jdisagg.ops.optional_kernels import BLOCK_EXPERTS, usable
 from jdisagg.ops.parameters import Role
 
 Weights = Literal["", "int8", "int4", "fp8"]
@@ -55,7 +56,7 @@ class KernelForm:
 
     def packed(self, *, experts: bool = False) -> bool:
         """Whether two int4 inputs are packed into one byte."""
-        by_kernels = experts and self.platform == "gpu"
+        by_kernels = experts and self.platform == "gpu" and usable(BLOCK_EXPERTS)
         return self.weights == "int4" and (self.platform == "cpu" or by_kernels)
 
     def role(self, *, experts: bool = False) -> Role:

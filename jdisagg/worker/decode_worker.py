@@ -582,13 +582,9 @@ class DecodeWorker(MeshWorker):
             rank_contexts=state.contexts(),
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
-            loading_seconds=self._context.loading_seconds(),
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
-            kv_channels=self._context.kv_channels(),
             kept=(*self._kept_tiers(), *self._spilled.stats()),
-            times=self._context.times(),
-            links=self._links(),
         )
 
 

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.costs.measured import StepTimes
@@ -60,6 +62,7 @@ class WorkerContext:
             worker or swapped-out sequences of a decode worker.
         kv_channels: Returns the data-plane connections that the worker's status reports.
         times: Returns the measured times of the mesh's programs, or None if they are not measured.
+        kernels: Text "NAME: reason" for each kernel that failed its check at the start.
     """
 
     name: str
@@ -72,6 +75,7 @@ class WorkerContext:
     tiers: TierRoom = TierRoom()  # plain data
     kv_channels: Callable[[], tuple[str, ...]] = tuple
     times: Callable[[], StepTimes | None] = lambda: None
+    kernels: tuple[str, ...] = ()
 
 
 class MeshWorker(ABC):
@@ -174,7 +178,15 @@ class MeshWorker(ABC):
     def status_now(self) -> WorkerStatus:
         """Returns the worker's status. Raises UnavailableError if the mesh has failed."""
         self._loop.check()
-        return self._status()
+        context = self._context
+        return msgspec.structs.replace(
+            self._status(),
+            loading_seconds=context.loading_seconds(),
+            kv_channels=context.kv_channels(),
+            times=context.times(),
+            links=self._links(),
+            kernels=context.kernels,
+        )
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
@@ -220,7 +232,8 @@ class MeshWorker(ABC):
         """Processes the result of a planned command."""
 
     @abstractmethod
-    def _status(self) -> WorkerStatus: ...
+    def _status(self) -> WorkerStatus:
+        """Returns the status without the fields that are the same for both kinds of workers."""
 
     @abstractmethod
     def _busy(self) -> bool:

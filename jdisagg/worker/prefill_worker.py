@@ -461,13 +461,9 @@ class PrefillWorker(MeshWorker):
             queued_pairs=self._backlog.pairs,
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
-            loading_seconds=self._context.loading_seconds(),
             free_states=self._states.free_by_rank(),
             total_states=self._states.total_by_rank(),
-            kv_channels=self._context.kv_channels(),
             kept=self._kept_tiers(),
-            times=self._context.times(),
-            links=self._links(),
         )
 
 

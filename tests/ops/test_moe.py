@@ -15,9 +15,9 @@ from jdisagg.ops.activations import ClampedGate, ExpertGate, SquaredRelu
 from jdisagg.ops.moe import (
     ExpertWeights,
     Routing,
-    _gpu_products,
     block_products,
     block_rows,
+    gpu_products,
     plan_blocks,
     route,
     routed_experts,
@@ -271,7 +271,7 @@ def test_the_gpu_s_kernels_give_what_the_loop_over_blocks_gives(
     rows = block_rows(local_TJ.size, EXPERTS)
     loop = jax.jit(block_products, static_argnums=(3, 4))
     expected = loop(x_TD[:tokens], local_TJ, weights, rows, clamp)
-    kernels = jax.jit(partial(_gpu_products, device_kind="a GPU", clamp=clamp, interpret=True))
+    kernels = jax.jit(partial(gpu_products, device_kind="a GPU", clamp=clamp, interpret=True))
     got = kernels(x_TD[:tokens], local_TJ, weights)
     here = choices < EXPERTS
     difference = np.abs(np.asarray(got, np.float32) - np.asarray(expected, np.float32))[here]

@@ -12,7 +12,7 @@ import pytest
 from jdisagg.errors import ConfigError
 from jdisagg.ops import quantized_weights
 from jdisagg.ops.linear import project
-from jdisagg.ops.moe import ExpertWeights, _gpu_products, _ragged_products, block_products
+from jdisagg.ops.moe import ExpertWeights, _ragged_products, block_products, gpu_products
 from jdisagg.ops.quantized_weights import (
     KernelForm,
     Weights,
@@ -109,7 +109,7 @@ def test_quantized_experts_give_what_their_restored_matrices_give(
     expected = np.asarray(block_products(x_TD, local_TJ, plain, 4))
     run = {
         "cpu": partial(block_products, rows=4),
-        "gpu": partial(_gpu_products, device_kind="H200", interpret=True),
+        "gpu": partial(gpu_products, device_kind="H200", interpret=True),
         "tpu": partial(_ragged_products, rows=4),
     }[platform]
     got = np.asarray(jax.jit(run)(x_TD, local_TJ, parts))

@@ -1,0 +1,265 @@
+"""Checks hand-written kernels on the accelerator before any program is traced, and switches off
+those that fail.
+
+Each kernel (`ops/optional_kernels.py`) runs once on small inputs beside its form in plain XLA, in a
+child process. A kernel may fail to compile, crash the process, not end, or give another result. It
+is then replaced by its XLA form, and the reason is logged and reported in the worker's status. The
+child ends before this process opens the accelerator, so that both never need its memory at the same
+time. Results are stored beside the compiled programs, by version of JAX and of the driver. The
+check uses fixed sizes: a kernel that fails only at the sizes of a model still fails while the
+worker warms up, and `--kernels=xla` then replaces all."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from jdisagg.errors import ConfigError
+from jdisagg.ops.optional_kernels import (
+    BLOCK_EXPERTS,
+    CUDNN_ATTENTION,
+    KERNELS,
+    LATENT_ATTENTION,
+    PAGED_ATTENTION,
+    WGMMA_EXPERTS,
+    switch_off,
+)
+
+log = logging.getLogger(__name__)
+
+AUTO, XLA = "auto", "xla"
+# Largest difference from the XLA form, relative to the largest value, in bfloat16.
+BOUND = 0.02
+SECONDS = 120.0  # for one kernel: its compilation, and the start of the process
+CHILD = (sys.executable, "-m", "jdisagg.engine.kernel_check")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+_failed: dict[str, str] = {}  # by this process's check
+
+Probe = Callable[[], float]
+"""Runs a kernel and its XLA form. Returns the largest relative difference."""
+
+
+def choose_kernels(choice: str, *, accelerator: bool, folder: str = "") -> dict[str, str]:
+    """Switches off the kernels that are not chosen or fail their check.
+
+    Args:
+        choice: "auto" checks all kernels, "xla" switches off all, and a list of names separated by
+            commas switches off all others without a check.
+        accelerator: Whether the process uses an accelerator. Without one, no kernel is used.
+        folder: Folder for the results of checks; empty for none.
+
+    Returns:
+        The reason for each kernel that failed. Raises ConfigError for an unknown name.
+    """
+    names = {name.strip() for name in choice.split(",")}
+    if names not in ({AUTO}, {XLA}) and (unknown := sorted(names - set(KERNELS))):
+        raise ConfigError(
+            f"kernels: no kernel named {', '.join(unknown)}; give {AUTO}, {XLA}, or names of"
+            f" {', '.join(KERNELS)}"
+        )
+    if names != {AUTO}:
+        switch_off(set(KERNELS) - names)
+        return {}
+    if not accelerator:
+        return {}
+    failed = _stored(folder, check_kernels)
+    switch_off(failed)
+    _failed.update(failed)
+    for name, reason in failed.items():
+        log.warning("kernel %s is replaced by its XLA form: %s", name, reason)
+    return failed
+
+
+def failed_kernels() -> tuple[str, ...]:
+    """Returns "NAME: reason" for each kernel that failed its check in this process."""
+    return tuple([f"{name}: {reason}" for name, reason in _failed.items()])
+
+
+def check_kernels(
+    names: Sequence[str] = KERNELS, command: Sequence[str] = CHILD, seconds: float = SECONDS
+) -> dict[str, str]:
+    """Runs kernels in child processes and returns the reason for each kernel that failed.
+
+    Args:
+        command: Command of the child process, to which the names are added.
+        seconds: Time limit for each kernel.
+    """
+    failed: dict[str, str] = {}
+    left = list(names)
+    while left:
+        output, end = _child([*command, *left], seconds * len(left))
+        begun = ""
+        for line in output.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                said = json.loads(line)
+                begun, reason = said["kernel"], said.get("reason")
+                if reason is None:
+                    continue
+                if reason:
+                    failed[begun] = reason
+                left.remove(begun)
+                begun = ""
+        if not left:
+            break
+        # The child ended before its last result: with the kernel that had begun, or on the first.
+        lost = begun if begun in left else left[0]
+        failed[lost] = end
+        left.remove(lost)
+    return failed
+
+
+def _child(command: list[str], seconds: float) -> tuple[str, str]:
+    """Runs the child process. Returns its output, and a text about its end."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            return output, f"did not end within {seconds:.0f} s"
+    last = errors.strip().splitlines()[-1:] or ["no message"]
+    return output, f"ended its process with status {process.returncode} ({last[0][:200]})"
+
+
+def run_probes(names: Sequence[str], probes: Mapping[str, Probe]) -> None:
+    """Runs probes in this process. Prints a line before and after each: a JSON object with the
+    kernel, and with the reason of a failure, which is empty for a kernel that passed."""
+    for name in names:
+        print(json.dumps({"kernel": name}), flush=True)
+        try:
+            error = probes[name]()
+            passed = error <= BOUND  # false for NaN
+            reason = "" if passed else f"differs from its XLA form by {error:.2g} of its values"
+        except Exception as raised:  # any error of a compiler or driver
+            reason = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0][:200]}"
+        print(json.dumps({"kernel": name, "reason": reason}), flush=True)
+
+
+def _stored(folder: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Returns the stored result for these versions, or the result of `check`, which is stored."""
+    if not folder:
+        return check()
+    import jaxlib
+
+    driver = DRIVER.read_text() if DRIVER.exists() else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    key = hashlib.sha256(f"{jaxlib.__version__} {driver} {visible} {KERNELS}".encode())
+    path = Path(folder).expanduser() / f"kernels-{key.hexdigest()[:16]}.json"
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return {str(name): str(reason) for name, reason in found.items() if name in KERNELS}
+    failed = check()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(failed))
+    return failed
+
+
+# ---- probes of the child process, which imports JAX here and not in the parent
+
+
+def _difference(kernel: object, reference: object) -> float:
+    import numpy as np
+
+    ours, theirs = (np.asarray(value, np.float32) for value in (kernel, reference))
+    return float(np.max(np.abs(ours - theirs)) / max(1e-6, float(np.max(np.abs(theirs)))))
+
+
+def _random(*shape: int, seed: int) -> object:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def decode_attention(*, interpret: bool = False) -> float:
+    """Compares paged attention of two sequences of different length."""
+    import jax.numpy as jnp
+
+    from jdisagg.ops import paged_attention, paged_attention_pallas
+
+    q_BNH = _random(2, 8, 128, seed=0)
+    k_PKSH, v_PKSH = (_random(6, 2, 64, 128, seed=seed) for seed in (1, 2))
+    table_BN = jnp.array([[0, 2, 4], [1, 3, 5]], jnp.int32)
+    positions_B = jnp.array([150, 20], jnp.int32)
+    shared = (q_BNH, k_PKSH, v_PKSH, table_BN, positions_B)
+    kernel = paged_attention_pallas.paged_attention(
+        *shared, scale=0.1, window=None, interpret=interpret
+    )
+    reference = paged_attention.paged_attention(*shared, scale=0.1, implementation="gather")
+    return _difference(kernel, reference)
+
+
+def latent_attention(*, interpret: bool = False) -> float:
+    """Compares latent attention with DeepSeek's sizes of the latent."""
+    import jax.numpy as jnp
+
+    from jdisagg.ops import latent_attention_pallas, paged_attention
+
+    rank, rope = 512, 64
+    q_BNR, pages_P1SR = _random(2, 16, rank + rope, seed=0), _random(6, 1, 64, rank + rope, seed=1)
+    table_BN = jnp.array([[0, 2, 4], [1, 3, 5]], jnp.int32)
+    positions_B = jnp.array([150, 20], jnp.int32)
+    shared = (q_BNR, pages_P1SR, rank, table_BN, positions_B)
+    kernel = latent_attention_pallas.latent_attention(
+        *shared, scale=0.05, window=None, interpret=interpret
+    )
+    reference = paged_attention.gather_attention(*shared, scale=0.05, window=None)
+    return _difference(kernel, reference)
+
+
+def prefill_attention(*, platform: str = "gpu") -> float:
+    """Compares attention within a chunk of two packed prompts."""
+    import jax.numpy as jnp
+
+    from jdisagg.ops.prefill_attention import prefill_attention as attend
+
+    q_TNH = _random(256, 8, 128, seed=0)
+    k_TKH, v_TKH = (_random(256, 2, 128, seed=seed) for seed in (1, 2))
+    segment_T = jnp.where(jnp.arange(256) < 160, 0, 1).astype(jnp.int32)
+    positions_T = jnp.where(jnp.arange(256) < 160, jnp.arange(256), jnp.arange(256) - 160)
+    shared = (q_TNH, k_TKH, v_TKH, segment_T, positions_T.astype(jnp.int32))
+    kernel = attend(*shared, scale=0.1, platform=platform, rows=2)
+    reference = attend(*shared, scale=0.1, platform="cpu", rows=2)
+    return _difference(kernel, reference)
+
+
+def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
+    """Compares the products of eight experts, of which each token uses two."""
+    import jax
+    import jax.numpy as jnp
+
+    from jdisagg.ops import moe
+
+    x_TD = _random(64, 256, seed=0)
+    gate_EDF, up_EDF = (_random(8, 256, 256, seed=seed) * 0.1 for seed in (1, 2))  # pyright: ignore[reportOperatorIssue]
+    down_EFD = _random(8, 256, 256, seed=3) * 0.1  # pyright: ignore[reportOperatorIssue]
+    local_TJ = jax.random.randint(jax.random.key(4), (64, 2), 0, 8, jnp.int32)
+    weights = moe.ExpertWeights(gate_EDF, up_EDF, down_EFD)
+    kind = jax.devices()[0].device_kind if wgmma else ""
+    kernel = moe.gpu_products(x_TD, local_TJ, weights, kind, interpret=interpret)
+    reference = moe.block_products(x_TD, local_TJ, weights, 16)
+    return _difference(kernel, reference)
+
+
+PROBES: dict[str, Probe] = {
+    PAGED_ATTENTION: decode_attention,
+    LATENT_ATTENTION: latent_attention,
+    CUDNN_ATTENTION: prefill_attention,
+    WGMMA_EXPERTS: partial(expert_products, wgmma=True),
+    BLOCK_EXPERTS: expert_products,
+}
+
+if __name__ == "__main__":
+    run_probes(sys.argv[1:], PROBES)

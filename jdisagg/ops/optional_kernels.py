@@ -1,0 +1,26 @@
+"""Which hand-written kernels the ops may use.
+
+Each kernel has a form in plain XLA with the same result. A kernel that is switched off is replaced
+by this form. Kernels are switched off at most once, before the first program is traced, by
+`engine/kernel_check.py`."""
+
+from collections.abc import Iterable
+
+PAGED_ATTENTION = "paged_attention"
+LATENT_ATTENTION = "latent_attention"
+CUDNN_ATTENTION = "cudnn_attention"
+WGMMA_EXPERTS = "wgmma_experts"
+BLOCK_EXPERTS = "block_experts"
+KERNELS = (PAGED_ATTENTION, LATENT_ATTENTION, CUDNN_ATTENTION, WGMMA_EXPERTS, BLOCK_EXPERTS)
+
+_off: set[str] = set()
+
+
+def switch_off(names: Iterable[str]) -> None:
+    """Replaces kernels by their XLA form in programs that are traced from now on."""
+    _off.update(names)
+
+
+def usable(name: str) -> bool:
+    """Returns whether the ops may use a kernel, if it supports the platform and the sizes."""
+    return name not in _off
