@@ -20,6 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
 from jdisagg.errors import ConfigError
 from jdisagg.ops.optional_kernels import (
     BLOCK_EXPERTS,
@@ -149,8 +154,6 @@ def _stored(folder: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
     """Returns the stored result for these versions, or the result of `check`, which is stored."""
     if not folder:
         return check()
-    import jaxlib
-
     driver = DRIVER.read_text() if DRIVER.exists() else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     key = hashlib.sha256(f"{jaxlib.__version__} {driver} {visible} {KERNELS}".encode())
@@ -166,27 +169,22 @@ def _stored(folder: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
     return failed
 
 
-# ---- probes of the child process, which imports JAX here and not in the parent
+# ---- probes, which run in the child process
 
 
-def _difference(kernel: object, reference: object) -> float:
-    import numpy as np
-
+def _difference(kernel: jax.Array, reference: jax.Array) -> float:
     ours, theirs = (np.asarray(value, np.float32) for value in (kernel, reference))
     return float(np.max(np.abs(ours - theirs)) / max(1e-6, float(np.max(np.abs(theirs)))))
 
 
-def _random(*shape: int, seed: int) -> object:
+def _random(*shape: int, seed: int) -> jax.Array:
     import jax
-    import jax.numpy as jnp
 
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 def decode_attention(*, interpret: bool = False) -> float:
     """Compares paged attention of two sequences of different length."""
-    import jax.numpy as jnp
-
     from jdisagg.ops import paged_attention, paged_attention_pallas
 
     q_BNH = _random(2, 8, 128, seed=0)
@@ -203,8 +201,6 @@ def decode_attention(*, interpret: bool = False) -> float:
 
 def latent_attention(*, interpret: bool = False) -> float:
     """Compares latent attention with DeepSeek's sizes of the latent."""
-    import jax.numpy as jnp
-
     from jdisagg.ops import latent_attention_pallas, paged_attention
 
     rank, rope = 512, 64
@@ -221,8 +217,6 @@ def latent_attention(*, interpret: bool = False) -> float:
 
 def prefill_attention(*, platform: str = "gpu") -> float:
     """Compares attention within a chunk of two packed prompts."""
-    import jax.numpy as jnp
-
     from jdisagg.ops.prefill_attention import prefill_attention as attend
 
     q_TNH = _random(256, 8, 128, seed=0)
@@ -238,13 +232,12 @@ def prefill_attention(*, platform: str = "gpu") -> float:
 def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
     """Compares the products of eight experts, of which each token uses two."""
     import jax
-    import jax.numpy as jnp
 
     from jdisagg.ops import moe
 
     x_TD = _random(64, 256, seed=0)
-    gate_EDF, up_EDF = (_random(8, 256, 256, seed=seed) * 0.1 for seed in (1, 2))  # pyright: ignore[reportOperatorIssue]
-    down_EFD = _random(8, 256, 256, seed=3) * 0.1  # pyright: ignore[reportOperatorIssue]
+    gate_EDF, up_EDF = (_random(8, 256, 256, seed=seed) * 0.1 for seed in (1, 2))
+    down_EFD = _random(8, 256, 256, seed=3) * 0.1
     local_TJ = jax.random.randint(jax.random.key(4), (64, 2), 0, 8, jnp.int32)
     weights = moe.ExpertWeights(gate_EDF, up_EDF, down_EFD)
     kind = jax.devices()[0].device_kind if wgmma else ""
