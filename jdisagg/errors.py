@@ -87,6 +87,13 @@ class UnavailableError(JdisaggError):
     status = "UNAVAILABLE"
 
 
+class NoWorkerError(UnavailableError):
+    """No worker of a needed role takes requests. `role`: "prefill" or "decode"; "" in a copy that
+    came from another process. `retry_after_seconds` is the expected time until one returns."""
+
+    role: str = ""
+
+
 class ShutDownError(UnavailableError):
     """The server shut down during the call. The restarted server, or another one, can resume the
     stream."""

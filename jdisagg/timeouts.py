@@ -116,6 +116,7 @@ class RequestTimeouts(_Part):
     status_seconds = _Times("close_seconds", 1.0)
     # The admission queue is also served by events. Changes within the pause are handled together.
     queue_look_seconds = 0.05
+    absent_look_seconds = 0.1  # a placed request looks for workers again while a role has none
     queue_pause_seconds = 0.002
 
     @property
@@ -144,6 +145,7 @@ class MembershipTimeouts(_Part):
     role_change_seconds: float = 300.0
 
     call_seconds = _Times("gone_seconds", 2 / 3)  # each call of a worker to the registry
+    reach_seconds = _Times("gone_seconds", 1 / 2)  # for a registering worker to answer the router
     refused_seconds = _Times("gone_seconds", 2 / 3)  # before a refused worker registers again
     # A dead owner of a name is forgotten before a new owner of the name gives up.
     name_taken_seconds = _Times("gone_seconds", 2.0)
@@ -220,6 +222,7 @@ class TransferTimeouts(_Part):
     tick_seconds = 0.25  # polling of the sender's postings
     link_pause_seconds = 0.05
     link_idle_seconds = 60.0  # an unused link is closed
+    suspect_seconds = 60.0  # two errors of a connection within this time close it
 
 
 @dataclass(frozen=True, slots=True)

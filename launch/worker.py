@@ -34,6 +34,7 @@ from jdisagg.node.worker import worker_spec
 from jdisagg.node.worker_process import WorkerProcess, join
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.service.certificate import check_certificate
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from launch.console import run
@@ -59,6 +60,7 @@ def main() -> None:
         file = flags.config_file
         config = read_config(file, WorkerProcessConfig) if file else _of_flags()
         check_address(config.worker.service)
+        check_certificate(config.worker.service)
         if flags.gpus is not None:
             own = parse_gpus("gpus", flags.gpus, several=False)
             os.environ[VISIBLE] = ",".join(map(str, own))
@@ -66,7 +68,9 @@ def main() -> None:
         worker = config.worker
         prepare_runtime(config.devices, worker.compilation_cache, fraction, worker.kernels)
         hand_over_quickly()
-        group = join(config.process, config.worker.limits.timeouts.instance)
+        group = join(
+            config.process, config.worker.limits.timeouts.instance, config.worker.service.host
+        )
         start_logging(config.observe.log_format, config.name)
         status = asyncio.run(_run(config, group))
         if status == 0:

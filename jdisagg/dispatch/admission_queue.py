@@ -79,6 +79,11 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
 
+    def first(self, most: int) -> list[Item]:
+        """Returns at most `most` waiting requests, in the order in which they would be served if
+        no other request arrived."""
+        return [self._waiting[ticket.key].item for ticket in self._queue.first(most)]
+
     def changed(self) -> None:
         """Tries to place the first request again, because a worker may have room now."""
         if self._waiting:

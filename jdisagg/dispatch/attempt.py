@@ -59,6 +59,8 @@ class Attempt:
         open: Indices of the children that have not ended.
         failed: Workers that failed during the attempt. Later attempts avoid them.
         refused: Workers whose limits the request exceeds.
+        received: Whether a worker has received the request. One that no worker received has not
+            failed at any.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Attempt:
         self._ended: set[int] = set()  # children that ended at their worker
         self._firsts: dict[int, FirstToken] = {}
         self._joined = False
-        self._reserved = False
+        self.received = False
         self._telling = asyncio.Lock()
         self._told = run.suspensions_known_anew
         self._migration: Migration | None = None
@@ -116,7 +118,7 @@ class Attempt:
             self._blame(decision.decode, error)
             raise
         self._run.queue_seconds += self._context.clock.now() - began
-        self._reserved = True
+        self.received = True
         try:
             await self.tell_suspended()
             prefill = decision.prefill or await self._instead_of_appending(held)
@@ -141,13 +143,13 @@ class Attempt:
         if lacking <= self._context.placer.most_computed(held.worker):
             return None
         self._deviated("appends_handed_over")
-        return await self._context.placer.another_prefill(self._run.avoid)
+        return await self._context.placer.another_prefill(self._run.avoid, held.worker)
 
     async def tell_suspended(self) -> None:
         """Notifies the decode worker of each suspension and resumption since the last notice."""
         async with self._telling:
             run = self._run
-            while self._reserved and self._told < run.suspensions:
+            while self.received and self._told < run.suspensions:
                 told = run.suspensions
                 await self._held.port.suspend(self._held.key, run.keep_seconds)
                 self._told = told
@@ -178,6 +180,7 @@ class Attempt:
             while self._lost:
                 lost = self._lost.popleft()
                 if self._source and lost.handoff_id == self._source.handoff_id:
+                    self._placement.lost(self._source.worker, self._held.worker)
                     return HandoffError(
                         f"KV from worker {self._source.worker!r} did not arrive: {lost.reason}"
                     )
@@ -219,7 +222,7 @@ class Attempt:
         self.failed.add(self._source.worker)
         self._sources += 1
         worker = await self._context.placer.another_prefill(
-            frozenset(self.failed) | self._run.avoid
+            frozenset(self.failed) | self._run.avoid, held.worker
         )
         source = self._name_source(worker)
         if worker in self.failed:

@@ -100,6 +100,11 @@ class Membership:
         """Model that all workers must serve, or None while no worker has registered."""
         return self._model
 
+    def has(self, card: WorkerCard) -> bool:
+        """Returns whether the worker is registered with exactly this card."""
+        known = self._entries.get(card.name)
+        return known is not None and known.card == card
+
     def register(self, card: WorkerCard) -> None:
         """Adds a worker. Registering the same card again changes nothing.
 
@@ -115,12 +120,13 @@ class Membership:
             )
         self._check_model(card)
         known = self._entries.get(card.name)
-        if known is not None and known.card == card:
+        if known is not None and self.has(card):
             known.heard_at = self._clock.now()
             return
         if known is not None:
             self._check_displaced(known, card)
             self._close(known)
+        self.accounts.absences.came(card.name, self._clock.now())
         self.accounts.state.describe(card.name, _description(card))
         if self._known is not None:
             self._known.joined(card.name, card.kept)
@@ -243,6 +249,8 @@ class Membership:
 
     def _forget(self, entry: _Entry) -> None:
         del self._entries[entry.card.name]
+        role = "prefill" if entry.card.role is WorkerRole.PREFILL else "decode"
+        self.accounts.absences.left(entry.card.name, role, self._clock.now())
         self._close(entry)
         self._on_change()
 

@@ -3,7 +3,9 @@
 `router/placement.decide` refuses, places or defers a new request. It decides on the snapshot of the
 workers in `Accounts`. Deferred requests wait in the admission queue. The queue refuses a request
 once its first token can no longer come within the time limit. Requests that were placed before
-(retried, preempted, resumed) bypass the queue.
+(retried, preempted, resumed) bypass the queue. While no worker of a needed role takes requests, new
+and placed requests wait for one to return, if a `Membership` maintains the snapshot: a restart then
+costs a pause and no error.
 
 Each attempt is charged to its workers: the snapshot counts the attempt's work until the workers'
 statuses include it. The attempt reports its progress to its `PlacementHandle`, which ends the
@@ -21,14 +23,20 @@ from jdisagg.costs.hardware import link
 from jdisagg.costs.speeds import PriceSource
 from jdisagg.dispatch.admission_queue import AdmissionQueue
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
-from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
-from jdisagg.errors import OverloadedError
+from jdisagg.dispatch.routing_status import (
+    PastDecision,
+    RoutingStatus,
+    WaitingRequest,
+    WorkerAccount,
+)
+from jdisagg.errors import NoWorkerError, OverloadedError
 from jdisagg.messages.ports import Child
 from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
-from jdisagg.router.breaker import Breaker
+from jdisagg.router.breaker import Breaker, PairBreakers
+from jdisagg.router.candidates import candidates
 from jdisagg.router.corrections import NO_CORRECTIONS, LearnedCorrections
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
@@ -41,13 +49,14 @@ from jdisagg.router.decision import (
     PlacementQuery,
     Refusal,
 )
-from jdisagg.router.placement import another_decode, another_prefill, decide
+from jdisagg.router.placement import NO_WORK, another_decode, another_prefill, decide
 from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 OUTPUT_COST = 2.0  # cost of an output token in prompt tokens, as in VTC (Sheng et al., 2024)
 KEPT_DECISIONS = 256
+SHOWN_WAITING = 64  # waiting requests that a status lists
 
 
 def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> PlacementPolicy:
@@ -169,7 +178,13 @@ class PlacementHandle:
         """Records that `decode` generated a token from KV that `prefill` computed. None means that
         `decode` computed the KV itself."""
         self._placer.events.handed_over(prefill, decode)
+        if prefill:
+            self._placer.pair_succeeded(prefill, decode)
         self.worked({prefill or decode, decode})
+
+    def lost(self, prefill: str, decode: str) -> None:
+        """Records that KV of `prefill` did not arrive at `decode`."""
+        self._placer.pair_failed(prefill, decode)
 
     def worked(self, workers: Iterable[str]) -> None:
         """Resets the circuit breakers of workers that completed their part of the attempt."""
@@ -242,6 +257,11 @@ class Placer:
         self._backoff = timeouts.request.breaker
         self._quotas = Quotas(config.quotas(), config.quota_burst_seconds)
         self._breakers: dict[str, tuple[int, Breaker]] = {}
+        self._pairs = PairBreakers(self._backoff)
+        self.waits = refresh is None
+        self._absent_look_seconds = timeouts.request.absent_look_seconds
+        self._returning: list[tuple[PlacementRequest, float]] = []  # with the times of their starts
+        self._deferred_by = ""
         self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
             config.weights(), clock, timeouts.request, self._place_head, self._renew
         )
@@ -256,21 +276,33 @@ class Placer:
     @property
     def waiting(self) -> int:
         """Number of requests that wait at the router for workers."""
-        return len(self._queue)
+        return len(self._queue) + len(self._returning)
 
     def status(self) -> RoutingStatus:
         """Returns the last decisions and the work that the router has sent to each worker."""
         now = self.now()
         past = tuple(entry.past(now) for entry in reversed(self._entries))
         accounts = _accounts(self.accounts, now, self._corrections.current is not NO_CORRECTIONS)
-        return RoutingStatus(self.waiting, past, tuple(accounts))
+        return RoutingStatus(self.waiting, past, tuple(accounts), self._waiting_requests(now))
+
+    def _waiting_requests(self, now: float) -> tuple[WaitingRequest, ...]:
+        """Returns the first requests that wait, in the order in which they will be placed."""
+        again = [(asked, now - since) for asked, since in self._returning]
+        queued = [
+            (sized.asked, now - sized.asked.arrived_at)
+            for sized in self._queue.first(SHOWN_WAITING)
+        ]
+        return tuple(
+            WaitingRequest(asked.request.request_id, place, seconds, self._deferred_by)
+            for place, (asked, seconds) in enumerate((*again, *queued)[:SHOWN_WAITING], 1)
+        )
 
     async def place(self, asked: PlacementRequest) -> PlacementHandle:
         """Waits until workers are free for the attempt, and returns its placement.
 
         Raises:
             OverloadedError: The request is refused.
-            UnavailableError: No worker of a needed role takes requests.
+            NoWorkerError: No worker of a needed role takes requests, and none can return.
         """
         await self._renew()
         request, now = asked.request, self.now()
@@ -281,9 +313,7 @@ class Placer:
         known = _nobody_knows if affinity is None else affinity.known(request)
         sized = _Sized(asked, self._work(asked), known)
         if asked.under_way:
-            handle = self._try(sized, now)
-            assert handle is not None, "what is under way is not deferred"
-            return handle
+            return await self._place_again(sized)
         work = sized.work
         cost = work.tokens + OUTPUT_COST * work.children * work.expected_tokens
         self._take_quota(request.tenant, cost, now)
@@ -305,9 +335,12 @@ class Placer:
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
 
-    async def another_prefill(self, avoid: frozenset[str]) -> str:
+    async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
+        """Returns another prefill worker for a sequence on `decode`. Raises NoWorkerError."""
         await self._renew()
-        return another_prefill(self.accounts.state, avoid, self.now(), self._rules)
+        state, now = self.accounts.state, self.now()
+        broken = self._pairs.broken(state.life, now)
+        return another_prefill(state, avoid, now, self._rules, decode, broken)
 
     async def another_decode(self, avoid: frozenset[str]) -> str:
         await self._renew()
@@ -356,12 +389,55 @@ class Placer:
         if self._breakers.pop(worker, None) is not None:
             self.accounts.bar(worker, 0.0)
 
+    def pair_failed(self, prefill: str, decode: str) -> None:
+        life = self.accounts.state.life
+        self._counters.add("pairs_failed")
+        self._pairs.failed((prefill, decode), (life(prefill), life(decode)), self.now())
+
+    def pair_succeeded(self, prefill: str, decode: str) -> None:
+        self._pairs.succeeded((prefill, decode))
+
     def _breaker(self, worker: str) -> Breaker | None:
         """Returns a worker's circuit breaker, or None if it has not failed since it registered."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 
     # ---- one decision
+
+    async def _place_again(self, sized: _Sized) -> PlacementHandle:
+        """Places a request that was placed before, as soon as each needed role has a worker."""
+        handle = self._try(sized, self.now())
+        if handle is not None:
+            return handle
+        entry = sized.asked, self.now()
+        self._returning.append(entry)
+        try:
+            while handle is None:
+                await self._clock.sleep(self._absent_look_seconds)
+                handle = self._try(sized, self.now())
+            return handle
+        finally:
+            self._returning = [other for other in self._returning if other is not entry]
+
+    def missing(self) -> NoWorkerError | None:
+        """Returns the error for a role that has no worker now, or None."""
+        try:
+            candidates(self.accounts.state, PlacementQuery(NO_WORK), self.now(), self._rules)
+        except NoWorkerError as error:
+            return self._expecting(error)
+        return None
+
+    def _expecting(self, error: NoWorkerError) -> NoWorkerError:
+        """Adds to an error how long its role has had no worker and when one is expected."""
+        absences, now = self.accounts.absences, self.now()
+        expected, away = (
+            absences.expected_seconds(error.role, now),
+            absences.away_seconds(error.role, now),
+        )
+        error.retry_after_seconds = expected
+        since = "" if away is None else f"; the last one left {away:.0f} s ago"
+        error.message += f"{since}; expected in about {expected:.0f} s"
+        return error
 
     def _place_head(self, sized: _Sized) -> PlacementHandle | None:
         return self._try(sized, self.now())
@@ -373,12 +449,19 @@ class Placer:
         states that other requests already wait and must not be overtaken. The request is then not
         placed even if workers are free."""
         query = self._ask(sized, now, ahead_seconds)
-        answer = self._decide(query, now)
+        try:
+            answer = self._decide(query, now)
+        except NoWorkerError as error:
+            too_late = not query.under_way and query.age_seconds > query.limit_seconds
+            if not self.waits or too_late:
+                raise self._expecting(error) from None
+            answer = Deferred(self._expecting(error).message)
         if isinstance(answer, Refusal):
             self._counters.add("rejections", cause=answer.kind)
             self._remember(query, answer, now)
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
         if isinstance(answer, Deferred):
+            self._deferred_by = answer.reason
             return None
         if beside_queue:
             self.changed()  # the requests in the queue may fit, too
@@ -415,6 +498,7 @@ class Placer:
             self._predictor.typical_tokens,
             asked.request.sampling.prompt_logprobs is not None,
             self._corrections.current,
+            self._pairs.broken(self.accounts.state.life, now),
         )
 
     def _charge(self, query: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:
@@ -424,6 +508,8 @@ class Placer:
             if breaker is not None and worker is not None:
                 breaker.placed(now)
                 self.accounts.bar(worker, breaker.barred_until)
+        if decision.prefill is not None:
+            self._pairs.placed((decision.prefill, decision.decode), now)
         until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
             self.accounts.pace(decision.decode, until)

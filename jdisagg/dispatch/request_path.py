@@ -14,8 +14,10 @@
     end         the last event carries usage and timings; everything is freed on both sides
 
 A preemption is not a failure: another attempt always follows. Each child may fail
-`limits.max_attempts` times, and failed workers are avoided while there are others. If the workers
-are overloaded, a new request is refused. A request that was placed before waits until its deadline.
+`limits.max_attempts` times, and failed workers are avoided while there are others. While no worker
+can be reached, a request waits until its deadline, because workers are restarted within seconds.
+If the workers are overloaded, a new request is refused. A request that was placed before waits
+until its deadline.
 
 Closing the generator cancels the request: the attempts' tasks are cancelled, which frees their
 reservations and hand-offs. All state of a request is in its `RequestRun`. The path imports neither
@@ -25,19 +27,22 @@ therefore uses the same clock."""
 
 import asyncio
 import functools
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.attempt import Attempt
-from jdisagg.dispatch.placer import PlacementRequest, Placer, PlacerSettings
+from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
+from jdisagg.dispatch.public_text import public
 from jdisagg.dispatch.request_context import ClusterPorts, RequestContext
 from jdisagg.dispatch.request_run import NewTextStream, RequestRun
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    JdisaggError,
     OverloadedError,
     UnavailableError,
 )
@@ -49,6 +54,8 @@ from jdisagg.router.accounts import Accounts
 from jdisagg.router.admission import Drain, admit
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.telemetry import Counters
+
+_log = logging.getLogger(__name__)
 
 
 class RequestPath:
@@ -98,6 +105,7 @@ class RequestPath:
         run = RequestRun(
             request, self._new_text, context.clock, context.limits.default_deadline_seconds
         )
+        run.missing = self.placer.missing
         waits, key = True, (request.tenant, request.request_id)
         self._runs[key] = run
         try:
@@ -157,16 +165,7 @@ class RequestPath:
                 await self._context.clock.sleep(wait_seconds)
             await run.awake.wait()
             began = self._context.clock.now()
-            placement = await self.placer.place(
-                PlacementRequest(
-                    run.request,
-                    attempt.children,
-                    run.arrived_at,
-                    run.deadline,
-                    run.avoid,
-                    run.under_way,
-                )
-            )
+            placement = await self._place(run, attempt)
             placed = True
             run.placed(placement, self._context.clock.now() - began)
             try:
@@ -186,13 +185,29 @@ class RequestPath:
             if isinstance(error, UnavailableError):
                 run.cause = error
         try:
-            wait_seconds = self._seconds_before_retry(run, error, left, attempt.refused)
+            wait_seconds = self._seconds_before_retry(run, error, left, attempt)
         except Exception as last:
-            run.fail(last)
+            run.fail(self._public(run, last))
             return
         run.avoid |= attempt.failed | attempt.refused
         for children in run.groups(left):
             self._start(run, children, wait_seconds)
+
+    async def _place(self, run: RequestRun, attempt: Attempt) -> PlacementHandle:
+        run.placing += 1
+        try:
+            return await self.placer.place(
+                PlacementRequest(
+                    run.request,
+                    attempt.children,
+                    run.arrived_at,
+                    run.deadline,
+                    run.avoid,
+                    run.under_way,
+                )
+            )
+        finally:
+            run.placing -= 1
 
     def _preempted(self, run: RequestRun, child: int) -> None:
         run.as_planned = False
@@ -202,12 +217,13 @@ class RequestPath:
             self._start(run, (child,))
 
     def _seconds_before_retry(
-        self, run: RequestRun, error: Exception, children: list[int], refused: set[str]
+        self, run: RequestRun, error: Exception, children: list[int], attempt: Attempt
     ) -> float:
         """Returns the seconds to wait before another attempt at `children`. Raises `error` if the
         request must not be attempted again. Failures are counted per child, because one crashed
-        worker may end many attempts. `refused`: Workers whose limits the request exceeds. The
-        request may fit on other workers."""
+        worker may end many attempts. An attempt that no worker has received is not counted if
+        workers can return: only the deadline ends such attempts. A request that one worker refuses
+        because of its limits may fit on other workers."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -215,16 +231,31 @@ class RequestPath:
         if isinstance(error, OverloadedError) and (run.resumed or run.placements > 1):
             self.counters.add("waits_for_overloaded_workers")
             return min(error.retry_after_seconds or retry.most_seconds, retry.most_seconds)
-        elsewhere = bool(refused - run.avoid)
+        elsewhere = bool(attempt.refused - run.avoid)
         if not isinstance(error, UnavailableError) and not elsewhere:
             raise error
+        if self.placer.waits and not attempt.received and not elsewhere:
+            run.unreached += 1
+            self.counters.add("attempts_unreached")
+            return retry.seconds(run.unreached)
+        run.unreached = 0
         run.failures.update(children)
         self.counters.add("attempts_failed")
         failures = max(run.failures[child] for child in children)
         if failures >= limits.max_attempts:
-            # The worker's own error is more useful than the error that no worker is left.
-            raise error if elsewhere else run.cause or error
+            raise error if elsewhere else _more_useful(run.cause, error)
         return 0.0 if elsewhere else retry.seconds(failures)
+
+    def _public(self, run: RequestRun, error: Exception) -> Exception:
+        """Returns the error without addresses of the cluster, and logs it as it was."""
+        if not isinstance(error, UnavailableError):
+            return error
+        cluster = self._context.cluster
+        names = {*cluster.prefill, *cluster.decode}
+        shown = public(error, {name: cluster.address(name) for name in names})
+        if shown is not error:
+            _log.warning("request %s failed: %s", run.request.request_id, error.message)
+        return shown
 
     # ---- admission
 
@@ -319,6 +350,16 @@ class RequestPath:
             accounts.state.describe(name, description)
         for status in reported.values():
             accounts.heard(status, now)
+
+
+def _more_useful(cause: UnavailableError | None, error: Exception) -> Exception:
+    """Returns the worker's own error `cause`, which is more useful than the error that no worker is
+    left, with the time of the last error after which a retry may succeed."""
+    if cause is None or cause is error or not isinstance(error, JdisaggError):
+        return cause or error
+    if cause.retry_after_seconds is None:
+        cause.retry_after_seconds = error.retry_after_seconds
+    return cause
 
 
 async def _status(port: PrefillPort | DecodePort, seconds: float) -> WorkerStatus | None:

@@ -104,11 +104,14 @@ class RequestRun:
         self.seconds = request.deadline_seconds or default_deadline_seconds
         self.arrived_at = clock.now()
         self.deadline = self.arrived_at + self.seconds
+        self.missing: Callable[[], Exception | None] = lambda: None
         self.children = [ChildRun(new_text(self.request), []) for _ in range(request.sampling.n)]
         self.context_tokens = 0
         # Attempts.
         self.attempts: dict[RunningAttempt, asyncio.Task[None]] = {}
         self.placements = 0
+        self.placing = 0  # attempts that wait for workers
+        self.unreached = 0  # attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
         self.failures: Counter[int] = Counter()
         self.avoid: frozenset[str] = frozenset()
@@ -366,5 +369,6 @@ class RequestRun:
 
     def _end_by_deadline(self) -> None:
         """Ends the request at its deadline. One timer per request calls it, because a timer per
-        token would cost too much."""
-        self.fail(self.too_late())
+        token would cost too much. A request that waits for a role without workers ends with the
+        error of that role."""
+        self.fail((self.missing() if self.placing else None) or self.too_late())

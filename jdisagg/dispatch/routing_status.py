@@ -58,10 +58,27 @@ class WorkerAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingRequest:
+    """A request that waits for workers.
+
+    Attributes:
+        position: Place in the order in which the requests will be placed, from 1.
+        waited_seconds: Seconds since its arrival, or since its last attempt ended.
+        reason: Why the first of the waiting requests cannot be placed now.
+    """
+
+    request_id: str
+    position: int
+    waited_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingStatus:
     """Status of a router. `waiting`: Number of requests that wait for workers. `decisions`: Recent
-    decisions, latest first."""
+    decisions, latest first. `waiting_requests`: The first requests that wait."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()
     accounts: tuple[WorkerAccount, ...] = ()
+    waiting_requests: tuple[WaitingRequest, ...] = ()

@@ -18,6 +18,7 @@ from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.dispatch.roles.role_switcher import RoleSwitcher
 from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.errors import UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
@@ -141,7 +142,10 @@ class Router:
         server = GenerationServer(
             frontend,
             service,
-            [registry_service(membership, tokens), cluster_roles_service(elastic, tokens)],
+            [
+                registry_service(membership, tokens, self._reach),
+                cluster_roles_service(elastic, tokens),
+            ],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
             observer.metrics.scrape if observer else None,
             page_sources(observer, service),
@@ -302,6 +306,21 @@ class Router:
         if card.role is WorkerRole.PREFILL:
             return WorkerPorts(prefill=worker.prefill, close=worker.close)
         return WorkerPorts(decode=worker.decode, close=worker.close)
+
+    async def _reach(self, card: WorkerCard) -> None:
+        """Calls a worker that registers. Raises UnavailableError if it does not answer in time."""
+        ports, seconds = self._open_ports(card), self._config.limits.timeouts.membership
+        port = ports.prefill or ports.decode
+        assert port is not None
+        try:
+            async with asyncio.timeout(seconds.reach_seconds):
+                await port.status()
+        except TimeoutError:
+            raise UnavailableError(
+                f"it did not answer within {seconds.reach_seconds:g} s"
+            ) from None
+        finally:
+            ports.close()
 
 
 class _HandoversSeen(NoRouterEvents):

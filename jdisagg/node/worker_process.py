@@ -18,6 +18,7 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.config import WorkerConfig
 from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.errors import JdisaggError
+from jdisagg.instance.host_name import check_own_name
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
@@ -33,12 +34,13 @@ from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from jdisagg.timeouts import InstanceTimeouts
 
 
-def join(place: ProcessPlace, timeouts: InstanceTimeouts) -> ProcessGroup:
+def join(place: ProcessPlace, timeouts: InstanceTimeouts, host: str = "127.0.0.1") -> ProcessGroup:
     """Joins this process to its multi-process instance (jax.distributed). Must be called before the
-    first use of a device."""
+    first use of a device. `host` is the address at which other processes reach this one."""
     if place.count == 1:
         return ProcessGroup(0, 1)
     gpus = len(gpus_of_host(os.environ))
+    check_own_name(host, collectives=not gpus)
     if not place.count:
         return join_instance(local_device_ids=local_devices(os.environ, gpus), timeouts=timeouts)
     # Set even for one process, because under Slurm JAX would otherwise use only one device.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
+from jdisagg.router.absences import Absences
 from jdisagg.router.cluster_state import COLUMNS, ClusterState
 from jdisagg.scheduler.backlog import causal_pairs
 from jdisagg.scheduler.page_ledger import pages_for
@@ -80,6 +81,7 @@ class Accounts:
         settle_seconds: float = DEFAULT_TIMEOUTS.membership.settle_seconds,
     ) -> None:
         self.state = state
+        self.absences = Absences()
         self._subscribers: list[Callable[[], None]] = []
         self._settle_seconds = settle_seconds
         self._fresh: dict[str, list[_Charge]] = {}

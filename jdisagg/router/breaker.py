@@ -1,13 +1,14 @@
 """Circuit breakers: a worker that fails repeatedly gets no requests for a while, and then one
 attempt as a probe. If the probe succeeds, the worker gets requests again.
 
-A breaker is CLOSED until `FAILURES` failures in a row. It is then OPEN for a time that doubles with
-each opening up to a bound (`timeouts.Backoff`). Afterwards it is HALF OPEN: the next attempt is the
-probe, and the worker gets no other attempt until the probe's outcome is known or the back-off time
-has passed again. A success removes the breaker. Placement reads one number per worker: the time
-until which it gets no requests. Pure: times are arguments."""
+A breaker is CLOSED until `most_failures` failures in a row. It is then OPEN for a time that
+doubles with each opening up to a bound (`timeouts.Backoff`). Afterwards it is HALF OPEN: the next
+attempt is the probe, and the worker gets no other attempt until the probe's outcome is known or
+the back-off time has passed again. A success removes the breaker. Placement reads one number per
+worker: the time until which it gets no requests. Pure: times are arguments."""
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Backoff
@@ -29,6 +30,7 @@ class Breaker:
     failures: int = 0
     barred_until: float = 0.0
     opened: int = 0  # number of times in a row that the breaker opened
+    most_failures: int = FAILURES  # failures in a row that open the breaker
 
     def state(self, now: float) -> BreakerState:
         if not self.opened:
@@ -38,19 +40,59 @@ class Breaker:
     def failed(self, now: float) -> None:
         """Counts a failure of the worker. Does nothing while the breaker is open: attempts that
         were running when it opened may still fail."""
-        if self.state(now) is BreakerState.OPEN and self.failures >= FAILURES:
+        if self.state(now) is BreakerState.OPEN and self.failures >= self.most_failures:
             return
         self.failures += 1
-        if self.failures >= FAILURES:
+        if self.failures >= self.most_failures:
             self._open(now)
 
     def placed(self, now: float) -> None:
         """Records that an attempt was placed on the worker. In the half-open state the attempt is
         the probe, so no other attempt is placed on the worker until its outcome is known."""
         if self.state(now) is BreakerState.HALF_OPEN:
-            self.failures = FAILURES - 1
+            self.failures = self.most_failures - 1
             self.barred_until = now + self.backoff.seconds(self.opened)
 
     def _open(self, now: float) -> None:
         self.opened += 1
         self.barred_until = now + self.backoff.seconds(self.opened)
+
+
+class PairBreakers:
+    """Circuit breakers of pairs (prefill worker, decode worker), for transfers of KV. One failed
+    transfer opens a breaker, because the decode worker has tried each of its blocks several times.
+    A pair is forgotten when one of its workers registers again."""
+
+    def __init__(self, backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker) -> None:
+        self._backoff = backoff
+        self._breakers: dict[tuple[str, str], tuple[tuple[int, int], Breaker]] = {}
+
+    def failed(self, pair: tuple[str, str], lives: tuple[int, int], now: float) -> None:
+        """Counts a failed transfer. `lives` identifies the registrations of the two workers."""
+        known, breaker = self._breakers.get(pair, (lives, None))
+        if breaker is None or known != lives:
+            breaker = Breaker(self._backoff, most_failures=1)
+            self._breakers[pair] = lives, breaker
+        breaker.failed(now)
+
+    def succeeded(self, pair: tuple[str, str]) -> None:
+        self._breakers.pop(pair, None)
+
+    def placed(self, pair: tuple[str, str], now: float) -> None:
+        """Records that an attempt was placed on the pair, which may be the probe of its breaker."""
+        if pair in self._breakers:
+            self._breakers[pair][1].placed(now)
+
+    def broken(self, life: Callable[[str], int], now: float) -> frozenset[tuple[str, str]]:
+        """Returns the pairs that should get no request now. `life` returns the number of a worker's
+        present registration."""
+        if not self._breakers:
+            return frozenset()
+        self._breakers = {
+            pair: (lives, breaker)
+            for pair, (lives, breaker) in self._breakers.items()
+            if lives == (life(pair[0]), life(pair[1]))
+        }
+        return frozenset(
+            pair for pair, (_, breaker) in self._breakers.items() if now < breaker.barred_until
+        )

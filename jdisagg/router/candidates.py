@@ -8,7 +8,7 @@ penalty. `cost_terms` predicts the costs of the request, and `placement` makes t
 import numpy as np
 
 from jdisagg.costs.speeds import Array
-from jdisagg.errors import UnavailableError
+from jdisagg.errors import NoWorkerError
 from jdisagg.plain import plain
 from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
@@ -77,8 +77,8 @@ class Candidates:
 def candidates(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> tuple[Candidates, Candidates]:
-    """Returns the prefill and decode workers that may be chosen. Raises UnavailableError if a
-    needed role has none."""
+    """Returns the prefill and decode workers that may be chosen. Raises NoWorkerError if a needed
+    role has none."""
     prefills = usable(state, state.prefill, query, now, policy)
     decodes = usable(state, state.decode, query, now, policy)
     if not len(decodes):
@@ -115,7 +115,7 @@ def usable(
     return Candidates(side, rows, table, against)
 
 
-def nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
+def nobody(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
     """Returns the error for a role without candidates, which lists its workers' states."""
     rows = side.rows
 
@@ -127,6 +127,8 @@ def nobody(state: ClusterState, side: Side, kind: str) -> UnavailableError:
 
     known = ", ".join(said(int(row)) for row in rows[:8]) or "none"
     more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-    return UnavailableError(
+    error = NoWorkerError(
         f"no {kind} worker takes requests; known: {known}{more}", retry_after_seconds=1.0
     )
+    error.role = "prefill" if side is state.prefill else "decode"
+    return error

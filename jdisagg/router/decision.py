@@ -44,6 +44,8 @@ class PlacementQuery:
             compute the prompt: the XLA programs for prompt log-probabilities compile at first use,
             and running streams would wait for the compilation.
         corrections: Corrections of predicted times to first token.
+        broken: Pairs (prefill, decode) between which KV transfers failed lately. Such a pair is
+            chosen only if there is no other way to serve the request.
     """
 
     work: Work
@@ -57,6 +59,7 @@ class PlacementQuery:
     typical_tokens: float = 256.0
     whole: bool = False
     corrections: Corrections = NO_CORRECTIONS
+    broken: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

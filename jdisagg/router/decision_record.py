@@ -71,7 +71,8 @@ def record_of(
         )
     cached = {name: query.cached[name] for name in names if name in query.cached}
     asked = dataclasses.asdict(dataclasses.replace(query, cached=cached)) | {
-        "avoid": sorted(query.avoid & mattered)
+        "avoid": sorted(query.avoid & mattered),
+        "broken": sorted(pair for pair in query.broken if mattered.issuperset(pair)),
     }
     told = next(kind for kind, known in _ANSWERS.items() if isinstance(answer, known))
     return {
@@ -118,6 +119,8 @@ def replay(record: Mapping[str, Any]) -> PlacementOutcome:
         if "corrections" in asked:  # absent in older records
             corrections = {way: tuple(pair) for way, pair in asked["corrections"].items()}
             parts["corrections"] = Corrections(**corrections)
+        pairs = asked.get("broken", ())  # absent in older records
+        parts["broken"] = frozenset((prefill, decode) for prefill, decode in pairs)
         query = PlacementQuery(**asked | parts)
         ruled = _with_infinities(record["rules"])
         far = Link(**ruled.pop("far"))

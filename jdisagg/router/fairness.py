@@ -96,6 +96,26 @@ class FairQueue:
                 self._idle(name, tenant)
         return None
 
+    def first(self, most: int) -> list[Ticket]:
+        """Returns at most `most` entries in their order, and changes nothing."""
+        waiting = {
+            name: sorted(
+                (urgency, ticket.key)
+                for urgency, ticket in tenant.waiting
+                if ticket.key in self._tickets
+            )
+            for name, tenant in self._tenants.items()
+        }
+        passed = {name: tenant.passed for name, tenant in self._tenants.items()}
+        turns = {name: turn for _, turn, name in self._order}
+        order: list[Ticket] = []
+        while len(order) < most and (left := [name for name in waiting if waiting[name]]):
+            name = min(left, key=lambda name: (passed[name], turns.get(name, 0)))
+            ticket = self._tickets[waiting[name].pop(0)[1]]
+            passed[name] += ticket.cost / self._weight(name)
+            order.append(ticket)
+        return order
+
     def serve(self) -> Ticket:
         """Removes the head and charges its cost to its tenant."""
         ticket = self.head()

@@ -44,12 +44,13 @@ from jdisagg.router.decision import (
     PlacementQuery,
     Refusal,
 )
+from jdisagg.router.link_costs import Indices
 from jdisagg.router.peer_terms import Trusted, with_fetches
 from jdisagg.token_bucket import retry_after
 
 MOST_PREFILLS = 6  # prefill workers for which pairs are evaluated
 # Penalties of pairs (s): larger than any prediction, smaller than the penalties of workers.
-LATE, FAR = 1e4, 1e5
+LATE, FAR, BROKEN = 1e4, 1e5, 5e5
 NO_WORK = Work(1)
 # Extra weight of each prefill second that a cached or fetched prefix saves, because it is also
 # saved for the requests behind this one. Without it an idle worker takes a prompt from a lightly
@@ -104,16 +105,25 @@ def decide(
 
 
 def another_prefill(
-    state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
+    state: ClusterState,
+    avoid: frozenset[str],
+    now: float,
+    policy: PlacementPolicy,
+    decode: str = "",
+    broken: frozenset[tuple[str, str]] = frozenset(),
 ) -> str:
-    """Returns another worker to continue a prompt whose prefill worker failed. A worker in `avoid`
-    is chosen only if no other worker is available."""
-    some = usable(
-        state, state.prefill, PlacementQuery(NO_WORK, avoid=avoid, resuming=True), now, policy
-    )
+    """Returns another worker to continue a prompt for `decode` whose prefill worker failed. A
+    worker in `avoid`, or in a pair of `broken` with `decode`, is chosen only if no other worker is
+    available."""
+    query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True)
+    some = usable(state, state.prefill, query, now, policy)
     if not len(some):
         raise nobody(state, state.prefill, "prefill")
-    return state.name(int(some.rows[np.argmin(some.against + some.load)]))
+    reluctance = some.against + some.load
+    if broken and decode in state:
+        decodes = np.array([state.row_of(decode)])
+        reluctance = reluctance + _broken(state, query, some.rows, decodes)[:, 0]
+    return state.name(int(some.rows[np.argmin(reluctance)]))
 
 
 def another_decode(
@@ -201,12 +211,25 @@ def weigh(
     late = ttft + query.age_seconds > query.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
+    if query.broken:
+        pairs = pairs + _broken(state, query, every.rows, decodes.rows)
     if decodes.side.mixed:
         pairs[:, decodes.table.flag("mixed")] = np.inf
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
     return Weighed(every, side, transfer, pairs, spared, local, alone)
+
+
+def _broken(
+    state: ClusterState, query: PlacementQuery, prefills: Indices, decodes: Indices
+) -> Array:
+    """Returns the penalty of each pair [prefill workers, decode workers] for failed transfers."""
+    against = np.zeros((len(prefills), len(decodes)))
+    for prefill, decode in query.broken:
+        here, there = prefills == state.row_of(prefill), decodes == state.row_of(decode)
+        against[np.ix_(here, there)] = BROKEN
+    return against
 
 
 def _ttft(
@@ -475,7 +498,12 @@ def _by_load(
     unable = np.zeros(len(decodes), bool) if len(prefills) else ~able
     if unable.all():
         raise nobody(state, state.prefill, "prefill")
-    at = int(np.argmin(_reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)))
+    reluctance = _reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)
+    broken = None
+    if query.broken and len(prefills):
+        broken = _broken(state, query, prefills.rows, decodes.rows)
+        reluctance = reluctance + broken.min(axis=0)
+    at = int(np.argmin(reluctance))
     decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
     if decodes.table.flag("mixed")[at] or not len(prefills):
         held = known_to(decode, query)
@@ -483,15 +511,17 @@ def _by_load(
         return Decision(
             None, decode, context, reason, "prefix" if held else "load", cached_tokens=held
         )
-    others = prefills.load
-    best = int(np.argmin(_reluctance(state, prefills, query)))
+    others, against = prefills.load, _reluctance(state, prefills, query)
+    best = int(np.argmin(against if broken is None else against + broken[:, at]))
     prefill = state.name(int(prefills.rows[best]))
     cached, held = known_to(prefill, query), known_to(decode, query)
     table = decodes.table
     idle = table["running"][at] + table["waiting"][at] + table["open"][at] == 0
-    if able[at] and idle and held > cached:
+    blocked = broken is not None and bool(broken[best, at])
+    if able[at] and (blocked or (idle and held > cached)):
+        why = "has no working link from a prefill worker" if blocked else "is idle"
         reason = (
-            f"{decode} is idle and computes {lacking[at]:.0f} tokens after the {held} that it has"
+            f"{decode} {why} and computes {lacking[at]:.0f} tokens after the {held} that it has"
             f" cached; {UNPRICED}"
         )
         return Decision(None, decode, context, reason, "local", cached_tokens=held)

@@ -13,9 +13,14 @@ Invariants:
   transfer.
 - If a backend that reads the sender's memory directly fails, and has never succeeded with this
   sender, the next pull uses another backend.
-- A pull ends at its deadline, even if a sender does not answer. Its requests are then withdrawn. If
-  its data is stuck on a connection that transfers no other data, the connection is closed with an
-  error, and the next pull opens a new connection.
+- A connection is suspect after an error that is not the sender's own message, whatever its text: a
+  program may have failed at the sender, or the connection may be broken in one of its sockets, and
+  then fails pulls for ever. After a second such error it is closed, and the next pull opens
+  another.
+- A pull ends at its deadline, even if a sender does not answer. The deadline moves while bytes of
+  the sender keep arriving: on a slow link, to give up and ask again would only add to the load.
+  Its requests are then withdrawn. If its data is stuck on a connection that transfers no other
+  data, the connection is closed with an error, and the next pull opens a new connection.
 - Without a plan, a receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
@@ -24,6 +29,7 @@ Invariants:
 import functools
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -45,6 +51,7 @@ from jdisagg.messages.kv_plane import (
     Refused,
     Withdraw,
 )
+from jdisagg.transfer.arrivals import received_bytes
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.backend import Leaf
 from jdisagg.transfer.backend_choice import BackendChoice
@@ -61,7 +68,13 @@ from jdisagg.transfer.kv_requests import (
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.sender_errors import named_error, sender_error
-from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions, is_dead_connection
+from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
+
+# A pull whose sender's bytes keep arriving may take this many times its time limit.
+MOST_PATIENCE = 12
+# Fewer bytes within a fraction of the time limit are no progress: gRPC's pings and heartbeats of
+# other processes on the sender's host may count, too.
+LEAST_BYTES = 16 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +169,8 @@ class KvPuller:
                 " number on both, and serve both with the channel between processes"
             )
         assembly = Assembly.of(target)
-        transfer = Transfer(pull, target.peer, assembly)
+        until = self._clock.now() + MOST_PATIENCE * deadline_seconds
+        transfer = Transfer(pull, target.peer, assembly, deadline_seconds, until)
         with self._lock:
             key = (target.peer, target.zeros.shape, target.rank)
             turn = self._turns[key] = self._turns.get(key, -1) + 1
@@ -332,7 +346,8 @@ class KvPuller:
         for sent, deadline in self._stuck:
             if sent.has_ended:
                 continue
-            if now >= deadline and now - sent.peer.moved >= self._timeouts.quiet_seconds:
+            moved = max(sent.peer.moved, sent.peer.flowed)
+            if now >= deadline and now - moved >= self._timeouts.quiet_seconds:
                 self._drop(sent.peer)
             else:
                 stuck.append((sent, deadline))
@@ -346,12 +361,42 @@ class KvPuller:
     def _settle_all(self) -> None:
         under_way: list[Transfer] = []
         for transfer in self._watched:
+            self._be_patient(transfer)
             if transfer.pull.is_ready() or self._has_failed(transfer):
                 self._settle(transfer)
             else:
                 self._send_again(transfer)
                 under_way.append(transfer)
         self._watched = under_way
+
+    def _be_patient(self, transfer: Transfer) -> None:
+        """Moves the deadline of a pull that is half over, if bytes of its sender have arrived in
+        the meantime. The sender keeps the pieces as long, because the request is repeated."""
+        now, half = self._clock.now(), transfer.patience_seconds / 2
+        left = transfer.pull.deadline - now
+        if left > half or now >= transfer.until:
+            return
+        moving = [sent for sent in transfer.requests if sent.arrays and not sent.has_ended]
+        if not any([self._flows(sent.peer, now, half) for sent in moving]):
+            return
+        seconds = min(transfer.patience_seconds, transfer.until - now)
+        transfer.pull.extend(seconds)
+        for sent in moving:
+            if sent.request is not None:
+                request = msgspec.structs.replace(sent.request, deadline_seconds=seconds)
+                self._link.send(sent.peer.end, request)
+
+    def _flows(self, peer: PeerState, now: float, seconds: float) -> bool:
+        """Returns whether bytes of a sender process have arrived in the last `seconds`. Counts them
+        a few times in this time."""
+        if peer.inlet.has_server and now - peer.counted >= seconds / 4:
+            first, peer.counted = peer.counted == -math.inf, now
+            received = received_bytes(peer.address, peer.end.control)
+            if received - peer.received >= LEAST_BYTES and not first:
+                peer.received, peer.flowed = received, now
+            elif first or received < peer.received:  # a connection was closed
+                peer.received = received
+        return now - peer.flowed < seconds
 
     def _report(self) -> None:
         for end, pulled in self._unreported:
@@ -414,8 +459,15 @@ class KvPuller:
         elif error is not None and inlet.reads:
             self._link.send(peer.end, Withdraw(sent.pull_id))
             self._lose(peer, error)
-        elif error is not None and is_dead_connection(error) and sent.address == peer.address:
+        elif error and not sender_error(error) and sent.address == peer.address:
+            self._suspect(peer)
+
+    def _suspect(self, peer: PeerState) -> None:
+        """Closes a connection at its second error within a while."""
+        now = self._clock.now()
+        if now - peer.suspected < self._timeouts.suspect_seconds:
             self._drop(peer)
+        peer.suspected = now
 
     def _give_up(self, sent: SentRequest) -> None:
         peer, inlet = sent.peer, sent.peer.inlet

@@ -4,6 +4,7 @@ requests of each pull.
 This module sends and pulls nothing. `KvPuller` holds these records and documents which thread may
 use each."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,9 @@ class PeerState:
         address: Address of the process's transfer server. "" until the process has reported it.
         used: Time of the last request to the process.
         moved: Time when data last arrived from the process.
+        suspected: Time of the last error that may be the connection's.
+        received: Bytes that have arrived from the process's host, when last counted.
+        counted, flowed: Times of the last count, and of the last one that had grown.
     """
 
     end: KvEnd
@@ -39,6 +43,10 @@ class PeerState:
     address: str = ""
     used: float = 0.0
     moved: float = 0.0
+    suspected: float = -math.inf
+    received: int = 0
+    counted: float = -math.inf
+    flowed: float = -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -78,11 +86,14 @@ class SentRequest:
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One pull: its future, the sending mesh `source`, the arrays received so far, and one request
-    for each sender process."""
+    for each sender process. `patience_seconds`: Time after which the pull fails if nothing arrives
+    from its sender. `until`: Time after which it fails in any case."""
 
     pull: PolledPull
     source: str
     assembly: Assembly
+    patience_seconds: float
+    until: float
     requests: list[SentRequest] = field(default_factory=list)
 
 

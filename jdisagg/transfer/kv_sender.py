@@ -317,6 +317,9 @@ class KvSender:
         with self._lock:
             offer, ended = self._offers.get(request.offer_id), self._ended.how(request.offer_id)
         if posting is not None:
+            # The receiver has extended the pull's deadline if bytes keep arriving.
+            seconds = request.deadline_seconds + self._timeouts.slack_seconds
+            posting.until = max(posting.until, self._clock.now() + seconds)
             if posting.answer is not None:
                 self._link.send(receiver, posting.answer)
         elif ended is not None:

@@ -84,6 +84,11 @@ class PolledPull:
         """Time of the deadline on the channel's clock."""
         return self._deadline
 
+    def extend(self, seconds: float) -> None:
+        """Moves the deadline of a pull in progress to `seconds` from now, if that is later."""
+        with self._lock:
+            self._deadline = max(self._deadline, self._clock.now() + seconds)
+
     def deliver(
         self,
         arrays: Sequence[jax.Array | Leaf],

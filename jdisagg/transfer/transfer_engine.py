@@ -214,12 +214,6 @@ class EngineInlet(Inlet):
             del connection  # the sender's server is blocked until the poisoned object is deleted
 
 
-def is_dead_connection(error: str) -> bool:
-    """Returns whether a failed array's error was caused by a lost connection, rather than by an
-    error array that the sender posted."""
-    return "Connection closed" in error or "SocketServer" in error
-
-
 def _in(seconds: float) -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=min(seconds, 1e7))
 

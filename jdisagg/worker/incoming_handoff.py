@@ -30,10 +30,14 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
+from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 12
+# The channel ends pulls by itself, after more than `pull_seconds` only while bytes arrive. A pull
+# whose result is missing for so many times as long is lost.
+PATIENCE = 12.5
 BLOCKS_IN_FLIGHT = 16
 
 
@@ -100,6 +104,7 @@ class IncomingHandoff:
         limits: LimitsConfig,
         counters: Counters,
         now: Callable[[], float],
+        share: LinkShare | None = None,
     ) -> None:
         self.line = line
         self.pulling = 0
@@ -113,6 +118,7 @@ class IncomingHandoff:
         self._timeouts = limits.timeouts.handoff
         self._counters = counters
         self._now = now
+        self._share = share or LinkShare()
         self._received = Received()
         self._sums: dict[int, asyncio.Future[int]] = {}
         self._computed_at: dict[int, float] = {}  # when a block's checksum arrived
@@ -229,9 +235,11 @@ class IncomingHandoff:
                 self._counters.add("blocks_pulled_again")
             again = True
             async with self._blocks:
-                async with self._pulls:
-                    began = self._now()
+                async with self._pulls, self._share.turn(self.line.source.handoff_id):
+                    began, computed = self._now(), not self._computing(offer)
                     problem = await self._pull(offer)
+                    if computed and not self._loop.behind(began):
+                        self._share.took(self._now() - began, self._pull_seconds)
                 # A block that is not computed yet, or that our own busy mesh delayed, is no failure
                 # of the sender.
                 late = problem and self._now() - began >= self._pull_seconds
@@ -316,11 +324,11 @@ class IncomingHandoff:
         future, began = self._loop.submit(command), self._now()
         self.pulling += 1
         try:
-            result = await within(future, 1.25 * seconds)
+            result = await within(future, PATIENCE * seconds)
         except TimeoutError:
             self._drop(offer, future)
             self._counters.add("pulls_timed_out")
-            return f"it did not arrive within {seconds:g} s"
+            return f"it did not arrive within {PATIENCE * seconds:g} s"
         except asyncio.CancelledError:
             self._drop(offer, future)
             raise

@@ -182,6 +182,7 @@ class IncomingKv:
             self._limits,
             self._counters,
             self._now,
+            self._peers.share(source.worker),
         )
         incoming.task = asyncio.get_running_loop().create_task(
             self._receive(group, incoming, incoming.handoff)

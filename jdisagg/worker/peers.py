@@ -24,6 +24,7 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
+from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.step_loop import StepLoop
 
 _COMPARED = (
@@ -138,6 +139,7 @@ class Peers:
         self._hello_seconds = timeouts.hello_seconds
         self._idle_seconds = timeouts.peer_idle_seconds
         self._connected: dict[tuple[str, str], _Connected] = {}
+        self._shares: dict[str, LinkShare] = {}
 
     @property
     def own_name(self) -> str:
@@ -154,6 +156,10 @@ class Peers:
                 f" {', '.join(self._peers) or 'none'}"
             )
         return peer
+
+    def share(self, worker: str) -> LinkShare:
+        """Returns what all hand-offs from a worker share."""
+        return self._shares.setdefault(worker, LinkShare())
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Exchanges hellos and connects.

@@ -79,7 +79,7 @@ class TheOnlyOnes:
     def most_computed(self, decode: str) -> float:
         return math.inf
 
-    async def another_prefill(self, avoid: frozenset[str]) -> str:
+    async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
         return "prefill"
 
     async def another_decode(self, avoid: frozenset[str]) -> str:
@@ -97,6 +97,8 @@ class Placed:
     def prefilled(self) -> None: ...
 
     def handed_over(self, prefill: str | None, decode: str) -> None: ...
+
+    def lost(self, prefill: str, decode: str) -> None: ...
 
 
 class Room:

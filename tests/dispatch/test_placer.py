@@ -11,7 +11,7 @@ import pytest
 from jdisagg.config import RoutingConfig
 from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, NoRouterEvents, RouterEvents
-from jdisagg.errors import OverloadedError, UnavailableError
+from jdisagg.errors import NoWorkerError, OverloadedError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child
 from jdisagg.request import Request, SamplingParams
@@ -227,8 +227,9 @@ def test_a_quota_is_kept_by_nobody_who_was_not_placed() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         desk.accounts.forget("d0")
-        with pytest.raises(UnavailableError):
+        with pytest.raises(NoWorkerError):
             await desk.place(tenant="t")
+        desk.accounts.heard(prefill_status("p0"), desk.clock.now())
         desk.free()
         await desk.place(tenant="t")
         with pytest.raises(OverloadedError, match="used up"):

@@ -28,6 +28,7 @@ from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.messages.registry import RegistryPort
 from jdisagg.messages.spans import SpanSessionPort
 from jdisagg.service import reread
+from jdisagg.service.certificate import check_certificate
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.internal.registry import registry_service
@@ -355,3 +356,16 @@ def test_a_file_that_becomes_unreadable_leaves_what_was_read(
     assert "has no token" in caplog.text
     file.write_text("second")
     assert latest() == ("second",)
+
+
+def test_a_certificate_that_is_not_for_the_workers_host_is_refused_at_the_start(
+    ours: CertificateFiles,
+) -> None:
+    config = ServiceConfig(
+        tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.authority
+    )
+    check_certificate(config)
+    for other in ("10.0.0.7", "node-7.internal"):
+        with pytest.raises(ConfigError, match=f"not for --host {other}.*subject alternative"):
+            check_certificate(replace(config, host=other))
+    check_certificate(ServiceConfig(host="10.0.0.7"))

@@ -185,3 +185,33 @@ async def test_a_broken_worker_is_not_heard_of() -> None:
         assert membership._entries[CARD.name].heard_at == heard_at
         with pytest.raises(UnavailableError, match="the mesh failed"):
             await client.failed
+
+
+async def test_a_worker_is_listed_once_the_router_has_reached_it(caplog) -> None:
+    open_to, calls = asyncio.Event(), 0
+
+    async def reach(card: WorkerCard) -> None:
+        nonlocal calls
+        calls += 1
+        if not open_to.is_set():
+            raise UnavailableError("Hostname Verification Check failed")
+
+    membership = Membership(MonotonicClock(), lambda card: WorkerPorts())
+    server = GrpcServer(
+        (registry_service(membership, reach=reach),), ServiceConfig(port=0, drain_seconds=0.0)
+    )
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        async with worker(address) as client:
+            await eventually(lambda: calls > 3)
+            assert membership.cards() == () and not client.registered
+            said = [record.getMessage() for record in caplog.records]
+            assert len([text for text in said if "cannot call it" in text]) == 2, "each side once"
+            assert all("Hostname Verification" in text for text in said)
+            open_to.set()
+            await eventually(lambda: membership.statuses() == (STATUS,))
+            now = calls
+            assert not client.failed.done()
+        assert calls == now, "heartbeats need no call back"
+    finally:
+        await server.drain()

@@ -10,13 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.layout.axes import Layout
-from jdisagg.transfer.channel import PullTarget, resident_zeros
+from jdisagg.layout.axes import MESH_AXES, Layout
+from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
+from tests import time_scale
 from tests.transfer.conformance import case, expected_shards, finished, received_shards, settled
-from tests.transfer.kv_processes import Arrived, Block, MakeOffer, MakePull, Process
+from tests.transfer.connections import connections_since, inodes
+from tests.transfer.kv_processes import TRANSPORTS, Arrived, Block, MakeOffer, MakePull, Process
 from tests.transfer.world import PATIENCE_SECONDS, World, card
 
 BIG_TOKENS = 1 << 21  # 128 MB
+RESET_SECONDS = time_scale.seconds(5.0)
+# A block that takes several times its limit, at so many bytes a second of each connection.
+SLOW_BYTES, SLOW_RATE, SLOW_LIMIT_SECONDS = 1 << 20, 50_000, 2.0
 
 
 @pytest.fixture
@@ -168,3 +173,47 @@ def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another
     assert not stalled.has_answered(), "the other receiver should be stalled"
     stalled.signal(signal.SIGCONT)
     assert stalled.answer().error == ""
+
+
+@pytest.mark.parametrize("breaks", ["reset", "close"])
+def test_any_connection_of_the_kv_plane_may_break_and_the_next_pull_opens_another(
+    world: World, breaks: str
+) -> None:
+    (process,) = world.job()
+    process.do(MakeOffer(1, Block("tp=4"), 0))
+    assert process.answer().error == ""
+    before = inodes()
+    world.channel.connect("job", card(process.end))
+    world.is_pulled_from("job")
+    for number in range(1 + TRANSPORTS):  # of control and of data
+        now = sorted(connections_since(before), key=lambda one: one.inode)
+        assert len(now) == 1 + TRANSPORTS
+        getattr(now[number], breaks)()
+        first = world.pull("job", seconds=RESET_SECONDS)
+        settled(first.is_ready)
+        if first.failed() is not None:
+            settled(world.pull("job", seconds=RESET_SECONDS).is_ready)
+            world.is_pulled_from("job")
+        assert now[number].inode not in inodes()
+
+
+@pytest.mark.ci
+def test_a_pull_may_take_longer_than_its_limit_while_its_bytes_arrive(world: World) -> None:
+    (process,) = world.job(devices=1)
+    before = inodes()
+    world.introduce(process)
+    seconds = SLOW_BYTES / (SLOW_RATE * (1 + TRANSPORTS))
+    assert seconds > 3 * SLOW_LIMIT_SECONDS
+    for number, block in enumerate([Block("tp=1"), Block("tp=1", tokens=SLOW_BYTES // 64)]):
+        layout = Layout.parse(block.layout)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+        array = jax.device_put(block.values(layout.dp), block_sharding(mesh))
+        world.channel.offer(number, array, 0)
+        began = time.monotonic()
+        process.do(MakePull(number, "here", block, 0, 4, SLOW_LIMIT_SECONDS))
+        answer = process.answer()
+        assert answer.error == ""
+        np.testing.assert_array_equal(answer.shards[0], block.values(1))
+        for connection in connections_since(before):
+            connection.pace(SLOW_RATE)
+    assert time.monotonic() - began > seconds / 2, "it was slow"

@@ -357,7 +357,7 @@ def test_a_pull_that_a_busy_mesh_does_not_get_to_is_no_failure_of_its_sender() -
         receiving = Receiving(mesh, ScriptedPeer([*offers, HandoffEnd(2, 4, ())]))
         receiving.loop.fire(CopyPages(1, ()))
         received = await receiving.receive()
-        assert len(received.blocks) == 2 and receiving.counters["pulls_timed_out"] > 2 * 3
+        assert len(received.blocks) == 2 and receiving.counters["pulls_timed_out"] == 2
 
     run_virtually(main)
 

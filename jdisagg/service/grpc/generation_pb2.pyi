@@ -344,16 +344,30 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "waiting", "decisions", "accounts")
+    __slots__ = ("workers", "waiting", "decisions", "accounts", "waiting_requests")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
     waiting: int
     decisions: _containers.RepeatedCompositeFieldContainer[PastDecision]
     accounts: _containers.RepeatedCompositeFieldContainer[WorkerAccount]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[PastDecision, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ...) -> None: ...
+    waiting_requests: _containers.RepeatedCompositeFieldContainer[WaitingRequest]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[PastDecision, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ..., waiting_requests: _Optional[_Iterable[_Union[WaitingRequest, _Mapping]]] = ...) -> None: ...
+
+class WaitingRequest(_message.Message):
+    __slots__ = ("request_id", "position", "waited_seconds", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    position: int
+    waited_seconds: float
+    reason: str
+    def __init__(self, request_id: _Optional[str] = ..., position: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PastDecision(_message.Message):
     __slots__ = ("age_seconds", "kind", "reason", "prefill", "decode", "prompt_tokens", "predicted_ttft_seconds", "predicted_step_seconds", "ttft_seconds", "tpot_seconds")

@@ -15,7 +15,12 @@ import msgspec
 from jdisagg.config import Mode
 from jdisagg.dispatch.frontend import ChatPrompt, ModelInfo, Prompt, TokenPrompt
 from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingOptions, bias_pairs
-from jdisagg.dispatch.routing_status import PastDecision, RoutingStatus, WorkerAccount
+from jdisagg.dispatch.routing_status import (
+    PastDecision,
+    RoutingStatus,
+    WaitingRequest,
+    WorkerAccount,
+)
 from jdisagg.errors import InvalidRequestError
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
@@ -371,6 +376,9 @@ def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
             pb.PastDecision(**dataclasses.asdict(decision)) for decision in status.decisions
         ],
         accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
+        waiting_requests=[
+            pb.WaitingRequest(**dataclasses.asdict(request)) for request in status.waiting_requests
+        ],
     )
 
 
@@ -379,6 +387,7 @@ def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
         message.waiting,
         tuple(flat_from_proto(PastDecision, item) for item in message.decisions),
         tuple(flat_from_proto(WorkerAccount, item) for item in message.accounts),
+        tuple(flat_from_proto(WaitingRequest, item) for item in message.waiting_requests),
     )
 
 

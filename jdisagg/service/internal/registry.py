@@ -41,25 +41,56 @@ NEWS_A_BEAT = 4
 class Registrar(Protocol):
     """The router's bookkeeping of its workers, which `Membership` implements."""
 
+    def has(self, card: WorkerCard) -> bool: ...
     def register(self, card: WorkerCard) -> None: ...
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
     def kept(self, boot_id: int, news: KeptNews) -> KeptMark: ...
     def deregister(self, name: str, boot_id: int) -> None: ...
 
 
-def registry_service(registrar: Registrar, tokens: tuple[str, ...] = ()) -> Service:
+Reach = Callable[[WorkerCard], Awaitable[None]]
+"""Calls a worker at the address of its card. Raises a JdisaggError if it does not answer."""
+
+
+async def _reached(card: WorkerCard) -> None: ...
+
+
+def registry_service(
+    registrar: Registrar, tokens: tuple[str, ...] = (), reach: Reach = _reached
+) -> Service:
     """Returns the registry service of a router. The service accepts calls during a drain, because
-    running requests still need the workers."""
+    running requests still need the workers. `reach` must succeed before a worker is registered,
+    because a registration proves only that the worker reaches the router."""
     lasting = ("register", "heartbeat", "kept", "deregister")
-    return rpc.service(RegistryPort, _Registry(registrar), tokens, lasting)
+    return rpc.service(RegistryPort, _Registry(registrar, reach), tokens, lasting)
 
 
 class _Registry:
-    def __init__(self, registrar: Registrar) -> None:
+    def __init__(self, registrar: Registrar, reach: Reach) -> None:
         self._registrar = registrar
+        self._reach = reach
+        self._unreached: set[tuple[str, str]] = set()  # logged once each
 
     async def register(self, card: WorkerCard) -> None:
+        if not self._registrar.has(card):
+            await self._prove(card)
         self._registrar.register(card)
+
+    async def _prove(self, card: WorkerCard) -> None:
+        known = card.name, card.address
+        try:
+            await self._reach(card)
+        except JdisaggError as error:
+            text = (
+                f"worker {card.name!r} reaches this router, but the router cannot call it at"
+                f" {card.address}: {error.message}; check the worker's --host and certificate, and"
+                " firewalls"
+            )
+            if known not in self._unreached:
+                log.warning("%s", text)
+            self._unreached.add(known)
+            raise UnavailableError(text, retry_after_seconds=1.0) from error
+        self._unreached.discard(known)
 
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
         return self._registrar.heartbeat(boot_id, status)

@@ -1,0 +1,41 @@
+"""Checks the name of this host before JAX starts, which would end the process without a reason.
+
+JAX's collectives on CPU (gloo) send the address of the host's own name to the other processes. A
+name without an address ends in a traceback of JAX. On Debian and Ubuntu the name is often
+127.0.1.1, which no other host can reach."""
+
+import ipaddress
+import socket
+
+from jdisagg.errors import ConfigError
+
+
+def check_own_name(host: str, collectives: bool = True) -> None:
+    """Raises ConfigError if the name of this host does not lead to it.
+
+    Args:
+        host: Address at which other processes reach this one (`--host`).
+        collectives: Whether the processes compute with gloo, as on CPUs, so that the address must
+            be reachable from other hosts.
+    """
+    name = socket.gethostname()
+    remedy = f'write the line "{host} {name}" to /etc/hosts, before other lines with this name'
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None)]
+    except OSError as error:
+        raise ConfigError(
+            f"instance: this host's name {name!r} has no address ({error.strerror}), and JAX looks"
+            f" it up; {remedy}"
+        ) from None
+    if collectives and _is_loopback(found[0]) and not _is_loopback(host):
+        raise ConfigError(
+            f"instance: this host's name {name!r} means {found[0]}, which other hosts cannot reach,"
+            f" and JAX sends it to the other processes; {remedy}"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,50 @@
+"""Predicts when a worker of a role returns, from how long workers were away before. Pure: times are
+arguments.
+
+A worker is away from the time when the router removed it, or when it deregistered, until a worker
+registers under its name. Restarts of one cluster take similar times, because most of the time is
+spent on loading the model."""
+
+from collections import deque
+from statistics import median
+
+KEPT = 16
+FIRST_GUESS_SECONDS = 10.0  # until a worker has returned: a restart with compiled programs
+LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0
+FORGOTTEN_SECONDS = 3600.0  # a worker away for so long was removed on purpose
+
+
+class Absences:
+    """Workers that are away, and the durations of past absences."""
+
+    def __init__(self) -> None:
+        self._away: dict[str, tuple[str, float]] = {}
+        self._past: deque[float] = deque(maxlen=KEPT)
+
+    def left(self, worker: str, role: str, now: float) -> None:
+        self._away = {
+            name: (which, since)
+            for name, (which, since) in self._away.items()
+            if now - since < FORGOTTEN_SECONDS
+        }
+        self._away[worker] = role, now
+
+    def came(self, worker: str, now: float) -> None:
+        """Records that a worker registered. Does nothing for a worker that was not away."""
+        _, since = self._away.pop(worker, ("", now))
+        if since < now:
+            self._past.append(now - since)
+
+    def away_seconds(self, role: str, now: float) -> float | None:
+        """Returns for how long the worker of `role` that left first has been away, or None if none
+        is away."""
+        since = [at for which, at in self._away.values() if which == role]
+        return now - min(since) if since else None
+
+    def expected_seconds(self, role: str, now: float) -> float:
+        """Returns the seconds until a worker of `role` is expected. After the typical duration of
+        an absence, half of the time so far is expected once more."""
+        typical = median(self._past) if self._past else FIRST_GUESS_SECONDS
+        away = self.away_seconds(role, now) or 0.0
+        left = typical - away if away < typical else away / 2
+        return min(MOST_SECONDS, max(LEAST_SECONDS, left))

@@ -1,0 +1,67 @@
+"""Shares the link from one sending worker fairly among the hand-offs that receive from it.
+
+A hand-off begins a pull of a block when it has a turn. Turns rotate among the hand-offs, so that a
+short prompt does not wait behind all blocks of a long one. The number of pulls in flight is high on
+a fast link, because each pull costs a round trip. After a slow pull it is halved: on a slow link,
+pulls at once only delay each other, and all come late together."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+MOST_PULLS = 64
+SLOW, FAST = 1 / 2, 1 / 8  # of the time limit of a pull
+
+
+class LinkShare:
+    """The pulls from one sender. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self.most = MOST_PULLS
+        self._running = 0
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by hand-off, in rotation
+
+    @asynccontextmanager
+    async def turn(self, handoff: int) -> AsyncIterator[None]:
+        """Waits for a turn of a hand-off, and ends it."""
+        await self._acquire(handoff)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._give_turns()
+
+    def took(self, seconds: float, limit_seconds: float) -> None:
+        """Records how long a pull of a computed block took, whose time limit is
+        `limit_seconds`."""
+        if seconds > SLOW * limit_seconds:
+            self.most = max(1, min(self.most, self._running) // 2)
+        elif seconds < FAST * limit_seconds:
+            self.most = min(MOST_PULLS, self.most + 1)
+
+    async def _acquire(self, handoff: int) -> None:
+        if self._running < self.most and not self._waiting:
+            self._running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(handoff, deque()).append(turn)
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was given at the same time
+                self._running -= 1
+            self._give_turns()
+            raise
+
+    def _give_turns(self) -> None:
+        while self._waiting and self._running < self.most:
+            handoff = next(iter(self._waiting))
+            turns = self._waiting.pop(handoff)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[handoff] = turns  # behind the others
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)

@@ -1,0 +1,239 @@
+"""A cluster whose processes are on different hosts (hosts.py), clients that load it, and what
+became of their streams.
+
+Every stream is held against a dense forward pass made here. A stream is right, or it has the right
+tokens up to an error."""
+
+import asyncio
+import contextlib
+import functools
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP
+
+from jdisagg.client import AsyncClient, Client
+from jdisagg.errors import JdisaggError
+from tests import time_scale
+from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.hosts.hosts import Hosts, Process
+from tests.programs import CACHE_FLAG
+
+PORT = 19200
+PYTHON = sys.executable
+START_SECONDS = time_scale.seconds(120.0)
+# After a condition has ended: registration, reconnection and a new attempt.
+RECOVERY_SECONDS = time_scale.seconds(15.0)
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 150, 40
+WORKER_FLAGS = (
+    f"--model={LLAMA}",
+    "--slots_per_rank=4",
+    "--context_tokens=512",
+    "--chunk_tokens=64",
+    "--page_size=16",
+    "--set=prefix.reuse=False",
+    CACHE_FLAG,
+)
+
+
+@functools.cache
+def prompt(number: int) -> tuple[int, ...]:
+    draw = random.Random(number)
+    return tuple(draw.randrange(1, 250) for _ in range(PROMPT_TOKENS))
+
+
+@functools.cache
+def expected(number: int) -> tuple[int, ...]:
+    return tuple(dense_greedy(LLAMA, prompt(number), NEW_TOKENS))
+
+
+@dataclass
+class Stream:
+    """One request of a client. `pause_seconds`: Longest time without a token."""
+
+    number: int
+    began: float
+    tokens: list[int] = field(default_factory=list)
+    pause_seconds: float = 0.0
+    ended: float | None = None
+    error: JdisaggError | None = None
+
+    @property
+    def wrong(self) -> bool:
+        right = expected(self.number)
+        whole = self.error is None and self.ended is not None
+        return tuple(self.tokens) != (right if whole else right[: len(self.tokens)])
+
+
+class Load:
+    """Clients on the test's host, each with one stream after the other until `stop`."""
+
+    def __init__(self, target: str, clients: int, deadline_seconds: float) -> None:
+        self.streams: list[Stream] = []
+        self._target, self._clients, self._deadline = target, clients, deadline_seconds
+        self._stopping = False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when every stream has ended, right or with an error within its deadline."""
+        self._stopping = True
+        self._thread.join(self._deadline + time_scale.seconds(20.0))
+        assert not self._thread.is_alive(), "a stream hangs beyond its deadline"
+
+    @property
+    def right(self) -> list[Stream]:
+        return [one for one in self.streams if one.ended and not one.error]
+
+    @property
+    def errors(self) -> Counter[str]:
+        return Counter(
+            f"{type(one.error).__name__}: {one.error}" for one in self.streams if one.error
+        )
+
+    def ended_right_since(self, instant: float) -> bool:
+        return any((one.ended or 0.0) > instant and one.began > instant for one in self.right)
+
+    async def _run(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(AsyncClient(self._target, resume_seconds=60.0))
+                for _ in range(self._clients)
+            ]
+            await asyncio.gather(*map(self._be_client, range(self._clients), clients))
+
+    async def _be_client(self, number: int, client: AsyncClient) -> None:
+        while not self._stopping:
+            stream = Stream(number % PROMPTS, time.monotonic())
+            self.streams.append(stream)
+            latest = stream.began
+            try:
+                async for event in client.generate(
+                    token_ids=prompt(stream.number),
+                    max_tokens=NEW_TOKENS,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    deadline_seconds=self._deadline,
+                ):
+                    now = time.monotonic()
+                    stream.tokens += event.token_ids
+                    stream.pause_seconds = max(stream.pause_seconds, now - latest)
+                    latest = now
+            except JdisaggError as error:
+                stream.error = error
+                await asyncio.sleep(0.2)
+            stream.ended = time.monotonic()
+            number += 1
+
+
+class Lab:
+    """Routers and workers, each on a host of its own, named "router-0", "prefill-0" and so on."""
+
+    def __init__(self, folder: Path, prefills: int = 1, decodes: int = 1, routers: int = 1) -> None:
+        self.names = [
+            *(f"router-{at}" for at in range(routers)),
+            *(f"prefill-{at}" for at in range(prefills)),
+            *(f"decode-{at}" for at in range(decodes)),
+        ]
+        self.routers = self.names[:routers]
+        self.workers = self.names[routers:]
+        self.hosts = Hosts(len(self.names), folder)
+        self.processes: dict[str, Process] = {}
+
+    def host(self, name: str) -> int:
+        """Of a process, or 0 for the clients."""
+        return 0 if name == "client" else 1 + self.names.index(name)
+
+    def address(self, name: str) -> str:
+        return f"{self.hosts.address(self.host(name))}:{PORT}"
+
+    @property
+    def target(self) -> str:
+        return ",".join(map(self.address, self.routers))
+
+    def start(self, name: str, *flags: str) -> None:
+        host = self.hosts.address(self.host(name))
+        common = [f"--host={host}", f"--port={PORT}", "--drain_seconds=20"]
+        if name in self.routers:
+            program = ["router", f"--model={LLAMA}", "--canary_seconds=0", "--http_port=-1"]
+        else:
+            role = name.partition("-")[0]
+            program = ["worker", f"--role={role}", "--layout=tp=1", f"--name={name}"]
+            program += [f"--router={self.target}", *WORKER_FLAGS]
+        command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common, *flags]
+        self.processes[name] = self.hosts.run(self.host(name), command)
+
+    def start_all(self) -> None:
+        for name in self.names:
+            self.start(name)
+        with Client(self.address(self.routers[0])) as client:
+            wait_until(lambda: all_free(client, self.workers), "workers register", START_SECONDS)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        self.processes[name].signal(SIGSTOP)
+        try:
+            yield
+        finally:
+            self.processes[name].signal(SIGCONT)
+
+    def between(self, source: str, target: str, **conditions: float) -> None:
+        self.hosts.set(self.host(source), self.host(target), **conditions)
+
+    def everywhere(self, **conditions: float) -> None:
+        self.hosts.set(None, None, **conditions)
+
+    def check_whole(self, load: Load, healed_at: float) -> None:
+        """Checks that streams come right again soon after the last fault, that no stream was wrong
+        or hangs, and that everything is freed."""
+        wait_until(
+            lambda: load.ended_right_since(healed_at), "recovers", RECOVERY_SECONDS, load.errors
+        )
+        load.stop()
+        assert not [one for one in load.streams if one.wrong], "a stream has wrong tokens"
+        assert all(one.ended is not None for one in load.streams)
+        with Client(self.address(self.routers[-1])) as client:
+            wait_until(lambda: all_free(client, self.workers), "all is freed", RECOVERY_SECONDS)
+
+    def close(self) -> None:
+        self.hosts.close()
+
+
+def all_free(client: Client, workers: Sequence[str]) -> bool:
+    try:
+        statuses = {status.name: status for status in client.status()}
+    except JdisaggError:
+        return False
+    return set(workers) == set(statuses) and all(
+        status.free_pages == status.total_pages and not status.running and not status.handoffs
+        for status in statuses.values()
+    )
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float, said: object = "") -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not within {seconds:g} s: {what} {said}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def lab(folder: Path, **counts: int) -> Iterator[Lab]:
+    made = Lab(folder, **counts)
+    try:
+        made.start_all()
+        yield made
+    except BaseException:
+        for name, process in made.processes.items():  # pytest shows it
+            print(f"---- {name}\n{process.log.read_text()[-6000:]}")
+        raise
+    finally:
+        made.close()
