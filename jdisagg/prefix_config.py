@@ -1,7 +1,7 @@
 """Configuration of the prefix cache. `jdisagg/config.py` re-exports it as one of its parts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.errors import ConfigError
 
@@ -34,6 +34,12 @@ class PrefixConfig:
         append_tokens: Longest uncached rest of a prompt that a decode worker computes itself behind
             its cached prefix, in tokens, if the router estimates this to be cheaper. 0 leaves all
             prompts to prefill workers.
+        events: ZeroMQ address to which each worker publishes its cached blocks for routers of other
+            projects, such as tcp://*:5557 (docs/router.md). The workers of a cluster on one host
+            use consecutive ports. Events contain the tokens of prompts. Empty disables them.
+        events_replay: ZeroMQ address from which a subscriber gets batches that it missed, with the
+            same rule for ports. Empty disables it.
+        events_topic: Topic of the published batches.
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -49,6 +55,17 @@ class PrefixConfig:
     disk_ttl_hours: float = 0.0
     peer_fetch: bool | None = None
     append_tokens: int = 0
+    events: str = ""
+    events_replay: str = ""
+    events_topic: str = ""
+
+    def of_worker(self, index: int) -> "PrefixConfig":
+        """Returns the configuration of worker number `index` on a host: ports of events are counted
+        up."""
+        if not self.events:
+            return self
+        events, replay = _port_after(self.events, index), _port_after(self.events_replay, index)
+        return replace(self, events=events, events_replay=replay)
 
     @property
     def host_bytes(self) -> int:
@@ -111,6 +128,15 @@ class PrefixConfig:
                 f"prefix.disk_gib={self.disk_gib:g} needs host memory to stage its blocks, and"
                 " prefix.host_gib=0 reserves none; add --host_cache_gib"
             )
+        if self.events_replay and not self.events:
+            raise ConfigError(
+                f"prefix.events_replay={self.events_replay!r} needs prefix.events; set both"
+            )
+        if self.events and not self.reuse:
+            raise ConfigError(
+                f"prefix.events={self.events!r} needs the prefix cache, and prefix.reuse=False"
+                " disables it; add --prefix_cache"
+            )
         self._check_append()
 
     def _check_append(self) -> None:
@@ -130,3 +156,12 @@ class PrefixConfig:
                 f"prefix.append_tokens={append} contradicts prefix.grid_tokens={self.grid_tokens}:"
                 " a decode worker appends in chunks smaller than the grid; omit one of the two"
             )
+
+
+def _port_after(address: str, index: int) -> str:
+    """Returns a ZeroMQ address with its port increased by `index`. Addresses of other kinds get
+    `index` as a suffix."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("tcp:") and port.isdecimal() and int(port):
+        return f"{host}:{int(port) + index}"
+    return f"{address}.{index}" if index and address.startswith(("ipc:", "inproc:")) else address

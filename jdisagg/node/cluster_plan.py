@@ -171,10 +171,11 @@ class ClusterPlan:
         """Returns the configuration of each process of an instance, with a new port for the JAX
         coordinator."""
         config, count = self.config, len(instance.ports)
+        number = self.instances.index(instance)
         made = worker_config(config.engine, instance.role)
         metrics_port = config.observe.metrics_port
         if metrics_port:
-            metrics_port += 1 + self.instances.index(instance)
+            metrics_port += 1 + number
         coordinator = host_port(self.host, free_ports(self.host, 1)[0]) if count > 1 else None
         return tuple(
             WorkerProcessConfig(
@@ -185,7 +186,7 @@ class ClusterPlan:
                     made,
                     model=replace(made.model, directory=config.model),
                     instance=replace(made.instance, layout=instance.layout),
-                    prefix=replace(made.prefix, peer_fetch=self._fetches),
+                    prefix=replace(made.prefix, peer_fetch=self._fetches).of_worker(number),
                     service=replace(made.service, port=port, http_port=None),
                 ),
                 devices_of_process(instance, self.instances),

@@ -51,6 +51,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.deployment import ModelSource
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.instance_group import follow, lead
+from jdisagg.node.kv_events import KvEventPublisher
 from jdisagg.node.recording import record
 from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
@@ -366,6 +367,10 @@ class WorkerRuntime:
         # Clean-up runs in reverse order, also after a failed start.
         async with contextlib.AsyncExitStack() as cleanup:
             self._observe(worker, instance, cleanup)
+            if prefix.events:
+                events = KvEventPublisher(prefix.events, prefix.events_replay, prefix.events_topic)
+                cleanup.callback(events.close)
+                events.watch(worker)
             await worker.start()
             cleanup.push_async_callback(worker.stop)
             await server.start()

@@ -35,6 +35,7 @@ import numpy as np
 from jdisagg.config import PrefixConfig
 from jdisagg.messages.kept_blocks import KeptScheme
 from jdisagg.request import Request
+from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
 
@@ -121,6 +122,7 @@ class ResidencyTree:
         self._names: dict[int, bytes] = {}
         self.evicted_blocks = 0  # blocks evicted for lack of room
         self.on_evicted: Evicted | None = None
+        self.on_changed: Callable[[bytes, bool], None] | None = None  # (name, whether it was added)
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
@@ -172,6 +174,8 @@ class ResidencyTree:
             self._blocks[name] = block
             self._indices[name] = index
             self._log.gained(name)
+            if self.on_changed is not None:
+                self.on_changed(name, True)
         self._ledger.free(owner)
         # Touches also blocks that were cached before, so that a block is evicted after its
         # successors.
@@ -190,6 +194,8 @@ class ResidencyTree:
             self._ledger.keep_no_longer(page)
         for name in self._blocks:
             self._log.lost(name)
+            if self.on_changed is not None:
+                self.on_changed(name, False)
         self._blocks.clear()
         self._indices.clear()
         self._names.clear()
@@ -207,6 +213,8 @@ class ResidencyTree:
             del self._names[other]
         self.evicted_blocks += 1
         self._log.lost(name)
+        if self.on_changed is not None:
+            self.on_changed(name, False)
         return others
 
 
@@ -226,6 +234,7 @@ class Residency:
             [ResidencyTree(ledger, block_pages, self.log) for ledger in ledgers] if names else []
         )
         self.cut_tokens = names.cut_tokens if names else None
+        self._events: KeptEvents | None = None
         self._guests = 0
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
 
@@ -290,6 +299,16 @@ class Residency:
         for rank, tree in enumerate(self._trees):
             tree.on_evicted = functools.partial(evicted, rank)
 
+    def report(self, pending: Callable[[], None]) -> KeptEvents | None:
+        """Collects the blocks that the pages gain and lose from now on, for routers of other
+        projects. Returns None if the cache is off. `pending` is called when events have become
+        pending."""
+        if self.on:
+            self._events = KeptEvents(len(self._trees), self.block_tokens, pending)
+            for rank, tree in enumerate(self._trees):
+                tree.on_changed = functools.partial(self._events.changed, rank)
+        return self._events
+
     def match(self, rank: int, chain: Chain) -> int:
         """Returns the number of leading blocks of the chain that a rank caches."""
         return self._trees[rank].match(chain) if chain else 0
@@ -299,7 +318,10 @@ class Residency:
         if computed before."""
         if self._names is None:
             return ()
-        return self._names.chain(request, tokens, self.block_tokens, known)
+        chain = self._names.chain(request, tokens, self.block_tokens, known)
+        if self._events is not None:
+            self._events.named(chain, min(len(known), len(chain)), tokens)
+        return chain
 
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
         """Returns the number of leading positions of a sequence that a rank caches, at most `most`.
@@ -350,6 +372,8 @@ class Residency:
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:
             self.log.cleared()
+            if self._events is not None:
+                self._events.cleared()
         return blocks
 
     def _first(self, chain: Chain, tokens: int) -> Chain:

@@ -32,6 +32,7 @@ from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import BlockNames, Residency
@@ -197,6 +198,10 @@ class MeshWorker(ABC):
         """Returns the prefix cache's changes since a router's log position; None without
         changes."""
         return self._kept.log.news(self.name, mark)
+
+    def report_kept(self, pending: Callable[[], None]) -> KeptEvents | None:
+        """Collects the changes of the cached blocks in pages from now on (`Residency.report`)."""
+        return self._kept.report(pending)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
         """Returns the cached blocks for display (`scheduler/kept_view.py`)."""

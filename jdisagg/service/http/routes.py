@@ -195,8 +195,8 @@ class HttpRoutes:
         raise HttpRefusal(
             f"model {name!r} is not an embedding model: it generates text; use an embedding model's"
             " own server for /v1/embeddings",
-            400,
-            "not_an_embedding_model",
+            404,
+            "not_found",
         )
 
     async def _openapi(self, exchange: Exchange) -> None:

@@ -106,5 +106,5 @@ async def test_embeddings_are_refused_by_name(asked: dict[str, str]) -> None:
     async with http_door(FakePath()) as door:
         answer = await door.ask("/v1/embeddings", asked)
         assert (
-            answer.status == 400 and "'tiny' is not an embedding model" in answer.error["message"]
+            answer.status == 404 and "'tiny' is not an embedding model" in answer.error["message"]
         )

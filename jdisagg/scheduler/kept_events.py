@@ -1,0 +1,133 @@
+"""Events about cached blocks for routers of other projects, in the form that vLLM and SGLang share.
+
+`KeptEvents` collects the blocks that the pages of a mesh gain and lose, by data-parallel rank.
+Unlike the log for jdisagg's own routers (`KeptLog`), an event has a block's tokens, because other
+routers name blocks by hashes of their own. The class therefore remembers the tokens of each block
+from the moment its name was computed. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+# Blocks whose tokens are remembered: more than any mesh computes at a time.
+REMEMBERED_BLOCKS = 1 << 16
+MEDIUM = "GPU"  # the shared form's word for device memory of every kind
+HASH_BYTES = 8
+
+
+class BlockStored(msgspec.Struct, tag=True, array_like=True):
+    """Consecutive blocks of one sequence that were added to the cache.
+
+    Attributes:
+        block_hashes: First bytes of each block's name, as an integer.
+        parent_block_hash: Hash of the block before the first one, or None at the start.
+        token_ids: Tokens of the blocks.
+        block_size: Number of tokens of a block.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = MEDIUM
+
+
+class BlockRemoved(msgspec.Struct, tag=True, array_like=True):
+    """Blocks that were removed from the cache."""
+
+    block_hashes: list[int]
+    medium: str | None = MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, array_like=True):
+    """The cache is empty."""
+
+
+KeptEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True):
+    """Events of one data-parallel rank, in order. `ts` is in seconds since 1970."""
+
+    ts: float
+    events: list[KeptEvent]
+    data_parallel_rank: int | None = None
+
+
+class KeptEvents:
+    """Collects the events of one mesh.
+
+    Args:
+        ranks: Number of data-parallel ranks.
+        block_tokens: Number of tokens of a block.
+        pending: Called when events have become pending, from no events before.
+    """
+
+    def __init__(self, ranks: int, block_tokens: int, pending: Callable[[], None]) -> None:
+        self._block_tokens = block_tokens
+        self._pending = pending
+        self._events: list[list[KeptEvent]] = [[] for _ in range(ranks)]
+        self._tokens: OrderedDict[bytes, tuple[bytes | None, list[int]]] = OrderedDict()
+        self.unknown_blocks = 0  # blocks left out because their tokens were forgotten
+
+    def named(self, chain: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
+        """Remembers the tokens of the blocks of `chain` from number `first` on. `tokens` begin with
+        the chain's first block."""
+        size = self._block_tokens
+        for index in range(first, len(chain)):
+            parent = chain[index - 1] if index else None
+            self._tokens[chain[index]] = parent, list(tokens[index * size : (index + 1) * size])
+            self._tokens.move_to_end(chain[index])
+        while len(self._tokens) > REMEMBERED_BLOCKS:
+            self._tokens.popitem(last=False)
+
+    def changed(self, rank: int, name: bytes, added: bool) -> None:
+        """Adds the event that a rank gained or lost a block."""
+        if added:
+            self._stored(rank, name)
+        else:
+            last = self._events[rank][-1] if self._events[rank] else None
+            if isinstance(last, BlockRemoved):
+                last.block_hashes.append(_hash(name))
+            else:
+                self._add(rank, BlockRemoved([_hash(name)]))
+
+    def _stored(self, rank: int, name: bytes) -> None:
+        found = self._tokens.get(name)
+        if found is None:
+            self.unknown_blocks += 1
+            return
+        parent, tokens = found
+        last = self._events[rank][-1] if self._events[rank] else None
+        before = None if parent is None else _hash(parent)
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == before:
+            last.block_hashes.append(_hash(name))
+            last.token_ids += tokens
+            return
+        self._add(rank, BlockStored([_hash(name)], before, [*tokens], self._block_tokens))
+
+    def cleared(self) -> None:
+        """Replaces all pending events by the event that every rank's cache is empty."""
+        for rank in range(len(self._events)):
+            self._events[rank] = []
+            self._add(rank, AllBlocksCleared())
+
+    def take(self, now: float) -> list[KVEventBatch]:
+        """Returns the pending events of each rank that has any, and clears them."""
+        taken = [
+            KVEventBatch(now, events, rank) for rank, events in enumerate(self._events) if events
+        ]
+        self._events = [[] for _ in self._events]
+        return taken
+
+    def _add(self, rank: int, event: KeptEvent) -> None:
+        empty = not any(self._events)
+        self._events[rank].append(event)
+        if empty:
+            self._pending()
+
+
+def _hash(name: bytes) -> int:
+    return int.from_bytes(name[:HASH_BYTES], "big")
