@@ -31,7 +31,6 @@ from benchmarks.plain_loop import KV_HEADS, MEASURED_MODEL, VOCABULARY
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.replica import Loaded
-from jdisagg.executor import grammar_rows
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.axes import Layout
@@ -39,6 +38,7 @@ from jdisagg.messages.step_commands import DecodeSteps, StepCommand, StepResult
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
+from jdisagg.scheduler import executor as limits_of
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
 from models.catalog import read_config
@@ -140,7 +140,7 @@ class Measured:
             return loaded
 
         # no option of a server: nobody is better off without runs
-        grammar_rows.LONGEST_RUN = longest_run
+        limits_of.LONGEST_RUN = longest_run
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
         self.cluster.constrain(grammars)
         self._vocabulary = loaded.model.vocabulary
@@ -204,7 +204,7 @@ async def run() -> dict[str, object]:
     loaded, grammars = made_up() if _MODEL.value == "measured" else shipped()
     schema = COMPACT if _COMPACT.value else SCHEMA
     # in this order: the one sets what the other is to have
-    measured = Measured(loaded, grammars, schema, grammar_rows.LONGEST_RUN)
+    measured = Measured(loaded, grammars, schema, limits_of.LONGEST_RUN)
     one_by_one = Measured(loaded, grammars, schema, longest_run=1)
     masks = mask_seconds(grammars, loaded.model.vocabulary)
     figures: dict[str, object] = {

@@ -18,6 +18,7 @@ from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
 from jdisagg.timeouts import Timeouts
 
+SPECULATE = ("auto", "ngram", "off")
 KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
 KEPT_RESPONSES_MIB = 64
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
@@ -97,6 +98,9 @@ class InstanceConfig:
             of all steps after the last step.
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
+        speculate: How decode steps draft tokens, which change no stream (docs/speculation.md).
+            ngram: from the tokens of the sequence itself, as long as this saves time. off: not at
+            all. auto: as ngram.
         queue_limit: Number of requests that may wait at this instance.
         growth_tokens: Number of future tokens for which a decoding sequence receives pages in
             advance.
@@ -123,6 +127,7 @@ class InstanceConfig:
     block_bytes: int | None = None
     steps_per_dispatch: int = 1
     stream_tokens: int = 1
+    speculate: str = "off"
     queue_limit: int = 1024
     growth_tokens: int = 256
     ahead_sequences: int | None = None
@@ -131,6 +136,10 @@ class InstanceConfig:
     memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
+        if self.speculate not in SPECULATE:
+            raise ConfigError(
+                f"speculate must be one of {', '.join(SPECULATE)}, got {self.speculate!r}"
+            )
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
         for name in (

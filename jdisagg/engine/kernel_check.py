@@ -184,35 +184,42 @@ def _random(*shape: int, seed: int) -> jax.Array:
 
 
 def decode_attention(*, interpret: bool = False) -> float:
-    """Compares paged attention of two sequences of different length."""
+    """Compares paged attention of two sequences of different length, with one and with two new
+    tokens a sequence."""
     from jdisagg.ops import paged_attention, paged_attention_pallas
 
-    q_BNH = _random(2, 8, 128, seed=0)
     k_PKSH, v_PKSH = (_random(6, 2, 64, 128, seed=seed) for seed in (1, 2))
     table_BN = jnp.array([[0, 2, 4], [1, 3, 5]], jnp.int32)
-    positions_B = jnp.array([150, 20], jnp.int32)
-    shared = (q_BNH, k_PKSH, v_PKSH, table_BN, positions_B)
-    kernel = paged_attention_pallas.paged_attention(
-        *shared, scale=0.1, window=None, interpret=interpret
-    )
-    reference = paged_attention.paged_attention(*shared, scale=0.1, implementation="gather")
-    return _difference(kernel, reference)
+    differences: list[float] = []
+    for positions_BQ in (jnp.array([[150], [20]]), jnp.array([[149, 150], [20, 21]])):
+        q_TNH = _random(positions_BQ.size, 8, 128, seed=0)
+        shared = (q_TNH, k_PKSH, v_PKSH, table_BN, positions_BQ.astype(jnp.int32))
+        kernel = paged_attention_pallas.paged_attention(
+            *shared, scale=0.1, window=None, interpret=interpret
+        )
+        reference = paged_attention.paged_attention(*shared, scale=0.1, implementation="gather")
+        differences.append(_difference(kernel, reference))
+    return max(differences)
 
 
 def latent_attention(*, interpret: bool = False) -> float:
-    """Compares latent attention with DeepSeek's sizes of the latent."""
+    """Compares latent attention with DeepSeek's sizes of the latent, with one and with two new
+    tokens a sequence."""
     from jdisagg.ops import latent_attention_pallas, paged_attention
 
     rank, rope = 512, 64
-    q_BNR, pages_P1SR = _random(2, 16, rank + rope, seed=0), _random(6, 1, 64, rank + rope, seed=1)
+    pages_P1SR = _random(6, 1, 64, rank + rope, seed=1)
     table_BN = jnp.array([[0, 2, 4], [1, 3, 5]], jnp.int32)
-    positions_B = jnp.array([150, 20], jnp.int32)
-    shared = (q_BNR, pages_P1SR, rank, table_BN, positions_B)
-    kernel = latent_attention_pallas.latent_attention(
-        *shared, scale=0.05, window=None, interpret=interpret
-    )
-    reference = paged_attention.gather_attention(*shared, scale=0.05, window=None)
-    return _difference(kernel, reference)
+    differences: list[float] = []
+    for positions_BQ in (jnp.array([[150], [20]]), jnp.array([[149, 150], [20, 21]])):
+        q_TNR = _random(positions_BQ.size, 16, rank + rope, seed=0)
+        shared = (q_TNR, pages_P1SR, rank, table_BN, positions_BQ.astype(jnp.int32))
+        kernel = latent_attention_pallas.latent_attention(
+            *shared, scale=0.05, window=None, interpret=interpret
+        )
+        reference = paged_attention.gather_attention(*shared, scale=0.05, window=None)
+        differences.append(_difference(kernel, reference))
+    return max(differences)
 
 
 def prefill_attention(*, platform: str = "gpu") -> float:

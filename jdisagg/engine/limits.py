@@ -12,6 +12,8 @@ ROWS_PER_CHUNK = 16
 CONTINUING_ROWS = 4  # CPU cap: each row with cached tokens attends with all queries.
 GPU_BATCH = 8
 SAMPLES_PER_CHUNK = 16
+# Extra rows for each sequence of a decode step: on a CPU each costs time, elsewhere few do.
+ACCELERATOR_DRAFT_ROWS = 3
 # KV bytes of a group for a prompt of GROUP_TOKENS. With more groups little more overlaps, and each
 # costs host work.
 GROUP_BYTES = 4 << 20
@@ -93,6 +95,8 @@ def mesh_limits(
         windows_apart=windows_apart,
         ring_pages=ring if rings else 0,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
+        draft_rows=1 if platform == "cpu" else ACCELERATOR_DRAFT_ROWS,
+        speculates=instance.speculate != "off" and not spec.has_state,
     )
 
 

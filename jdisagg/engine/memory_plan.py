@@ -24,11 +24,18 @@ from jdisagg.config import (
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
-from jdisagg.engine.limits import SAMPLES_PER_CHUNK, hands_windows_apart, largest_chunk, state_slots
+from jdisagg.engine.limits import (
+    ACCELERATOR_DRAFT_ROWS,
+    SAMPLES_PER_CHUNK,
+    hands_windows_apart,
+    largest_chunk,
+    state_slots,
+)
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import ring_pages
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.scheduler.executor import LONGEST_RUN
 from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE
@@ -330,7 +337,10 @@ def _activations(
     if chunk:
         tokens, rows = chunk, SAMPLES_PER_CHUNK
     if role is not WorkerRole.PREFILL:
-        tokens, rows = max(tokens, instance.slots_per_rank), max(rows, instance.slots_per_rank)
+        step = instance.slots_per_rank
+        drafts = ACCELERATOR_DRAFT_ROWS if instance.speculate != "off" else 1
+        step += max(LONGEST_RUN - 1, drafts * step)
+        tokens, rows = max(tokens, step), max(rows, step)
     return int(tokens * inner * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
 
 

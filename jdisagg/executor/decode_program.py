@@ -13,13 +13,11 @@ because a scan would copy each layer's weights. The page table of a layer with a
 computed from the slot. The buffer's pages repeat, so a new position overwrites one that is outside
 every window.
 
-If a row has a grammar, a step is two programs. The first is the forward pass, which returns
-logits. The second chooses the tokens. It is issued while the forward pass runs, when the grammar
-masks are available. The forward pass may compute several positions of one slot at once, if the
-grammar forces these tokens (a run). All rows write their KV before any row attends, and each row
-attends up to its own position. So a run gives the same result as successive steps. The last row
-of each run is the slot's own row. Own rows come first in the batch, and only own rows have
-logits and choose a token."""
+If a row has a grammar or drafts, a step is two programs. The first is the forward pass, which
+returns logits. The second chooses the tokens. With a grammar it is issued while the forward pass
+runs, when the grammar masks are available. The forward pass may compute several positions of one
+slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
+its own position. So a step with drafts gives the same tokens as successive steps."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
-from jdisagg.executor.grammar_rows import GrammarRows, Runs, Slots, rows_for_runs
+from jdisagg.executor.draft_rows import DraftPlan, DraftRows, Guesses, Slots
+from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.page_pool import Kept, LayerPages, PagePool, Pools
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
@@ -81,14 +80,6 @@ class SlotState(NamedTuple):
     counts: jax.Array  # int32 [ranks, slots, V]
 
 
-class Stepped(NamedTuple):
-    """The result of a step: the chosen tokens, and the forced tokens before each of them by (rank,
-    row)."""
-
-    chosen: Chosen
-    forced: dict[tuple[int, int], list[int]]
-
-
 class DecodePrograms:
     """Builds and runs the decode programs, and owns the slot state. Used by the dispatch thread
     only."""
@@ -129,63 +120,69 @@ class DecodePrograms:
         for changed in _per_rank_groups(penalised, 1):
             self._write_counts(changed)
 
-    def step(self, slots: Slots, variant: Variant) -> Stepped:
-        """Issues one decode step. Returns the chosen tokens [ranks, b] and log-probabilities, with
-        rows in the order of `slots[rank]`."""
+    def step(self, slots: Slots, variant: Variant, guesses: Guesses | None = None) -> Chosen:
+        """Issues one decode step. Returns the chosen tokens [ranks, b, Q] and log-probabilities,
+        with rows in the order of `slots[rank]`. A row has more than one token if drafts of it were
+        accepted, and NO_TOKEN after its last one. Q is 1 without drafts.
+
+        Args:
+            guesses: Drafts to verify. Those without an extra row are dropped.
+        """
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
-        batch = self._batch_array(slots, bucket)
+        batch, guesses = self._batch_array(slots, bucket), guesses or {}
         if variant.masked:
-            return self._step_in_two(slots, batch, variant)
+            guesses = self._grammars.runs(slots, self._limits.extra_rows(bucket), guesses)
+        if guesses or variant.masked:
+            return self._step_in_two(slots, batch, variant, self._plan(guesses, bucket))
         hot, ints, floats, counts = self._state
         kept, hot, chosen, counts_out = self._program(bucket, variant)(
             *self._model(), hot, counts if variant.shaped else (), ints, floats, batch
         )
         self._pools.put(0, kept)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
-        return Stepped(chosen, {})
+        return chosen
 
-    def _step_in_two(self, slots: Slots, batch: jax.Array, variant: Variant) -> Stepped:
-        bucket = batch.shape[1]
-        runs = self._grammars.runs(slots, rows_for_runs(bucket))
-        logits_BV = self._forward_runs(slots, bucket, runs) if runs else self._forward(batch)
+    def _plan(self, guesses: Guesses, bucket: int) -> DraftPlan | None:
+        limits = self._limits
+        if not guesses:
+            return None
+        return DraftPlan.of(
+            guesses, limits.ranks, bucket, limits.extra_rows(bucket), limits.longest_run
+        )
+
+    def _step_in_two(
+        self, slots: Slots, batch: jax.Array, variant: Variant, plan: DraftPlan | None
+    ) -> Chosen:
+        """Issues a step as a forward pass and a choice. Calls may transfer the plan and masks."""
+        bucket, drafts = batch.shape[1], self._programs.argument(plan.array) if plan else ()
         hot, ints, floats, counts = self._state
-        mask = self._programs.argument(self._grammars.masks(slots, bucket))
-        arguments = (hot, counts if variant.shaped else (), ints, floats, logits_BV, batch, mask)
-        # The call may transfer the mask.
         with jax.transfer_guard_host_to_device("allow"):
-            hot, chosen, counts_out = self._choice(arguments, variant)
+            kept, logits_TV = self._forward(
+                (*self._model(), hot, (), ints, floats, batch, drafts), bucket
+            )
+            self._pools.put(0, kept)
+            mask: Any = ()
+            if variant.masked:
+                masks = self._grammars.masks(slots, logits_TV.shape[1], plan)
+                mask = self._programs.argument(masks)
+            state = (hot, counts if variant.shaped else (), ints, floats)
+            hot, chosen, counts_out = self._choice(
+                (*state, logits_TV, batch, drafts, mask), variant
+            )
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
-        self._grammars.issued(slots, chosen.token)
-        return Stepped(chosen, {row: run[1:] for row, run in runs.items()})
+        if variant.masked:
+            self._grammars.issued(slots, chosen.token)
+        return chosen
 
-    def _forward(self, batch: jax.Array) -> jax.Array:
-        """Issues the forward pass of a step that runs as two programs. Returns logits [ranks, b,
-        V]."""
-        hot, ints, floats, _ = self._state
-        program = self._program(batch.shape[1], None)
-        kept, logits_BV = program(*self._model(), hot, (), ints, floats, batch)
-        self._pools.put(0, kept)
-        return logits_BV
-
-    def _forward_runs(self, slots: Slots, bucket: int, runs: Runs) -> jax.Array:
-        """Issues the forward pass of a step in which some slots compute a run of several forced
-        tokens. These slots advance to the last token of their run. Returns the same as
-        `_forward`."""
-        rows = run_rows(slots, bucket, runs, nobody=self._limits.slots_per_rank)
-        hot, ints, floats, _ = self._state
-        arguments = (*self._model(), hot, (), ints, floats, self._programs.argument(rows))
-        # The call may transfer the rows.
-        with jax.transfer_guard_host_to_device("allow"):
-            kept, hot, logits_BV = self._runs_program(bucket, arguments)(*arguments)
-        self._pools.put(0, kept)
-        self._state = self._state._replace(hot=hot)
-        return logits_BV
-
-    def warm_runs(self, bucket: int) -> None:
-        """Compiles the forward pass with runs of forced tokens, for one batch size."""
-        nobody = ((),) * self._limits.ranks
-        self._forward_runs(nobody, bucket, {}).block_until_ready()
+    def warm_drafts(self, bucket: int, variant: Variant) -> None:
+        """Compiles the programs of a step with drafts, for one batch size."""
+        nobody = (((self._limits.slots_per_rank,) * bucket),) * self._limits.ranks
+        limits, rows = self._limits, self._batch_array(nobody, bucket)
+        extra, longest = limits.extra_rows(bucket), limits.longest_run
+        if longest > 1:
+            plan = DraftPlan.of({}, limits.ranks, bucket, extra, longest)
+            self._step_in_two(nobody, rows, variant, plan).token.block_until_ready()
 
     def _model(self) -> tuple[Any, Any, Kept]:
         return (
@@ -209,120 +206,117 @@ class DecodePrograms:
             self._batch = (slots, self._programs.put(rows))
         return self._batch[1]
 
-    def _program(self, bucket: int, variant: Variant | None) -> Any:
-        """Returns the program of a whole step. For variant None, returns the program of the forward
-        pass alone, whose result includes the logits [ranks, b, V]."""
+    def _program(self, bucket: int, variant: Variant) -> Any:
+        """Returns the program of a whole step."""
 
         def build() -> Any:
             hot, ints, floats, counts = self._state
-            shaped = variant is not None and variant.shaped
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
-            kept_specs = self._pools.specs()
-            layer_specs = [layer.specs for layer in self._weights.layers]
-            counts_spec = RANK if shaped else ()
-            in_specs = (self._weights.stem.specs, layer_specs, kept_specs, RANK, counts_spec)
-            out_specs = (
-                (kept_specs, RANK)
-                if variant is None
-                else (kept_specs, RANK, Chosen.specs(variant, self._programs), counts_spec)
-            )
+            kept_specs, counts_spec = self._pools.specs(), RANK if variant.shaped else ()
             return self._programs.compile(
                 self._step_body(variant),
-                (*self._model(), hot, counts if shaped else (), ints, floats, batch),
-                (*in_specs, RANK, RANK, RANK),
-                out_specs,
-                donate=(2,) if variant is None else (2, 3, 4),
+                (*self._model(), hot, counts if variant.shaped else (), ints, floats, batch),
+                (*self._model_specs(), RANK, counts_spec, RANK, RANK, RANK),
+                (kept_specs, RANK, Chosen.specs(variant, self._programs), counts_spec),
+                donate=(2, 3, 4),
             )
 
         return self._programs.get(("decode", bucket, variant), build)
 
-    def _runs_program(self, bucket: int, arguments: tuple[Any, ...]) -> Any:
-        """Returns the program of the forward pass over the rows of `run_rows`. The program returns
-        the page pools, `hot`, and the logits [ranks, b, V] of the first `bucket` rows."""
+    def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
+        """Issues the forward pass of a step that runs as two programs. Its arguments are those of
+        `_step_body`, the last one the array of a `DraftPlan`, or (). It returns the page pools and
+        the logits [ranks, b + E, V]."""
+        planned = RANK if len(arguments[-1]) else ()
 
         def build() -> Any:
-            kept_specs = self._pools.specs()
-            layer_specs = [layer.specs for layer in self._weights.layers]
-            in_specs = (self._weights.stem.specs, layer_specs, kept_specs, RANK, (), RANK, RANK)
             return self._programs.compile(
-                self._step_body(None, chosen_rows=bucket),
+                self._step_body(None),
                 arguments,
-                (*in_specs, RANK),
-                (kept_specs, RANK, RANK),
-                donate=(2, 3),
+                (*self._model_specs(), RANK, (), RANK, RANK, RANK, planned),
+                (self._pools.specs(), RANK),
+                donate=(2,),
             )
 
-        return self._programs.get(("decode runs", bucket), build)
+        return self._programs.get(("forward", bucket, bool(planned)), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
         """Issues the second program of a step that runs as two programs. This program chooses the
-        tokens. Its arguments are hot, counts, ints, floats, logits, batch and mask (uint32 [ranks,
-        b, W]). It returns hot, the choice, and counts."""
-        programs, rows, ending = self._programs, self._rows, self._ending(variant)
+        tokens. Its arguments are hot, counts, ints, floats, logits, batch, the array of a
+        `DraftPlan` or (), and masks (uint32 [ranks, b + E, W]) or (). It returns hot, the choice,
+        and counts."""
+        programs, ending = self._programs, self._ending(variant)
         counts_spec = RANK if variant.shaped else ()
+        *_, batch, plan, mask = arguments
 
-        def body(
-            hot: Any, counts: Any, ints: Any, floats: Any, logits_BV: Any, batch: Any, mask: Any
-        ) -> Any:
-            row = rows.batch(batch[0], hot[0], ints[0], floats[0])
-            return ending(row, hot, counts, logits_BV[0], WHOLE, mask[0])
+        def body(hot: Any, counts: Any, ints: Any, floats: Any, logits_TV: Any, *rest: Any) -> Any:
+            batch, plan, mask = rest
+            rows = self._rows_of(batch, plan, hot, ints, floats)
+            mask_TW = mask[0] if variant.masked else None
+            return ending(rows, hot, counts, logits_TV[0], WHOLE, mask_TW)
 
         def build() -> Any:
+            planned, masked = RANK if len(plan) else (), RANK if variant.masked else ()
             return programs.compile(
                 body,
                 arguments,
-                (RANK, counts_spec, *(RANK,) * 5),
+                (RANK, counts_spec, *(RANK,) * 4, planned, masked),
                 (RANK, Chosen.specs(variant, programs), counts_spec),
                 donate=(0, 1),
             )
 
-        bucket = arguments[-1].shape[1]
-        return programs.get(("choice", bucket, variant), build)(*arguments)
+        key = "choice", batch.shape[1], variant, len(plan) > 0
+        return programs.get(key, build)(*arguments)
+
+    def _rows_of(self, batch: Any, plan: Any, hot: Any, ints: Any, floats: Any) -> DraftRows:
+        planned = plan[0] if len(plan) else None
+        longest = self._limits.longest_run
+        return DraftRows.of(self._rows, batch[0], planned, longest, hot[0], ints[0], floats[0])
+
+    def _model_specs(self) -> tuple[Any, ...]:
+        layers = [layer.specs for layer in self._weights.layers]
+        return self._weights.stem.specs, layers, self._pools.specs()
 
     def _ending(self, variant: Variant) -> Any:
         """Returns the end of a step's program: a function from logits to the new `hot`, the choice
         and the new counts."""
-        rows, programs, platform = self._rows, self._programs, self._shards.platform
+        row_format, programs, platform = self._rows, self._programs, self._shards.platform
 
         def end(
-            row: BatchRows,
+            rows: DraftRows,
             hot: Any,
             counts: Any,
-            logits_BV: jax.Array,
+            logits_TV: jax.Array,
             shard: VocabularyShard,
-            mask_BW: jax.Array | None = None,
+            mask_TW: jax.Array | None = None,
         ) -> tuple[Any, Chosen, Any]:
+            row = rows.all
             chosen = choose(
                 variant,
-                rows,
-                logits_BV,
+                row_format,
+                logits_TV,
                 row.ints,
                 row.floats,
                 row.at + 1,
                 row.active,
-                jnp.take(counts[0], row.slot, axis=0, mode="clip") if variant.shaped else None,
+                rows.counts(counts[0]) if variant.shaped else None,
                 shard,
                 platform,
-                mask_BW,
+                mask_TW,
             )
+            chosen, hot_S2, slot_B = rows.accept(chosen, hot[0])
             counts_out = (
-                counts[0].at[row.slot].set(chosen.counts, mode="drop")[None]
+                counts[0].at[slot_B].set(chosen.counts, mode="drop")[None]
                 if chosen.counts is not None
                 else ()
             )
-            hot_S2 = row.advance(hot[0], chosen.token)
             return hot_S2[None], chosen.on_rank(programs), counts_out
 
         return end
 
-    def _step_body(self, variant: Variant | None, chosen_rows: int | None = None) -> Any:
-        """Returns the function that `shard_map` runs for a step.
-
-        Args:
-            variant: Features that the rows need. None computes only the forward pass.
-            chosen_rows: Number of leading rows of `run_rows` that have logits. None if the batch
-                has one row for each slot, all with logits.
-        """
+    def _step_body(self, variant: Variant | None) -> Any:
+        """Returns the function that `shard_map` runs for a step. `variant` are the features that
+        the rows need. None computes only the forward pass."""
         weights, shards, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
         pools, nowhere, ring = self._pools, self._pools.states.rank_rows, self._limits.ring_pages
@@ -336,17 +330,15 @@ class DecodePrograms:
             ints: Any,
             floats: Any,
             batch: Any,
+            plan: Any = (),
         ) -> Any:
-            row: BatchRows
-            if chosen_rows is None:
-                row = rows.batch(batch[0], hot[0], ints[0], floats[0])
-            else:
-                row = rows.run_batch(batch[0], hot[0], ints[0], floats[0])
-            _, table_BN = rows.limit_and_table(row.ints)
-            at_B, slot_B = row.at, rows.state(row.ints)
-            in_pages = _places(table_BN, row, pools.pages)
-            in_rings = _places(_ring_table(slot_B, table_BN.shape[1], ring), row, pools.rings)
-            state_B = jnp.where(row.active, slot_B, nowhere)
+            step = self._rows_of(batch, plan, hot, ints, floats)
+            row, own, positions_BQ = step.all, batch.shape[1], step.positions_BQ
+            _, table_TN = rows.limit_and_table(row.ints)
+            at_T, slot_T = row.at, rows.state(row.ints)
+            in_pages = _places(table_TN, row, pools.pages)
+            in_rings = _places(_ring_table(slot_T, table_TN.shape[1], ring), row, pools.rings)
+            state_T = jnp.where(row.active, slot_T, nowhere)
             new_pages: list[LayerPages] = []
             new_states: list[LayerPages] = []
             new_rings: list[LayerPages] = []
@@ -371,12 +363,13 @@ class DecodePrograms:
                         for pages, part in zip(layer_pages, sealed, strict=True)
                     )
                     keep.append(written)
-                    return paged_attention(
-                        q_TNH,
+                    drafts = step.drafts
+                    o_TNH = paged_attention(
+                        step.by_slot(q_TNH).reshape(-1, *q_TNH.shape[1:]) if drafts else q_TNH,
                         written[0],
                         None if latent else written[1],
-                        places.table_BN,
-                        at_B,
+                        places.table_BN[:own],
+                        positions_BQ,
                         scale=scale,
                         window=window,
                         cap=cap,
@@ -384,11 +377,14 @@ class DecodePrograms:
                         latent=latent,
                         platform=shards.platform,
                     )
+                    if not drafts:
+                        return o_TNH
+                    return step.by_row(o_TNH.reshape(*positions_BQ.shape, *o_TNH.shape[1:]))
 
                 return attend
 
             stem: Any = weights.stem.merge(stem_leaves)
-            x_BD = stem.embed(row.token, shards)
+            x_TD = stem.embed(row.token, shards)
             for part, leaves, layer_pages, layer_states, layer_rings in zip(
                 weights.layers, layer_leaves, *kept, strict=True
             ):
@@ -398,8 +394,8 @@ class DecodePrograms:
                     if layer_rings
                     else attend_with(layer_pages, in_pages, new_pages)
                 )
-                recur = recur_over(layer_states, state_B, None, None, new_states.append)
-                x_BD = layer(x_BD, at_B, attend, shards, row.active, recur=recur)
+                recur = recur_over(layer_states, state_T, None, None, new_states.append)
+                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
                 # A layer does not call `attend` or `recur` for what it does not keep.
                 if not layer_pages:
                     new_pages.append(())
@@ -407,20 +403,13 @@ class DecodePrograms:
                     new_states.append(())
                 if not layer_rings:
                     new_rings.append(())
-            logits_BV, shard = logits(
-                variant or Variant.MASKED,
-                stem,
-                reveal(x_BD if chosen_rows is None else x_BD[:chosen_rows]),
-                shards,
-                rows.vocabulary,
+            logits_TV, shard = logits(
+                variant or Variant.MASKED, stem, reveal(x_TD), shards, rows.vocabulary
             )
             kept = (new_pages, new_states, new_rings)
-            if chosen_rows is not None:
-                hot_S2 = row.stand_at(hot[0], chosen_rows)
-                return kept, hot_S2[None], logits_BV[None]
             if ending is None:
-                return kept, logits_BV[None]
-            return kept, *ending(row, hot, counts, logits_BV, shard)
+                return kept, logits_TV[None]
+            return kept, *ending(step, hot, counts, logits_TV, shard)
 
         return body
 
@@ -476,25 +465,6 @@ class DecodePrograms:
         self._state = self._state._replace(
             counts=self._programs.get(("counts",), build)(*arguments)
         )
-
-
-def run_rows(slots: Slots, bucket: int, runs: Runs, nobody: int) -> np.ndarray:
-    """Returns the rows of a forward pass with runs of forced tokens, as int32 [ranks, bucket + rows
-    for runs, 3]. The columns are the slot, the offset of the row's position from the slot's
-    position, and the token (-1: the slot's token). The first rows are those of `slots`, each with
-    the last token of its run. The other tokens of the runs follow."""
-    rows = np.full((len(slots), bucket + rows_for_runs(bucket), 3), (nobody, 0, -1), np.int32)
-    used = [bucket] * len(slots)
-    for rank, rank_slots in enumerate(slots):
-        rows[rank, : len(rank_slots), 0] = rank_slots
-    for (rank, index), run in runs.items():
-        slot, ahead, first = slots[rank][index], len(run) - 1, used[rank]
-        used[rank] = end = first + ahead
-        rows[rank, index, 1:] = ahead, run[-1]
-        rows[rank, first:end, 0] = slot
-        rows[rank, first:end, 1] = np.arange(ahead)
-        rows[rank, first:end, 2] = run[:-1]
-    return rows
 
 
 def _per_rank_groups(

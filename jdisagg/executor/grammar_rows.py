@@ -7,9 +7,12 @@ tokens of step n and makes the masks while the device computes. The device there
 mask only if making it takes longer than a forward pass.
 
 If the grammar allows exactly one token, the matcher consumes this token before the device chooses
-it, and finds the forced tokens that follow. The next forward pass computes the whole run, one row
-for each token. The step then chooses the token after the run. A forced token does not depend on the
-logits, so a stream does not depend on whether its run was computed at once.
+it, and finds the forced tokens that follow. They are drafts of the next step (`draft_rows.py`). The
+mask of each of their positions allows one token, so that all are accepted. A forced token does not
+depend on the logits, so a stream does not depend on whether its run was computed at once.
+
+Drafts that the scheduler predicts have masks, too: a copy of the matcher consumes the drafts, up to
+the first one that its mask forbids. A slot with a known run does not take such drafts.
 
 Every process of an instance computes the same masks and runs, because these depend only on the
 commands and the sampled tokens."""
@@ -21,22 +24,12 @@ import jax
 import numpy as np
 
 from jdisagg.errors import JdisaggError
+from jdisagg.executor.draft_rows import DraftPlan, Guess, Guesses, Slots
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.grammar.matcher import BITS, TokenMatcher, mask_words
 from jdisagg.messages.step_commands import SampleSpec, SlotAdmit, SlotGrow
-from jdisagg.scheduler.executor import MeshLimits
 
 ALL = np.uint32(0xFFFFFFFF)
-LONGEST_RUN = 16  # a longer run continues in the next step
-Slots = tuple[tuple[int, ...], ...]
-# By (rank, row): tokens that a forward pass computes, the slot's own token first.
-Runs = dict[tuple[int, int], list[int]]
-
-
-def rows_for_runs(bucket: int) -> int:
-    """Returns the number of additional rows, per dp rank, that a step of this batch size has for
-    forced tokens."""
-    return max(8, bucket // 2)
 
 
 def pays(extra: int, rows: int, platform: str) -> bool:
@@ -46,18 +39,6 @@ def pays(extra: int, rows: int, platform: str) -> bool:
     return extra > 0 and (platform != "cpu" or 4 * extra >= rows)
 
 
-def longest_run(limits: MeshLimits) -> int:
-    """Returns the largest number of positions of one sequence in one forward pass. With recurrent
-    state this is 1. With a ring buffer, the last position must not overwrite a position in the
-    first position's window."""
-    if limits.kv_spec.has_state:
-        return 1
-    if not limits.ring_pages:
-        return LONGEST_RUN
-    room = limits.ring_pages * limits.page_size - limits.kv_spec.widest_window + 1
-    return max(1, min(LONGEST_RUN, room))
-
-
 @dataclass(slots=True)
 class _Row:
     """The state of a slot whose sequence has a grammar.
@@ -65,18 +46,21 @@ class _Row:
     Attributes:
         matcher: Matcher that has consumed all known tokens, including `run`; None if the grammar
             did not compile.
-        position: Position of the slot's current token after all issued steps.
+        position: Position of the slot's current token after all issued steps whose tokens are
+            known.
         limit: First position for which the slot has no page.
-        longest: Maximum number of tokens in a run; 1 disables runs.
         run: The slot's current token, if the grammar forced it, and the forced tokens that follow.
             Else empty.
+        taken: Number of tokens of `run` that are drafts of the step being issued.
+        guess: Predicted drafts of the step being issued.
     """
 
     matcher: TokenMatcher | None
     position: int
     limit: int
-    longest: int
     run: list[int] = field(default_factory=list)
+    taken: int = 0
+    guess: Guess | None = None
 
     @property
     def active(self) -> bool:
@@ -97,77 +81,92 @@ class GrammarRows:
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
         self._turn = 0  # forward passes so far; each one begins with another row
-        # Tokens that are not consumed yet, with their rows and matchers (rank, row, matcher).
-        self._issued: list[tuple[jax.Array, list[tuple[int, int, TokenMatcher]]]] = []
+        # Tokens that are not consumed yet, with their rows: (rank, index, row, number of leading
+        # tokens that were forced).
+        self._issued: list[tuple[jax.Array, list[tuple[int, int, _Row, int]]]] = []
 
     def admit(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
         """Records admitted sequences, and new position limits of slots that received pages."""
         for admit in admits:
             self._rows.pop((admit.rank, admit.slot), None)
-            sampling = admit.sample.sampling
-            if sampling.grammar is not None:
-                # Counts and log-probabilities need a row that chooses each token.
-                alone = sampling.penalised or sampling.logprobs is not None
+            if admit.sample.sampling.grammar is not None:
                 self._rows[admit.rank, admit.slot] = _Row(
-                    self._matcher(admit.sample),
-                    admit.position,
-                    admit.limit,
-                    1 if alone else self._longest,
+                    self._matcher(admit.sample), admit.position, admit.limit
                 )
         for grow in grows:
             if (row := self._rows.get((grow.rank, grow.slot))) is not None:
                 row.limit = grow.limit
 
-    def runs(self, slots: Slots, room: int) -> Runs:
-        """Returns the runs of at least two tokens for the next forward pass. Returns none if runs
-        would not save time. Each dp rank has `room` additional rows, which slots get in order. Runs
-        that do not fit are left to later steps."""
-        taken: Runs = {}
+    def runs(self, slots: Slots, room: int, guesses: Guesses) -> Guesses:
+        """Returns the drafts of the next step: runs of forced tokens, and `guesses` of slots
+        without a run. Each dp rank has `room` extra rows. Slots get these rows in order, runs
+        first. Runs that do not fit, or would not save time, are left to later steps."""
+        taken: dict[tuple[int, int], Guess] = {}
+        left = [room] * len(slots)
         for rank, rank_slots in enumerate(slots):
-            left = room
             for turn in range(len(rank_slots)):
                 index = (turn + self._turn) % len(rank_slots)
                 row = self._rows.get((rank, rank_slots[index]))
-                if row is None or len(row.run) < 2:
+                if row is None:
                     continue
-                count = min(len(row.run), row.limit - row.position, left + 1)
-                if count >= 2:
-                    taken[rank, index] = row.run[:count]
-                    left -= count - 1
+                row.taken, row.guess = 0, None
+                if len(row.run) < 2:
+                    continue
+                room_of_row = min(row.limit - row.position, self._longest) - 1
+                count = min(len(row.run) - 1, room_of_row, left[rank])
+                if count > 0:
+                    run = tuple(row.run[1 : count + 1])
+                    taken[rank, index] = Guess(row.position + 1, run, count)
+                    left[rank] -= count
         self._turn += 1
-        extra = sum(len(run) - 1 for run in taken.values())
+        extra = sum(guess.count for guess in taken.values())
         if not pays(extra, sum(map(len, slots)), self._platform):
-            return {}
-        for (rank, index), run in taken.items():
-            row = self._rows[rank, slots[rank][index]]
-            del row.run[: len(run) - 1]
-            row.position += len(run) - 1
+            taken, left = {}, [room] * len(slots)
+        for (rank, index), guess in taken.items():
+            self._rows[rank, slots[rank][index]].taken = guess.count
+        for (rank, index), guess in guesses.items():
+            row = self._rows.get((rank, slots[rank][index]))
+            if left[rank] and (row is None or len(row.run) < 2):
+                count = min(guess.count, left[rank])
+                taken[rank, index] = guess = guess._replace(count=count)
+                left[rank] -= guess.count
+                if row is not None:
+                    row.guess = guess
         return taken
 
-    def masks(self, slots: Slots, width: int) -> np.ndarray:
-        """Computes the masks of allowed tokens for a step, uint32 [ranks, width, W], in the order
-        of `slots[rank]`. Blocks until the previous tokens are read back, unless the grammar forced
-        them. The caller must call `issued` afterwards."""
+    def masks(self, slots: Slots, width: int, plan: DraftPlan | None = None) -> np.ndarray:
+        """Computes the masks of allowed tokens for a step, uint32 [ranks, width, W], for the rows
+        of `slots[rank]` and of their drafts. Blocks until the previous tokens are read back, unless
+        the grammar forced them. The caller must call `issued` afterwards."""
         self._consume()
         masks = np.full((len(slots), width, self._words), ALL, np.uint32)
-        for rank, row in enumerate(slots):
-            for index, slot in enumerate(row):
-                if (found := self._rows.get((rank, slot))) is not None and found.active:
-                    self._fill_next(masks[rank, index], found)
-        return masks
-
-    def issued(self, slots: Slots, token: jax.Array) -> None:
-        """Records the tokens that the step chooses, `token` [ranks, width], which may not be
-        computed yet."""
-        unknown: list[tuple[int, int, TokenMatcher]] = []
         for rank, rank_slots in enumerate(slots):
             for index, slot in enumerate(rank_slots):
                 row = self._rows.get((rank, slot))
                 if row is None or not row.active:
                     continue
-                row.position += 1
-                if not row.run and row.matcher is not None:
-                    unknown.append((rank, index, row.matcher))
+                drafts = row.taken or (row.guess.count if row.guess else 0)
+                places = [
+                    plan.place(rank, index, offset) if plan else index
+                    for offset in range(drafts + 1)
+                ]
+                self._fill_row(row, [masks[rank, place] for place in places])
+        return masks
+
+    def issued(self, slots: Slots, token: jax.Array) -> None:
+        """Records the tokens that the step chooses, `token` [ranks, rows, Q], which may not be
+        computed yet."""
+        unknown: list[tuple[int, int, _Row, int]] = []
+        for rank, rank_slots in enumerate(slots):
+            for index, slot in enumerate(rank_slots):
+                row = self._rows.get((rank, slot))
+                if row is None or not row.active:
+                    continue
+                row.position += row.taken
+                if row.run:
+                    row.position += 1
+                else:
+                    unknown.append((rank, index, row, row.taken))
         if unknown:
             self._issued.append((token, unknown))
 
@@ -187,8 +186,11 @@ class GrammarRows:
             # Besides `start_reading`, which started the copy, only this code reads from devices.
             with jax.transfer_guard_device_to_host("allow"):
                 host = np.asarray(token).tolist()
-            for rank, index, matcher in rows:
-                matcher.consume((host[rank][index],))
+            for rank, index, row, forced in rows:
+                tokens = [token for token in host[rank][index][forced:] if token >= 0]
+                row.position += len(tokens)
+                if row.matcher is not None:
+                    row.matcher.consume(tokens)
 
     def _matcher(self, spec: SampleSpec) -> TokenMatcher | None:
         params = spec.sampling
@@ -200,16 +202,39 @@ class GrammarRows:
         except JdisaggError:
             return None  # the row gets STUCK_TOKEN, and its worker reports it
 
-    def _fill_next(self, mask: np.ndarray, row: _Row) -> None:
-        """Fills `mask` with the tokens that the grammar allows after the slot's current token."""
+    def _fill_row(self, row: _Row, masks: list[np.ndarray]) -> None:
+        """Fills the masks after the slot's current token and after each of its drafts."""
         del row.run[:1]
-        if not row.run and row.matcher is not None and row.longest > 1:
-            row.run = row.matcher.forced(row.longest, self._vocabulary)
+        for mask in masks[: row.taken]:
+            self._allow(mask, row.run.pop(0))
+        if row.guess is not None:
+            return self._fill_guess(row, row.guess, masks)
+        last = masks[row.taken]
+        if not row.run and row.matcher is not None and self._longest > 1:
+            row.run = row.matcher.forced(self._longest, self._vocabulary)
         if row.run:
-            mask[:] = 0
-            mask[row.run[0] // BITS] = np.uint32(1 << row.run[0] % BITS)
+            self._allow(last, row.run[0])
         else:
-            self._fill(mask, row.matcher)
+            self._fill(last, row.matcher)
+
+    def _fill_guess(self, row: _Row, guess: Guess, masks: list[np.ndarray]) -> None:
+        """Fills the masks of a slot with predicted drafts, up to the first draft that the grammar
+        does not allow. Later drafts cannot be accepted."""
+        self._fill(masks[0], row.matcher)
+        if row.matcher is None:
+            return
+        matcher = row.matcher.copy()
+        first = row.position + 1 - guess.start
+        drafts = guess.tokens[first : first + guess.count]
+        for token, mask, following in zip(drafts, masks, masks[1:], strict=False):
+            if not mask[token // BITS] >> np.uint32(token % BITS) & np.uint32(1):
+                return
+            matcher.consume((token,))
+            self._fill(following, matcher)
+
+    def _allow(self, mask: np.ndarray, token: int) -> None:
+        mask[:] = 0
+        mask[token // BITS] = np.uint32(1 << token % BITS)
 
     def _fill(self, mask: np.ndarray, matcher: TokenMatcher | None) -> None:
         if matcher is None:

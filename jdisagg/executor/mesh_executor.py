@@ -12,7 +12,8 @@ from jdisagg.executor.block_programs import MeshBlocks
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
-from jdisagg.executor.grammar_rows import GrammarRows, longest_run
+from jdisagg.executor.draft_rows import Guess
+from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
@@ -129,7 +130,7 @@ class MeshExecutor:
             self._sums,
             limits.granule_tokens,
         )
-        self._grammars = GrammarRows(model.vocabulary, longest_run(limits), platform)
+        self._grammars = GrammarRows(model.vocabulary, limits.longest_run, platform)
         self._sampler = PrefillSampler(
             self.programs, self._weights, self._shards, limits, self._rows, self._grammars
         )
@@ -220,10 +221,9 @@ class MeshExecutor:
         """Compiles the program of a decode step, by running a step of `size` empty slots."""
         assert self._decode is not None
         empty = (self.limits.slots_per_rank,) * size
-        stepped = self._decode.step((empty,) * self.limits.ranks, variant)
-        stepped.chosen.token.block_until_ready()
-        if variant is Variant.MASKED:
-            self._decode.warm_runs(size)
+        self._decode.step((empty,) * self.limits.ranks, variant).token.block_until_ready()
+        if variant.masked or self.limits.speculates:
+            self._decode.warm_drafts(size, variant)
 
     def warm_updates(self) -> None:
         """Compiles the programs that admit sequences, extend page tables, set token counts and copy
@@ -302,13 +302,19 @@ class MeshExecutor:
             for admit in command.admits:
                 self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
         variant = Variant.of(command.sampled, command.shaped, command.masked)
-        stepped = [self._decode.step(command.slots, variant) for _ in range(command.steps)]
-        for step in stepped:
-            start_reading(step.chosen)
+        guesses = {
+            (one.rank, one.row): Guess(one.start, one.tokens, one.count) for one in command.drafts
+        }
+        steps = [
+            self._decode.step(command.slots, variant, {} if number else guesses)
+            for number in range(command.steps)
+        ]
+        for chosen in steps:
+            start_reading(chosen)
         wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
         if variant.shaped:
             wanted = tuple(
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)
             )
-        return DecodeReading(command, stepped, wanted)
+        return DecodeReading(command, steps, wanted)

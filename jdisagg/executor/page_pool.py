@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from jdisagg.executor.grammar_rows import rows_for_runs
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVComponent, KVSpec
 from jdisagg.ops.kv_pages import kept_dtype
@@ -105,7 +104,7 @@ class Pools(NamedTuple):
     @staticmethod
     def of(programs: Programs, limits: MeshLimits) -> "Pools":
         spec, size, largest = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
-        padding = largest + rows_for_runs(largest)
+        padding = largest + limits.extra_rows(largest)
         rings = limits.state_slots_per_rank * limits.ring_pages
         return Pools(
             PagePool(programs, limits.paged, limits.pages_per_rank, size, padding),

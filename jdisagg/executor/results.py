@@ -2,7 +2,7 @@
 blocking. The completion thread waits for the arrays and converts them to plain data."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
@@ -10,9 +10,9 @@ import numpy as np
 
 from jdisagg.executor.block_sums import ChunkSums, Found
 from jdisagg.executor.choose import Chosen
-from jdisagg.executor.decode_program import Stepped
 from jdisagg.executor.prompt_scorer import read_scores
 from jdisagg.messages.step_commands import (
+    NO_TOKEN,
     BlockChecksum,
     DecodeResult,
     DecodeSteps,
@@ -30,7 +30,7 @@ from jdisagg.transfer.channel import Pull
 from jdisagg.transfer.host_store import HostCopy
 from jdisagg.transfer.polled_pull import is_ready
 
-Tokens = tuple[tuple[tuple[int, ...], ...], ...]  # by rank and row
+Tokens = tuple[int, ...]
 
 
 def start_reading(arrays: Iterable[jax.Array | None]) -> None:
@@ -92,7 +92,7 @@ class PrefillReading:
                         row.sequence,
                         spec.child,
                         token,
-                        host.logprobs(row.rank, column, spec.sampling.logprobs),
+                        host.logprobs((row.rank, column), spec.sampling.logprobs),
                     )
                 )
         return PrefillResult(self.command.step, tuple(samples), self.sums.read(), prompts)
@@ -127,51 +127,40 @@ class DecodeReading:
     """The tokens of one or more decode steps, which are all read at once."""
 
     command: DecodeSteps
-    stepped: list[Stepped]
+    steps: list[Chosen]
     wanted: tuple[tuple[int | None, ...], ...]
     in_order: bool = True
 
     def is_ready(self) -> bool:
-        return is_ready(self.stepped[-1].chosen.token)
+        return is_ready(self.steps[-1].token)
 
     def result(self) -> DecodeResult:
-        chosen_steps = [step.chosen for step in self.stepped]
         # One conversion for all, because token by token took 2 ms for 8 ranks of 256 rows.
-        by_rank = np.stack([jax.device_get(chosen.token) for chosen in chosen_steps], -1).tolist()
-        tokens = tuple(
-            tuple(map(tuple, by_rank[rank][: len(slots)]))
-            for rank, slots in enumerate(self.command.slots)
+        by_step = [jax.device_get(chosen.token) for chosen in self.steps]
+        by_rank = np.concatenate(by_step, -1).tolist()
+        rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
+        # After the tokens of a step with drafts, NO_TOKEN fills the row.
+        real: Callable[[Iterable[int]], Tokens] = (
+            tuple
+            if all(tokens.shape[-1] == 1 for tokens in by_step)
+            else lambda row: tuple([token for token in row if token != NO_TOKEN])
         )
-        if any(step.forced for step in self.stepped):
-            tokens = self._with_forced(tokens)
+        tokens = tuple(tuple(map(real, by_rank[rank][: len(indices)])) for rank, indices in rows)
         if not any(count is not None for row in self.wanted for count in row):
             return DecodeResult(self.command.step, tokens)
-        # Rows with log-probabilities have no forced tokens.
-        steps = [_Host(chosen) for chosen in chosen_steps]
-        rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
+        steps = [_Host(chosen) for chosen in self.steps]
         logprobs = tuple(
             tuple(
-                tuple(step.logprobs(rank, row, self.wanted[rank][row]) for step in steps)
+                tuple(
+                    step.logprobs((rank, row, offset), self.wanted[rank][row])
+                    for step in steps
+                    for offset in step.offsets(rank, row)
+                )
                 for row in indices
             )
             for rank, indices in rows
         )
         return DecodeResult(self.command.step, tokens, logprobs)
-
-    def _with_forced(self, chosen: Tokens) -> Tokens:
-        """Inserts, before each chosen token, the tokens that the grammar forced in the same
-        step."""
-        return tuple(
-            tuple(
-                tuple(
-                    token
-                    for step, last in zip(self.stepped, of_row, strict=True)
-                    for token in (*step.forced.get((rank, row), ()), last)
-                )
-                for row, of_row in enumerate(rows)
-            )
-            for rank, rows in enumerate(chosen)
-        )
 
 
 @dataclass
@@ -204,13 +193,17 @@ class _Host:
         assert self._token is not None
         return int(self._token[rank, row])
 
-    def logprobs(self, rank: int, row: int, wanted: int | None) -> TokenLogprobs | None:
+    def offsets(self, rank: int, row: int) -> list[int]:
+        """Returns the offsets of a decode row's tokens: 0, and those after accepted drafts."""
+        assert self._token is not None
+        own, *others = self._token[rank, row].tolist()
+        return [0, *(at for at, token in enumerate(others, 1) if token != NO_TOKEN)]
+
+    def logprobs(self, at: tuple[int, ...], wanted: int | None) -> TokenLogprobs | None:
         logprob, top_ids, top = self._rest
         if wanted is None or logprob is None or top_ids is None or top is None:
             return None
-        pairs = zip(
-            top_ids[rank, row, :wanted].tolist(), top[rank, row, :wanted].tolist(), strict=True
-        )
+        pairs = zip(top_ids[at][:wanted].tolist(), top[at][:wanted].tolist(), strict=True)
         # Masked ids have no log-probability.
         possible = tuple(pair for pair in pairs if pair[1] > -math.inf)
-        return TokenLogprobs(float(logprob[rank, row]), possible)
+        return TokenLogprobs(float(logprob[at]), possible)

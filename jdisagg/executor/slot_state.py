@@ -124,21 +124,6 @@ class RowFormat:
             active=(slot_B < hot_S2.shape[0]) & (position_B < ints_BI[:, _LIMIT]),
         )
 
-    def run_batch(
-        self, run_B3: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
-    ) -> "BatchRows":
-        """Does the same as `batch`, but a slot may have several rows. The columns of `run_B3` are
-        the slot, the offset of the row's position from the slot's position, and the token (-1: the
-        slot's token)."""
-        slot_B, ahead_B, token_B = run_B3.T
-        row = self.batch(slot_B, hot_S2, ints_SI, floats_SF)
-        position_B = row.position + ahead_B
-        return row._replace(
-            token=jnp.where(token_B < 0, row.token, token_B),
-            position=position_B,
-            active=(slot_B < hot_S2.shape[0]) & (position_B < row.ints[:, _LIMIT]),
-        )
-
     def shaping(self, ints_BI: jax.Array, floats_BF: jax.Array) -> ShapingRows:
         return ShapingRows(
             presence=floats_BF[:, 3],
@@ -175,11 +160,6 @@ class BatchRows(NamedTuple):
     def at(self) -> jax.Array:
         """Position of each row, int32 [B]. 0 for inactive rows."""
         return jnp.where(self.active, self.position, 0)
-
-    def stand_at(self, hot_S2: jax.Array, count: int) -> jax.Array:
-        """Returns `hot` updated with the tokens and positions of the first `count` rows."""
-        there_B2 = jnp.stack((self.token[:count], self.position[:count]), axis=1)
-        return hot_S2.at[self.slot[:count]].set(there_B2, mode="drop")
 
     def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
         """Returns `hot` updated with the chosen tokens and the next positions."""

@@ -7,6 +7,7 @@ A stop id is allowed where the text may end. If `ignore_eos` or `min_tokens` for
 ids are masked out as long as any other token is allowed. When the grammar allows no further token,
 only stop ids are allowed."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,12 @@ class TokenMatcher:
         self._at_first = _bits(endings.stop_ids, words) if sampling.min_tokens else None
         self._always = _bits(endings.eos_ids, words) if sampling.ignore_eos else None
         self._stop_ids = frozenset(endings.stop_ids)
+
+    def copy(self) -> "TokenMatcher":
+        """Returns a matcher in the same state, which other tokens may follow."""
+        other = copy.copy(self)
+        other._inner = self._inner.deep_copy()
+        return other
 
     def consume(self, token_ids: Iterable[int]) -> None:
         """Appends ids to the sequence. Ignores ids after a stop id: a mesh may generate such ids,

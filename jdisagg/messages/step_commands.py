@@ -227,10 +227,23 @@ class SlotGrow(Message, frozen=True):
     pages: tuple[int, ...]
 
 
+class DraftRow(Message, frozen=True):
+    """Draft tokens of slot `slots[rank][row]` of a decode step. `tokens` are predicted tokens of
+    successive positions from `start` on. The step verifies at most `count` of them, those after the
+    position at which the slot then is."""
+
+    rank: int
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+    count: int
+
+
 class DecodeSteps(Message, frozen=True):
     """Applies `SlotAdmit` and `SlotGrow` commands, then runs `steps` decode steps over the slots
     `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `masked` means
-    that at least one row has a grammar."""
+    that at least one row has a grammar. The first step verifies `drafts`, and chooses the same
+    tokens as without them."""
 
     step: int
     steps: int
@@ -240,6 +253,7 @@ class DecodeSteps(Message, frozen=True):
     admits: tuple[SlotAdmit, ...] = ()
     grows: tuple[SlotGrow, ...] = ()
     masked: bool = False
+    drafts: tuple[DraftRow, ...] = ()
 
 
 class FindSaved(Message, frozen=True):
@@ -333,9 +347,10 @@ class PrefillResult(Message, frozen=True):
 
 class DecodeResult(Message, frozen=True):
     """Result of `DecodeSteps`. `tokens[rank][row]` has one entry per step for slot
-    `slots[rank][row]`, which may be NO_TOKEN, BROKEN_TOKEN or STUCK_TOKEN. A row with a grammar may
-    have more than one entry per step, because a step adds the tokens that the grammar forces.
-    `logprobs` has the shape of `tokens` if requested, and is empty otherwise."""
+    `slots[rank][row]`, which may be NO_TOKEN, BROKEN_TOKEN or STUCK_TOKEN. A row with drafts or a
+    grammar may have more than one entry per step, because a step also chooses the tokens after
+    accepted drafts and after tokens that the grammar forces. `logprobs` has the shape of `tokens`
+    if requested, and is empty otherwise."""
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]

@@ -32,15 +32,15 @@ from jdisagg.ops.paged_attention_pallas import (
 from jdisagg.ops.quarantine import SHOWS
 
 
-def applies(q_BNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
+def applies(q_TNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
     """Whether the kernel supports the sizes of latent and rotary part: Triton's blocks are powers
     of two."""
-    turned = q_BNH.shape[-1] - rank
+    turned = q_TNH.shape[-1] - rank
     return (
         triton is not None
         and usable(LATENT_ATTENTION)
-        and pages_P1SH.dtype in (q_BNH.dtype, jnp.uint8)
-        and q_BNH.dtype != jnp.float32  # its blocks would not fit a multiprocessor
+        and pages_P1SH.dtype in (q_TNH.dtype, jnp.uint8)
+        and q_TNH.dtype != jnp.float32  # its blocks would not fit a multiprocessor
         and 16 <= rank <= 512
         and turned >= 16
         and rank & (rank - 1) == turned & (turned - 1) == 0
@@ -48,24 +48,25 @@ def applies(q_BNH: jax.Array, pages_P1SH: jax.Array, rank: int) -> bool:
 
 
 def latent_attention(
-    q_BNH: jax.Array,
+    q_TNH: jax.Array,
     pages_P1SH: jax.Array,
     rank: int,
     table_BN: jax.Array,
-    positions_B: jax.Array,
+    positions_BQ: jax.Array,
     *,
     scale: float,
     window: int | None,
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns each head's attention-weighted sum of latents, [B, N, rank] in q's dtype, for queries
+    """Returns each head's attention-weighted sum of latents, [T, N, rank] in q's dtype, for queries
     of the absorbed form. Other arguments are as in `ops.paged_attention.paged_attention`."""
     assert triton is not None, "ask `applies` first"
-    batch, heads, width = q_BNH.shape
+    (batch, per), (_, heads, width) = positions_BQ.shape, q_TNH.shape
     pages, _, slots, _ = pages_P1SH.shape
-    blocks = -(-heads // ROWS)
-    step = max(16, min(64, STEP_BYTES // (rank * q_BNH.dtype.itemsize)))
+    last_B = positions_BQ.max(axis=1)
+    blocks = -(-per * heads // ROWS)
+    step = max(16, min(64, STEP_BYTES // (rank * q_TNH.dtype.itemsize)))
     steps = -(-table_BN.shape[1] * slots // step)
     even = splits or max(1, min(steps, PROGRAMS // (batch * blocks)))
     longest = -(-table_BN.shape[1] * slots // SHARE)
@@ -81,9 +82,11 @@ def latent_attention(
         ),
         grid=(batch, blocks, splits),
         in_specs=[
-            pl.BlockSpec((None, heads, width), lambda b, k, i: (b, 0, 0)),
+            pl.BlockSpec((None, per * heads, width), lambda b, k, i: (b, 0, 0)),
             pl.BlockSpec((pages, None, slots, width), lambda b, k, i: (0, 0, 0, 0)),
             pl.BlockSpec((None, table_BN.shape[1]), lambda b, k, i: (b, 0)),
+            pl.BlockSpec((None, per), lambda b, k, i: (b, 0)),
+            pl.BlockSpec((None,), lambda b, k, i: (b,)),
             pl.BlockSpec((None,), lambda b, k, i: (b,)),
         ],
         out_specs=[own(rank), own(), own()],
@@ -91,17 +94,27 @@ def latent_attention(
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="jdisagg_latent_attention",
-    )(q_BNH, pages_P1SH, table_BN, positions_B)
-    low_B, high_B, share_B = shares(positions_B, window, even, splits, step)
+    )(
+        q_TNH.reshape(batch, per * heads, width),
+        pages_P1SH,
+        table_BN,
+        positions_BQ,
+        positions_BQ[:, 0],
+        last_B,
+    )
+    low_B, high_B, share_B = shares(positions_BQ[:, 0], last_B, window, even, splits, step)
     o_BKRH = merged(mixed_BKIRH, top_BKIR, total_BKIR, high_B - low_B, share_B)
-    return o_BKRH.astype(q_BNH.dtype).reshape(batch, blocks * ROWS, rank)[:, :heads]
+    o_BRH = o_BKRH.astype(q_TNH.dtype).reshape(batch, blocks * ROWS, rank)[:, : per * heads]
+    return o_BRH.reshape(batch * per, heads, rank)
 
 
 def _kernel(
     q_ref: Ref,
     pages_ref: Ref,
     table_ref: Ref,
-    position_ref: Ref,
+    positions_ref: Ref,
+    first_ref: Ref,
+    last_ref: Ref,
     mixed_ref: Ref,
     top_ref: Ref,
     total_ref: Ref,
@@ -113,9 +126,10 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Kernel for one (sequence, block of heads, split of the positions). q_ref [N, H]; pages_ref
-    [P, S, H]; table_ref [N]; position_ref []."""
-    (heads, width), rows = q_ref.shape, ROWS
+    """Kernel for one (sequence, block of heads, split of the positions). q_ref [N, H], the heads of
+    each of the Q tokens; pages_ref [P, S, H]; table_ref [N]; positions_ref [Q]; first_ref, last_ref
+    []."""
+    (heads, width), rows, per = q_ref.shape, ROWS, positions_ref.shape[0]
     pages, slots, _ = pages_ref.shape
     (columns,) = table_ref.shape
     row_R, inner_H = jnp.arange(rows, dtype=jnp.int32), jnp.arange(rank, dtype=jnp.int32)
@@ -131,9 +145,14 @@ def _kernel(
         return triton.load(q_ref.at[head_RH, at_RH], mask=head_RH < heads, other=0.0)
 
     q_RH, turned_RH = queries(inner_H), queries(turned_H)
-    position = position_ref[...]
-    oldest = 0 if window is None else jnp.maximum(position - (window - 1), 0)
-    low, high, share = shares(position, window, even, splits, size)
+    first, last = first_ref[...], last_ref[...]
+    at_own_R = (
+        triton.load(positions_ref.at[jnp.minimum(mine_R // (heads // per), per - 1)])
+        if per > 1
+        else jnp.broadcast_to(last, (rows,))
+    )
+    oldest = 0 if window is None else jnp.maximum(first - (window - 1), 0)
+    low, high, share = shares(first, last, window, even, splits, size)
     begin = low + pl.program_id(2) * share
 
     def body(
@@ -141,7 +160,10 @@ def _kernel(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top_R, total_R, mixed_RH = state
         key_S = step * size + jnp.arange(size, dtype=jnp.int32)
-        seen_S = (key_S <= position) & (key_S >= oldest)
+        seen_S = (key_S <= last) & (key_S >= oldest)
+        seen_RS = key_S[None, :] <= at_own_R[:, None]
+        if window is not None:
+            seen_RS &= key_S[None, :] > at_own_R[:, None] - window
         page_S = triton.load(
             table_ref.at[jnp.minimum(key_S // slots, columns - 1)], mask=seen_S, other=0
         )
@@ -158,7 +180,7 @@ def _kernel(
         s_RS = triton.dot(q_RH, inner_SH, trans_b=True)
         s_RS = (s_RS + triton.dot(turned_RH, cached(turned_H), trans_b=True)) * scale
         s_RS = jnp.where(jnp.abs(s_RS) <= SHOWS, s_RS, 0.0)  # as `quarantine.seen_scores`
-        s_RS = jnp.where(seen_S[None, :], s_RS, MASKED)
+        s_RS = jnp.where(seen_RS, s_RS, MASKED)
         new_top_R = jnp.maximum(top_R, s_RS.max(axis=-1))
         fade_R, p_RS = jnp.exp(top_R - new_top_R), jnp.exp(s_RS - new_top_R[:, None])
         o_RH = triton.dot(p_RS.astype(inner_SH.dtype), inner_SH)

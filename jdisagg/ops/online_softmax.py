@@ -82,3 +82,23 @@ def grouped_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
     if sinks_N is None:
         return None
     return sinks_N.astype(jnp.float32).reshape(heads, -1, 1, 1)
+
+
+def by_kv_head(q_TNH: jax.Array, batch: int, heads: int) -> jax.Array:
+    """Groups queries by sequence and kv head: [B, K, Q * N / K, H], for T = B * Q."""
+    tokens, query_heads, width = q_TNH.shape
+    groups, per = query_heads // heads, tokens // batch
+    if per == 1:
+        return q_TNH.reshape(batch, heads, groups, width)
+    q_BQKGH = q_TNH.reshape(batch, per, heads, groups, width)
+    return q_BQKGH.swapaxes(1, 2).reshape(batch, heads, per * groups, width)
+
+
+def by_token(mixed_BKGH: jax.Array, q_TNH: jax.Array) -> jax.Array:
+    """Inverse of `by_kv_head`: attention outputs [T, N, H], where T and N are those of `q_TNH`."""
+    batch, heads, rows, width = mixed_BKGH.shape
+    tokens, query_heads, _ = q_TNH.shape
+    per = tokens // batch
+    if per > 1:
+        mixed_BKGH = mixed_BKGH.reshape(batch, heads, per, rows // per, width).swapaxes(1, 2)
+    return mixed_BKGH.reshape(tokens, query_heads, width)

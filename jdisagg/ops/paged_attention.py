@@ -1,5 +1,6 @@
-"""Decode attention over KV pages, for one new token per sequence. The new token's own k and v must
-already be in the pages.
+"""Decode attention over KV pages, for one or several new tokens per sequence. The k and v of the
+new tokens must already be in the pages. The KV of a sequence is read once for all its new tokens:
+they are further rows of the same product, beside the query heads of one kv head.
 
 `paged_attention` is the op, and `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest
@@ -30,6 +31,8 @@ from jdisagg.ops.latent_attention import absorb, release
 from jdisagg.ops.online_softmax import (
     MASKED,
     Softmax,
+    by_kv_head,
+    by_token,
     capped,
     empty,
     finish,
@@ -48,11 +51,11 @@ PARTS_PER_STEP = 4
 
 
 def paged_attention(
-    q_BNH: jax.Array,
+    q_TNH: jax.Array,
     k_pages_PKSH: jax.Array,
     v_pages_PKSH: jax.Array | None,
     table_BN: jax.Array,
-    positions_B: jax.Array,
+    positions: jax.Array,
     *,
     scale: float,
     window: int | None = None,
@@ -62,24 +65,28 @@ def paged_attention(
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Computes the attention of each sequence's new token b over positions 0..positions_B[b], or
-    with `window` over the last `window` of these positions.
+    """Computes the attention of each new token over its sequence's positions up to its own, or with
+    `window` over the last `window` of these positions.
 
     Args:
-        q_BNH: Local query heads, a multiple of the pages' kv heads.
+        q_TNH: Local query heads, a multiple of the pages' kv heads. T = B * Q, the Q new tokens of
+            a sequence one after the other.
         k_pages_PKSH, v_pages_PKSH: Pages of keys and of values. With `latent`, the first array
             holds the cached vectors with one kv head, and the second is None.
-        table_BN, positions_B: int32.
+        table_BN: int32, one row per sequence.
+        positions: int32 [B, Q], or [B] for one token per sequence. The first token of a sequence
+            has the smallest position, and no position lies more than Q - 1 after it.
         cap, sinks_N, latent: See `model_api.Attend`.
 
     Returns:
-        o_BNH in q's dtype.
+        o_TNH in q's dtype.
     """
+    positions_BQ = positions if positions.ndim == 2 else positions[:, None]
     if latent is not None:
         assert not cap and sinks_N is None, "no family has both"
         rank = latent.keys_NRH.shape[1]
-        q_BNH = absorb(q_BNH, latent)
-        kernel = platform == "gpu" and latent_attention_pallas.applies(q_BNH, k_pages_PKSH, rank)
+        q_TNH = absorb(q_TNH, latent)
+        kernel = platform == "gpu" and latent_attention_pallas.applies(q_TNH, k_pages_PKSH, rank)
         usual = "pallas" if kernel else "gather" if platform == "gpu" else "loop"
         attend = {
             "loop": _loop,
@@ -87,12 +94,12 @@ def paged_attention(
             "pallas": latent_attention_pallas.latent_attention,
         }[implementation or usual]
         table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-        mixed_BNR = attend(
-            q_BNH, k_pages_PKSH, rank, table_BN, positions_B, scale=scale, window=window
+        mixed_TNR = attend(
+            q_TNH, k_pages_PKSH, rank, table_BN, positions_BQ, scale=scale, window=window
         )
-        return release(mixed_BNR, latent)
+        return release(mixed_TNR, latent)
     assert v_pages_PKSH is not None
-    implementation = implementation or _default(platform, q_BNH, k_pages_PKSH)
+    implementation = implementation or _default(platform, q_TNH, k_pages_PKSH)
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
     attend = {
         "loop": _loop,
@@ -100,11 +107,11 @@ def paged_attention(
         "pallas": paged_attention_pallas.paged_attention,
     }[implementation]
     return attend(
-        q_BNH,
+        q_TNH,
         k_pages_PKSH,
         v_pages_PKSH,
         table_BN,
-        positions_B,
+        positions_BQ,
         scale=scale,
         window=window,
         cap=cap,
@@ -112,18 +119,18 @@ def paged_attention(
     )
 
 
-def _default(platform: str, q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
+def _default(platform: str, q_TNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
     if platform == "gpu":
-        return "pallas" if paged_attention_pallas.applies(q_BNH, k_pages_PKSH) else "gather"
+        return "pallas" if paged_attention_pallas.applies(q_TNH, k_pages_PKSH) else "gather"
     return "loop"
 
 
 def _loop(
-    q_BNH: jax.Array,
+    q_TNH: jax.Array,
     k_pages_PKSH: jax.Array,
     values: jax.Array | int,
     table_BN: jax.Array,
-    positions_B: jax.Array,
+    positions_BQ: jax.Array,
     *,
     scale: float,
     window: int | None,
@@ -135,7 +142,7 @@ def _loop(
 
     Each step covers 256 or 128 positions or a page. The end of the longest sequence is processed in
     fractions of a step, so that a nearly empty last page is not read whole."""
-    batch, query_heads, width = q_BNH.shape
+    batch, width = positions_BQ.shape[0], q_TNH.shape[-1]
     _, heads, slots, _ = k_pages_PKSH.shape
     positions = (
         LONG_STEP
@@ -148,85 +155,88 @@ def _loop(
     if step % part or (slots % part and part % slots):  # neither whole pages nor even parts of one
         part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
-    q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
+    q_BKGH = by_kv_head(q_TNH, batch, heads)
     pools = [k_pages_PKSH, *([] if isinstance(values, int) else [values])]
     spans = {length: [span_rows(pages, length) for pages in pools] for length in (step, part)}
     mixed_width = values if isinstance(values, int) else values.shape[-1]
 
     def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
         k_BKSH, *others = (
-            as_read(gather_span(span, table_BN, index), q_BNH.dtype) for span in spans[length]
+            as_read(gather_span(span, table_BN, index), q_TNH.dtype) for span in spans[length]
         )
         v_BKSH = others[0] if others else k_BKSH[..., :mixed_width]
-        seen_BS = _seen(index * length, length, positions_B, window)
-        s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, cap, marked=not others)
+        seen_BQS = _seen(index * length, length, positions_BQ, window)
+        s_BKGS = _scores(q_BKGH, k_BKSH, seen_BQS, scale, cap, marked=not others)
         return fold(state, s_BKGS, partial(_mix, v_BKSH=v_BKSH))
 
     capacity = table_BN.shape[1] * slots
-    end = jnp.clip(jnp.max(positions_B) + 1, 1, capacity)
-    begin = 0 if window is None else jnp.clip(jnp.min(positions_B) - window + 1, 0, end - 1)
+    end = jnp.clip(jnp.max(positions_BQ) + 1, 1, capacity)
+    begin = 0 if window is None else jnp.clip(jnp.min(positions_BQ) - window + 1, 0, end - 1)
     whole = end // step
     state = empty((*q_BKGH.shape[:3], mixed_width))
     state = lax.fori_loop(begin // step, whole, partial(fold_span, step), state)
     state = lax.fori_loop(
         jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state
     )
-    mixed_BKGH = finish(state, _row_sinks(sinks_N, heads))
-    return mixed_BKGH.astype(q_BNH.dtype).reshape(batch, query_heads, mixed_width)
+    mixed_BKGH = finish(state, _row_sinks(sinks_N, heads, positions_BQ.shape[1]))
+    return by_token(mixed_BKGH.astype(q_TNH.dtype), q_TNH)
 
 
 def gather_attention(
-    q_BNH: jax.Array,
+    q_TNH: jax.Array,
     k_pages_PKSH: jax.Array,
     values: jax.Array | int,
     table_BN: jax.Array,
-    positions_B: jax.Array,
+    positions_BQ: jax.Array,
     *,
     scale: float,
     window: int | None,
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    batch, query_heads, width = q_BNH.shape
     heads, columns = k_pages_PKSH.shape[1], table_BN.shape[1]
-    q_BKGH = q_BNH.reshape(batch, heads, query_heads // heads, width)
-    k_BKSH = as_read(gather_columns(k_pages_PKSH, table_BN, 0, columns), q_BNH.dtype)
+    q_BKGH = by_kv_head(q_TNH, positions_BQ.shape[0], heads)
+    k_BKSH = as_read(gather_columns(k_pages_PKSH, table_BN, 0, columns), q_TNH.dtype)
     latent = isinstance(values, int)
     v_BKSH = (
         k_BKSH[..., :values]
         if latent
-        else as_read(gather_columns(values, table_BN, 0, columns), q_BNH.dtype)
+        else as_read(gather_columns(values, table_BN, 0, columns), q_TNH.dtype)
     )
-    seen_BS = _seen(0, k_BKSH.shape[2], positions_B, window)
-    s_BKGS = _scores(q_BKGH, k_BKSH, seen_BS, scale, cap, marked=latent)
+    seen_BQS = _seen(0, k_BKSH.shape[2], positions_BQ, window)
+    s_BKGS = _scores(q_BKGH, k_BKSH, seen_BQS, scale, cap, marked=latent)
     state = first(s_BKGS, partial(_mix, v_BKSH=v_BKSH))
-    mixed_BKGH = finish(state, _row_sinks(sinks_N, heads))
-    return mixed_BKGH.astype(q_BNH.dtype).reshape(batch, query_heads, v_BKSH.shape[-1])
+    mixed_BKGH = finish(state, _row_sinks(sinks_N, heads, positions_BQ.shape[1]))
+    return by_token(mixed_BKGH.astype(q_TNH.dtype), q_TNH)
 
 
 def _scores(
     q_BKGH: jax.Array,
     k_BKSH: jax.Array,
-    seen_BS: jax.Array,
+    seen_BQS: jax.Array,
     scale: float,
     cap: float,
     *,
     marked: bool,
 ) -> jax.Array:
-    """Computes masked attention scores. `marked` means that keys may contain the marker by which
-    `ops/quarantine.py` replaces non-finite values."""
+    """Computes masked attention scores. Rows G are the query heads of each of the Q tokens.
+    `marked` means that keys may contain the marker by which `ops/quarantine.py` replaces non-finite
+    values."""
     s_BKGS = (
         jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
     )
     if marked:
         s_BKGS = seen_scores(s_BKGS)
-    return jnp.where(seen_BS[:, None, None, :], capped(s_BKGS, cap), MASKED)
+    per = seen_BQS.shape[1]
+    if per > 1:
+        seen_BQS = jnp.repeat(seen_BQS, q_BKGH.shape[2] // per, axis=1)
+    return jnp.where(seen_BQS[:, None], capped(s_BKGS, cap), MASKED)
 
 
-def _row_sinks(sinks_N: jax.Array | None, heads: int) -> jax.Array | None:
-    """Returns sinks [1, K, G, 1] for queries [B, K, G, H]."""
+def _row_sinks(sinks_N: jax.Array | None, heads: int, per: int) -> jax.Array | None:
+    """Returns sinks [1, K, G, 1] for queries [B, K, G, H] of `per` tokens a sequence."""
     sinks_KG11 = grouped_sinks(sinks_N, heads)
-    return None if sinks_KG11 is None else sinks_KG11[None, ..., 0]
+    return None if sinks_KG11 is None else jnp.tile(sinks_KG11[None, ..., 0], (1, 1, per, 1))
 
 
 def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
@@ -236,10 +246,11 @@ def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
 
 
 def _seen(
-    start: jax.Array | int, length: int, positions_B: jax.Array, window: int | None
+    start: jax.Array | int, length: int, positions_BQ: jax.Array, window: int | None
 ) -> jax.Array:
-    """Returns a mask, bool [B, length], of the positions start..start+length that each token
+    """Returns a mask, bool [B, Q, length], of the positions start..start+length that each token
     attends to."""
-    position_1S = (start + jnp.arange(length, dtype=jnp.int32))[None, :]
-    seen_BS = position_1S <= positions_B[:, None]
-    return seen_BS if window is None else seen_BS & (position_1S > positions_B[:, None] - window)
+    position_11S = (start + jnp.arange(length, dtype=jnp.int32))[None, None, :]
+    at_BQ1 = positions_BQ[..., None]
+    seen_BQS = position_11S <= at_BQ1
+    return seen_BQS if window is None else seen_BQS & (position_11S > at_BQ1 - window)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jdisagg.ops.kv_pages import as_read
-from jdisagg.ops.online_softmax import MASKED, capped
+from jdisagg.ops.online_softmax import MASKED, by_kv_head, by_token, capped
 from jdisagg.ops.optional_kernels import PAGED_ATTENTION, usable
 
 triton: Any
@@ -41,25 +41,25 @@ SHARE, LONG_SPLITS = 512, 8
 WARPS, STAGES = 4, 5
 
 
-def applies(q_BNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
+def applies(q_TNH: jax.Array, k_pages_PKSH: jax.Array) -> bool:
     """Whether the kernel is usable and supports the head size: Triton's blocks are powers of
     two."""
-    width = q_BNH.shape[-1]
+    width = q_TNH.shape[-1]
     return (
         triton is not None
         and usable(PAGED_ATTENTION)
-        and k_pages_PKSH.dtype in (q_BNH.dtype, jnp.uint8)
+        and k_pages_PKSH.dtype in (q_TNH.dtype, jnp.uint8)
         and 16 <= width <= 512
         and width & (width - 1) == 0
     )
 
 
 def paged_attention(
-    q_BNH: jax.Array,
+    q_TNH: jax.Array,
     k_pages_PKSH: jax.Array,
     v_pages_PKSH: jax.Array,
     table_BN: jax.Array,
-    positions_B: jax.Array,
+    positions_BQ: jax.Array,
     *,
     scale: float,
     window: int | None,
@@ -71,43 +71,56 @@ def paged_attention(
     """See `ops.paged_attention.paged_attention`. `splits` is the number of kernel programs per
     (sequence, kv head). By default it is large enough to fill the GPU."""
     assert triton is not None, "ask `applies` first"
-    batch, query_heads, width = q_BNH.shape
+    (batch, per), (_, query_heads, width) = positions_BQ.shape, q_TNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape
-    groups = query_heads // heads
-    step = min(64, STEP_BYTES // (width * q_BNH.dtype.itemsize))
+    rows = per * query_heads // heads
+    step = min(64, STEP_BYTES // (width * q_TNH.dtype.itemsize))
     steps = -(-table_BN.shape[1] * slots // step)
     even = splits or max(1, min(steps, PROGRAMS // (batch * heads)))
     longest = -(-table_BN.shape[1] * slots // SHARE)
     splits = min(steps, max(even, min(LONG_SPLITS, longest)))
+    last_B = positions_BQ.max(axis=1)
     pool = pl.BlockSpec((pages, None, slots, width), lambda b, k, i: (0, k, 0, 0))
     mixed_BKIGH, top_BKIG, total_BKIG = pl.pallas_call(
         partial(_kernel, scale=scale, window=window, cap=cap, even=even, splits=splits, size=step),
         grid=(batch, heads, splits),
         in_specs=[
-            pl.BlockSpec((None, None, groups, width), lambda b, k, i: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, rows, width), lambda b, k, i: (b, k, 0, 0)),
             pool,
             pool,
             pl.BlockSpec((None, table_BN.shape[1]), lambda b, k, i: (b, 0)),
+            pl.BlockSpec((None, per), lambda b, k, i: (b, 0)),
+            pl.BlockSpec((None,), lambda b, k, i: (b,)),
             pl.BlockSpec((None,), lambda b, k, i: (b,)),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, groups, width), lambda b, k, i: (b, k, i, 0, 0)),
-            pl.BlockSpec((None, None, None, groups), lambda b, k, i: (b, k, i, 0)),
-            pl.BlockSpec((None, None, None, groups), lambda b, k, i: (b, k, i, 0)),
+            pl.BlockSpec((None, None, None, rows, width), lambda b, k, i: (b, k, i, 0, 0)),
+            pl.BlockSpec((None, None, None, rows), lambda b, k, i: (b, k, i, 0)),
+            pl.BlockSpec((None, None, None, rows), lambda b, k, i: (b, k, i, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, splits, groups, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, splits, groups), jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, splits, groups), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, splits, rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, splits, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, splits, rows), jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="jdisagg_paged_attention",
-    )(q_BNH.reshape(batch, heads, groups, width), k_pages_PKSH, v_pages_PKSH, table_BN, positions_B)
-    low_B, high_B, share_B = shares(positions_B, window, even, splits, step)
-    sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(heads, groups)
+    )(
+        by_kv_head(q_TNH, batch, heads),
+        k_pages_PKSH,
+        v_pages_PKSH,
+        table_BN,
+        positions_BQ,
+        positions_BQ[:, 0],
+        last_B,
+    )
+    low_B, high_B, share_B = shares(positions_BQ[:, 0], last_B, window, even, splits, step)
+    sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(heads, -1)
+    if sinks_KG is not None and per > 1:
+        sinks_KG = jnp.tile(sinks_KG, (1, per))
     o_BKGH = merged(mixed_BKIGH, top_BKIG, total_BKIG, high_B - low_B, share_B, sinks_KG)
-    return o_BKGH.astype(q_BNH.dtype).reshape(q_BNH.shape)
+    return by_token(o_BKGH.astype(q_TNH.dtype), q_TNH)
 
 
 def merged(
@@ -137,14 +150,14 @@ def merged(
 
 
 def shares(
-    position: jax.Array, window: int | None, even: int, splits: int, size: int
+    first: jax.Array, last: jax.Array, window: int | None, even: int, splits: int, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divides the positions that a token attends to among kernel programs, in steps of `size`
-    positions. Returns the first step, the step after the last, and the number of steps per program.
-    A program takes an even share of `even` programs, or SHARE positions if that needs at most
-    `splits` programs. Works on one or several sequences."""
-    oldest = jnp.zeros_like(position) if window is None else jnp.maximum(position - (window - 1), 0)
-    low, high = oldest // size, position // size + 1
+    """Divides the positions that the tokens at `first` to `last` attend to among kernel programs,
+    in steps of `size` positions. Returns the first step, the step after the last, and the number of
+    steps per program. A program takes an even share of `even` programs, or SHARE positions if that
+    needs at most `splits` programs. Works on one or several sequences."""
+    oldest = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0)
+    low, high = oldest // size, last // size + 1
     steps = high - low
     share = jnp.minimum((steps + even - 1) // even, max(1, SHARE // size))
     return low, high, jnp.maximum(share, (steps + splits - 1) // splits)
@@ -155,7 +168,9 @@ def _kernel(
     k_ref: Ref,
     v_ref: Ref,
     table_ref: Ref,
-    position_ref: Ref,
+    positions_ref: Ref,
+    first_ref: Ref,
+    last_ref: Ref,
     mixed_ref: Ref,
     top_ref: Ref,
     total_ref: Ref,
@@ -167,8 +182,9 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Kernel for one (sequence, kv head, split of the positions). q_ref [G, H]; k_ref, v_ref [P, S,
-    H]; table_ref [N]; position_ref []."""
+    """Kernel for one (sequence, kv head, split of the positions). q_ref [G, H], the query heads of
+    each of the Q tokens; k_ref, v_ref [P, S, H]; table_ref [N]; positions_ref [Q]; first_ref,
+    last_ref []."""
     groups, width = q_ref.shape
     pages, slots, _ = k_ref.shape
     (columns,) = table_ref.shape
@@ -181,9 +197,15 @@ def _kernel(
     )
     own_RH = jnp.broadcast_to(own_R[:, None], (rows, width))
     q_RH = triton.load(q_ref.at[at_RH], mask=own_RH, other=0.0)
-    position = position_ref[...]
-    oldest = 0 if window is None else jnp.maximum(position - (window - 1), 0)
-    low, high, share = shares(position, window, even, splits, size)
+    per = positions_ref.shape[0]
+    first, last = first_ref[...], last_ref[...]
+    at_R = (
+        triton.load(positions_ref.at[jnp.minimum(row_R // (groups // per), per - 1)])
+        if per > 1
+        else jnp.broadcast_to(last, (rows,))
+    )
+    oldest = 0 if window is None else jnp.maximum(first - (window - 1), 0)
+    low, high, share = shares(first, last, window, even, splits, size)
     begin = low + pl.program_id(2) * share
     precision = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
@@ -192,7 +214,10 @@ def _kernel(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top_R, total_R, mixed_RH = state
         key_S = step * size + jnp.arange(size, dtype=jnp.int32)
-        seen_S = (key_S <= position) & (key_S >= oldest)
+        seen_S = (key_S <= last) & (key_S >= oldest)
+        seen_RS = key_S[None, :] <= at_R[:, None]
+        if window is not None:
+            seen_RS &= key_S[None, :] > at_R[:, None] - window
         page_S = triton.load(
             table_ref.at[jnp.minimum(key_S // slots, columns - 1)], mask=seen_S, other=0
         )
@@ -208,7 +233,7 @@ def _kernel(
             for pages in (k_ref, v_ref)
         )
         s_RS = jnp.where(
-            seen_S[None, :],
+            seen_RS,
             capped(triton.dot(q_RH, k_SH, trans_b=True, precision=precision) * scale, cap),
             MASKED,
         )

@@ -4,8 +4,9 @@ with which pages, and processes the results of steps. Pure.
 Step n + 1 is planned before the tokens of step n are read. A plan therefore uses `issued_position`,
 the position of each slot after all issued steps. The device does not stop at stop ids, so `apply`
 drops tokens after a stop id. With a grammar, a step may return several tokens, if the grammar
-allows only one continuation. It may also return no token, if an earlier step reached the sequence's
-limit. In both cases `apply` corrects `issued_position`.
+allows only one continuation. With drafts (`speculation.py`) it returns a token for each accepted
+draft, too. It may also return no token, if an earlier step reached the sequence's limit. In these
+cases `apply` corrects `issued_position`.
 
 Order of a plan: running sequences first get the pages they need, oldest sequence first. If no page
 is free, the youngest sequence of the rank that has pages is preempted. Then ready sequences take
@@ -18,6 +19,7 @@ pages; tokens of a child are accepted once, in order."""
 
 from dataclasses import replace
 
+from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
@@ -34,9 +36,10 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.speculation import Planned, Speculation, StepKind
 
-# a planned row of a step: its sequence, and how many tokens the result must have
-_Issued = tuple[Sequence, int]
+# a planned row of a step: its sequence, how many tokens the result must have, and its drafts
+_Issued = tuple[Sequence, int, Planned | None]
 
 
 class DecodeBatches:
@@ -46,7 +49,9 @@ class DecodeBatches:
         steps_per_dispatch: Largest number of decode steps in one command.
         stream_tokens: Number of new tokens of a sequence that are collected into one report. The
             first token and the end of a sequence are reported at once.
-        spans: Whether the mesh can end a command of several steps early.
+        spans: Whether the mesh can end a command of several steps early. Such a mesh verifies no
+            drafts.
+        speculation: Plans drafts; None plans none.
     """
 
     def __init__(
@@ -56,14 +61,38 @@ class DecodeBatches:
         steps_per_dispatch: int,
         stream_tokens: int = 1,
         spans: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self._state = state
         self._growth_tokens = growth_tokens
         self._steps = steps_per_dispatch
         self._stream_tokens = stream_tokens
         self._spans = spans
+        self._speculation = None if spans else speculation
         self._issued: dict[int, list[list[_Issued]]] = {}
+        self._kinds: dict[int, StepKind] = {}  # of commands in flight of one step
         self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
+
+    @classmethod
+    def of(cls, state: DecodeState, config: InstanceConfig, spans: bool) -> "DecodeBatches":
+        """Returns the planner of an instance's decode steps."""
+        return cls(
+            state,
+            config.growth_tokens,
+            config.steps_per_dispatch,
+            config.stream_tokens,
+            spans,
+            Speculation.of(state.limits),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Returns the counters of tokens that needed no step of their own, since the start."""
+        counts = {"forced_tokens": self.forced_tokens}
+        if self._speculation is not None:
+            source = self._speculation.source
+            counts[f"drafted_tokens_{source}"] = self._speculation.drafted
+            counts[f"accepted_tokens_{source}"] = self._speculation.accepted
+        return counts
 
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
@@ -172,8 +201,17 @@ class DecodeBatches:
                     ]
                 ),
             )
-        self._issued[step] = [_issue(rank, steps) for rank in active]
         shaped, sampled, masked = self._sampling(active)
+        drafts: dict[tuple[int, int], Planned] = {}
+        if self._speculation is not None:
+            kind = self._speculation.kind(active, shaped, sampled, masked)
+            drafts = self._speculation.plan(active, kind)
+            steps = 1 if drafts else steps
+            if steps == 1:
+                self._kinds[step] = kind
+        self._issued[step] = [
+            _issue(rank, steps, number, drafts) for number, rank in enumerate(active)
+        ]
         return DecodeSteps(
             step=step,
             steps=steps,
@@ -183,6 +221,7 @@ class DecodeBatches:
             admits=tuple(admits),
             grows=tuple(grows),
             masked=masked,
+            drafts=tuple([one.drafts for one in drafts.values()]),
         )
 
     def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
@@ -202,19 +241,25 @@ class DecodeBatches:
         )
         return max(1, min(self._steps, wanted))
 
-    def apply(self, result: DecodeResult) -> list[tuple[SequenceGroup, int]]:
+    def apply(self, result: DecodeResult, seconds: float = 0.0) -> list[tuple[SequenceGroup, int]]:
         """Appends the tokens of a result to their sequences and adds progress to
-        `DecodeState.news`. Returns the groups that must end because no token could be sampled, each
-        with its error code (BROKEN_TOKEN or STUCK_TOKEN)."""
+        `DecodeState.news`. `seconds` is the time that the command took. Returns the groups that
+        must end because no token could be sampled, each with its error code (BROKEN_TOKEN or
+        STUCK_TOKEN)."""
         broken: list[tuple[SequenceGroup, int]] = []
+        if self._speculation is not None and (kind := self._kinds.pop(result.step, None)):
+            drafts = any([one[2] for rank in self._issued[result.step] for one in rank])
+            self._speculation.took(kind, seconds, drafts)
         # rows of a span may share their tokens, which are converted once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
         count, bad, running = 0, False, Stage.RUNNING
         for rank, rows in enumerate(self._issued.pop(result.step)):
-            for row, ((child, due), tokens) in enumerate(
+            for row, ((child, due, drafts), tokens) in enumerate(
                 zip(rows, result.tokens[rank], strict=True)
             ):
+                if drafts is not None:
+                    child.drafting -= drafts.drafts.count
                 if child.stage is not running:
                     continue
                 if tokens is not seen:
@@ -230,11 +275,14 @@ class DecodeBatches:
                     continue
                 if count != due:
                     forced = child.group.request.sampling.grammar is not None
-                    assert forced or (self._spans and count < due), (
+                    assert forced or self._speculation or (self._spans and count < due), (
                         f"step {result.step}: {count} tokens came back, {due} were due"
                     )
                     child.issued_position += count - due
-                    self.forced_tokens += max(0, count - due)
+                    if drafts is None:
+                        self.forced_tokens += max(0, count - due)
+                if drafts is not None and self._speculation is not None:
+                    self._speculation.verified(child, drafts, count - due)
                 generated = child.generated
                 if len(generated) + count < child.uneventful:
                     generated.extend(kept)
@@ -250,7 +298,7 @@ class DecodeBatches:
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
-                (nobody if one is child else one, due) for one, due in rows[child.rank]
+                (nobody if one is child else one, *rest) for one, *rest in rows[child.rank]
             ]
 
     def _accept(
@@ -278,7 +326,8 @@ class DecodeBatches:
             child
             for rank in self._state.running
             for child in rank
-            if child.issued_position + steps > child.issued_limit < child.limit and not child.frozen
+            if child.issued_position + steps + 2 * child.drafting > child.issued_limit < child.limit
+            and not child.frozen
         ]
         for child in sorted(needy, key=lambda child: child.age_key):
             if child.stage is not Stage.RUNNING or child.issued_position >= child.limit:
@@ -310,7 +359,7 @@ class DecodeBatches:
             return None
         self._state.take_slot(child, slots.index(None))
         pages = self._state.ledgers[child.rank].pages(child.key)
-        child.issued_position = child.position
+        child.issued_position, child.drafting = child.position, 0
         child.issued_limit = min(child.limit, len(pages) * self._state.limits.page_size)
         assert child.position < child.issued_limit, "a reservation covers a step of growth"
         return SlotAdmit(
@@ -326,11 +375,17 @@ class DecodeBatches:
         )
 
 
-def _issue(rank: list[Sequence], steps: int) -> list[_Issued]:
+def _issue(
+    rank: list[Sequence], steps: int, number: int, drafts: dict[tuple[int, int], Planned]
+) -> list[_Issued]:
+    """Counts the tokens that a command must bring to the sequences of rank `number`."""
     issued = []
-    for child in rank:
+    for row, child in enumerate(rank):
         left = child.issued_limit - child.issued_position
         tokens = steps if steps < left else left
         child.issued_position += tokens
-        issued.append((child, tokens))
+        planned = drafts.get((number, row)) if drafts else None
+        if planned is not None:
+            child.drafting += planned.drafts.count
+        issued.append((child, tokens, planned))
     return issued

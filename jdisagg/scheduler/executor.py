@@ -10,6 +10,8 @@ from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
 from jdisagg.scheduler.blocks import bands
 
+LONGEST_RUN = 8  # tokens of one sequence in one decode step
+
 
 @plain
 class MeshLimits:
@@ -35,6 +37,10 @@ class MeshLimits:
             of all other layers. Only positions still inside the windows are then sent.
         ring_pages: Number of pages of the sliding-window ring buffer that each sequence has; 0 if
             sliding-window layers use ordinary pages.
+        draft_rows: Number of extra rows of a decode step for each sequence of its batch, in which
+            draft tokens are verified.
+        speculates: Whether decode steps verify drafts of all sequences, and not only the tokens
+            that a grammar forces.
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.
@@ -63,6 +69,26 @@ class MeshLimits:
     windows_apart: bool = False
     ring_pages: int = 0
     append_buckets: tuple[int, ...] = ()
+    draft_rows: int = 1
+    speculates: bool = False
+
+    @property
+    def longest_run(self) -> int:
+        """Largest number of positions of one sequence in one decode step. With recurrent state this
+        is 1. With a ring buffer, the last position must not overwrite a position in the first
+        position's window."""
+        if self.kv_spec.has_state:
+            return 1
+        if not self.ring_pages:
+            return LONGEST_RUN
+        room = self.ring_pages * self.page_size - self.kv_spec.widest_window + 1
+        return max(1, min(LONGEST_RUN, room))
+
+    def extra_rows(self, batch: int) -> int:
+        """Returns the number of rows for draft tokens of a decode step with `batch` sequences on
+        each dp rank. The sequences share these rows."""
+        longest = self.longest_run
+        return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
 
     @property
     def computed(self) -> "MeshLimits":

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.plain import plain
 from jdisagg.request import FinishReason, Request, TokenLogprobs
+from jdisagg.scheduler.acceptance import Acceptance
 from jdisagg.scheduler.handoff import Handoff
+from jdisagg.scheduler.ngram import NgramIndex
 from jdisagg.scheduler.residency import Chain
 
 
@@ -62,6 +64,8 @@ class Sequence:
             to another worker.
         told: Number of leading tokens of `generated` that were reported.
         held_logprobs: Log-probabilities of the unreported tokens.
+        ngrams, acceptance: Predictions of its tokens, and how many were accepted (speculation.py).
+        drafting: Number of its drafts in steps in flight.
     """
 
     key: int
@@ -77,6 +81,9 @@ class Sequence:
     issued_limit: int = 0
     told: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ngrams: NgramIndex | None = None
+    acceptance: list[Acceptance] = field(default_factory=list)
+    drafting: int = 0
     # as long as there are fewer generated tokens than this, none ends the sequence or is reported
     uneventful: int = 0
 

@@ -105,13 +105,7 @@ class DecodeWorker(MeshWorker):
             config.ahead_sequences,
             computes=mode is not Mode.DISAGGREGATED,
         )
-        self._batches = DecodeBatches(
-            self._state,
-            config.growth_tokens,
-            config.steps_per_dispatch,
-            config.stream_tokens,
-            spans=self._interruptible is not None,
-        )
+        self._batches = DecodeBatches.of(self._state, config, self._interruptible is not None)
         computed = executor.limits.computed
         self._prefills = PrefillBatches(computed, context.ids, self._state.residency.cut_tokens)
         can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
@@ -187,10 +181,11 @@ class DecodeWorker(MeshWorker):
                     self._join(group, tuple([one for one in result.samples if one.sequence == key]))
         else:
             assert isinstance(result, DecodeResult)
-            for group, token in self._batches.apply(result):
+            for group, token in self._batches.apply(result, self._loop.took):
                 self.fail(group, self._unchosen(group.request, token))
-            if forced := self._batches.forced_tokens - self.counters["forced_tokens"]:
-                self.counters.add("forced_tokens", forced)
+            for name, count in self._batches.counts().items():
+                if count != self.counters[name]:
+                    self.counters.add(name, count - self.counters[name])
         self._migration.poke()
         self._settle()
 

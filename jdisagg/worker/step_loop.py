@@ -36,6 +36,10 @@ class StepLoop:
         failed: Called once, when the mesh has failed.
         now: Clock in seconds.
         depth: Largest number of commands from `plan` in flight.
+
+    Attributes:
+        took: Seconds that the command of the newest result took: since its issue, or since the
+            result before it if that came later.
     """
 
     def __init__(
@@ -55,7 +59,8 @@ class StepLoop:
         self._depth = depth
         self._steps = 0
         self._turn_due = False
-        self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult]]] = deque()
+        self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult], float]] = deque()
+        self._applied_at = self.took = 0.0
         # unfinished foreground commands: time of issue, kind, result
         self._running: deque[tuple[float, type, asyncio.Future[StepResult]]] = deque()
         self._ended_at = 0.0  # when one of them was last found finished
@@ -87,11 +92,11 @@ class StepLoop:
 
     def in_flight(self, kind: type) -> bool:
         """Returns whether a planned command of this kind is in flight."""
-        return any([isinstance(command, kind) for command, _ in self._flight])
+        return any([isinstance(command, kind) for command, *_ in self._flight])
 
     def newest(self, kind: type) -> int:
         """Returns the number of the latest planned command of this kind in flight, or 0."""
-        for command, _ in reversed(self._flight):
+        for command, *_ in reversed(self._flight):
             if isinstance(command, kind):
                 return command.step
         return 0
@@ -177,7 +182,10 @@ class StepLoop:
             try:
                 self._turn_due = True  # a `wake` within `apply` needs no additional turn
                 while self.has_finished():
-                    command, future = self._flight.popleft()
+                    command, future, issued_at = self._flight.popleft()
+                    now = self._now()
+                    self.took = now - max(issued_at, self._applied_at)
+                    self._applied_at = now
                     self._apply(command, future.result())
                 self._turn_due = False
                 self._issue_more()
@@ -191,4 +199,4 @@ class StepLoop:
                 return
             future = self.submit(command)
             future.add_done_callback(self._came_back)
-            self._flight.append((command, future))
+            self._flight.append((command, future, self._now()))

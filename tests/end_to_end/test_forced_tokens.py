@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.executor import grammar_rows
 from jdisagg.request import Grammar, GrammarKind, Request
+from jdisagg.scheduler import executor as limits_of
 from tests.end_to_end.clusters import LLAMA, MOE, Running, config, golden_copy, running
 from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
 from tests.end_to_end.two_decoders import TwoDecoders
@@ -79,7 +79,7 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
     """On one mesh that takes no runs, each request alone."""
     if directory not in _expected:
         with monkeypatch.context() as patch:
-            patch.setattr(grammar_rows, "LONGEST_RUN", 1)
+            patch.setattr(limits_of, "LONGEST_RUN", 1)
             engine = small(Mode.UNIFIED, decode="tp=1", directory=directory)
             async with running(engine, first_device=4) as run:
                 done = [await run.complete(request) for request in requests(run)]
@@ -137,8 +137,8 @@ async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
         Mode.UNIFIED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
     )
     done: dict[int, list[object]] = {}
-    for longest in (1, grammar_rows.LONGEST_RUN):
-        monkeypatch.setattr(grammar_rows, "LONGEST_RUN", longest)
+    for longest in (1, limits_of.LONGEST_RUN):
+        monkeypatch.setattr(limits_of, "LONGEST_RUN", longest)
         async with running(engine) as run:
             asked = [
                 run.request(

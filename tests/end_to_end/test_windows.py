@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.executor.grammar_rows import rows_for_runs
 from jdisagg.layout.axes import Layout
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import (
@@ -63,7 +62,7 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
     limits = executor.limits
     assert limits.ring_pages * PAGE == WINDOW - 1 + PAGE
     # Pages, and room for padding rows of a batch of one and of forced tokens beside it.
-    padding = -(-(1 + rows_for_runs(1)) // PAGE)
+    padding = -(-(1 + limits.extra_rows(1)) // PAGE)
     held = (limits.pages_per_rank + padding) * spec.unwindowed.bytes_per_token
     ring_pages = limits.state_slots_per_rank * limits.ring_pages + padding
     rings = ring_pages * spec.windowed.bytes_per_token

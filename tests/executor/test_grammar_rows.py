@@ -1,4 +1,4 @@
-"""Which runs of forced tokens a forward pass takes, and their rows."""
+"""Which drafts of slots with a grammar a step verifies, and their masks."""
 
 from dataclasses import replace
 
@@ -6,18 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.executor.decode_program import run_rows
-from jdisagg.executor.grammar_rows import LONGEST_RUN, GrammarRows, longest_run, pays, rows_for_runs
+from jdisagg.executor.draft_rows import DraftPlan, Guess, Guesses
+from jdisagg.executor.grammar_rows import GrammarRows, pays
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
-from jdisagg.messages.step_commands import SampleSpec, SlotAdmit, SlotGrow
+from jdisagg.messages.step_commands import NO_TOKEN, SampleSpec, SlotAdmit, SlotGrow
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
-from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.executor import LONGEST_RUN, MeshLimits
 from tests.fakes.fake_executor import toy_limits
 from tests.fakes.toy_grammars import END, FIRST, GRAMMARS, VOCABULARY
 
 REGEX = Grammar(GrammarKind.REGEX, "[a-z]forced words[0-9]")
-NOBODY = 8
+STOP = chr(FIRST + END)
 
 
 def ids(text: str) -> list[int]:
@@ -25,10 +25,14 @@ def ids(text: str) -> list[int]:
 
 
 def admit(
-    slot: int, text: str = "q", limit: int = 100, params: SamplingParams | None = None
+    slot: int,
+    text: str = "q",
+    limit: int = 100,
+    params: SamplingParams | None = None,
+    grammar: Grammar = REGEX,
 ) -> SlotAdmit:
     """A sequence whose answer so far is `text`; the last of it is at position 10."""
-    params = replace(params or SamplingParams(), grammar=REGEX)
+    params = replace(params or SamplingParams(), grammar=grammar)
     spec = SampleSpec(0, params, (END,), output_history=tuple(ids(text)))
     return SlotAdmit(1, 0, slot, ids(text)[-1], 10, limit, (0,), spec)
 
@@ -40,39 +44,54 @@ def rows_of(*admits: SlotAdmit, longest: int = LONGEST_RUN) -> GrammarRows:
     return rows
 
 
-def step(rows: GrammarRows, slots: tuple[int, ...], room: int = 16) -> tuple[list[str], list[str]]:
-    """A step in which each row takes the first token of its mask. The runs, and what was taken."""
-    runs = rows.runs((slots,), room)
-    mask = rows.masks((slots,), len(slots))[0]
-    allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")
-    token = np.argmax(allowed, axis=1)
-    rows.issued((slots,), jnp.asarray(token[None], jnp.int32))
-    text = lambda tokens: "".join(chr(FIRST + token) for token in tokens)  # noqa: E731
-    return [text(runs.get((0, row), ())) for row in range(len(slots))], [*text(token)]
+def step(
+    rows: GrammarRows, slots: tuple[int, ...], room: int = 16, guesses: Guesses | None = None
+) -> tuple[list[str], list[str]]:
+    """A step in which each row takes the first token of its mask. The drafts, and what was
+    taken."""
+    drafts = rows.runs((slots,), room, guesses or {})
+    plan = DraftPlan.of(drafts, 1, len(slots), room, LONGEST_RUN) if drafts else None
+    masks = rows.masks((slots,), len(slots) + (room if plan else 0), plan)[0]
+    allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    first = np.argmax(allowed, axis=1)
+    taken = np.full((1, len(slots), LONGEST_RUN if plan else 1), NO_TOKEN, np.int32)
+    for row in range(len(slots)):
+        taken[0, row, 0] = first[row]
+        guess = drafts.get((0, row))
+        for offset, draft in enumerate(guess.tokens[: guess.count] if guess else (), 1):
+            if taken[0, row, offset - 1] != draft:
+                break
+            assert plan is not None
+            taken[0, row, offset] = first[plan.place(0, row, offset)]
+    rows.issued((slots,), jnp.asarray(taken))
+    text = lambda tokens: "".join(chr(FIRST + token) for token in tokens if token >= 0)  # noqa: E731
+    of_row = [drafts.get((0, row), Guess(0, (), 0)) for row in range(len(slots))]
+    return [text(one.tokens[: one.count]) for one in of_row], [text(row) for row in taken[0]]
 
 
-def test_a_run_begins_at_the_slots_own_token_and_is_taken_one_step_after_it_is_known() -> None:
+def test_a_run_is_taken_one_step_after_it_is_known_and_goes_on_where_it_was_too_long() -> None:
     rows = rows_of(admit(3))
     assert step(rows, (3,)) == ([""], ["f"])
-    assert step(rows, (3,)) == (["forced words"], ["0"])
-    assert step(rows, (3,)) == ([""], [chr(FIRST + END)]), "a stop id is chosen, not forced"
+    assert step(rows, (3,)) == (["orced w"], ["orced wo"])
+    assert step(rows, (3,)) == (["rds"], ["rds0"])
+    assert step(rows, (3,)) == ([""], [STOP]), "a stop id is chosen, not forced"
 
 
 def test_a_run_is_cut_where_the_slot_may_write_no_more_and_goes_on_when_it_has_grown() -> None:
     rows = rows_of(admit(3, limit=15))
     step(rows, (3,))
-    assert step(rows, (3,)) == (["forc"], ["e"])
+    assert step(rows, (3,)) == (["orc"], ["orce"])
     assert step(rows, (3,))[0] == [""], "it stands at its limit"
     rows.admit((), (SlotGrow(0, 3, 18, (0, 1)),))
-    assert step(rows, (3,)) == (["ed "], ["w"])
+    assert step(rows, (3,)) == (["d "], ["d w"])
 
 
 def test_rows_beside_the_slots_are_shared_and_what_does_not_fit_is_left_to_later_steps() -> None:
     rows = rows_of(admit(0), admit(1))
     step(rows, (0, 1))
-    assert step(rows, (0, 1), room=4) == (["", "force"], ["o", "d"]), "each comes first in turn"
-    assert step(rows, (0, 1), room=4) == (["orced", ""], [" ", " "])
-    assert step(rows, (0, 1), room=13)[0] == [" words", " words"]
+    assert step(rows, (0, 1), room=4) == (["", "orce"], ["o", "orced"]), "each comes first in turn"
+    assert step(rows, (0, 1), room=4) == (["rced", ""], ["rced ", " "])
+    assert step(rows, (0, 1), room=13)[0] == ["w", "w"]
 
 
 def test_on_a_cpu_a_run_must_save_a_quarter_of_the_rows() -> None:
@@ -81,26 +100,24 @@ def test_on_a_cpu_a_run_must_save_a_quarter_of_the_rows() -> None:
     others = [admit(slot, "qforced words") for slot in range(1, 5)]
     rows = rows_of(admit(0, "qforced wor"), *others)
     step(rows, (0, 1, 2, 3, 4))
-    assert step(rows, (0, 1, 2, 3, 4)) == ([""] * 5, ["s", *[chr(FIRST + END)] * 4])
+    assert step(rows, (0, 1, 2, 3, 4)) == ([""] * 5, ["s", *[STOP] * 4])
 
 
 def test_a_slot_that_rests_for_a_step_goes_on_with_its_run() -> None:
     rows = rows_of(admit(0), admit(1))
     step(rows, (0, 1))
-    assert step(rows, (1,))[0] == ["forced words"]
-    assert step(rows, (0, 1))[0] == ["forced words", ""]
+    assert step(rows, (1,))[0] == ["orced w"]
+    assert step(rows, (0, 1))[0] == ["orced w", "rds"]
 
 
 @pytest.mark.parametrize(
     "params", [SamplingParams(logprobs=0), SamplingParams(repetition_penalty=1.1)]
 )
-def test_penalties_and_log_probabilities_are_of_tokens_chosen_one_by_one(
-    params: SamplingParams,
-) -> None:
+def test_rows_with_penalties_and_log_probabilities_take_runs(params: SamplingParams) -> None:
     rows = rows_of(admit(0, params=params))
-    taken = [step(rows, (0,)) for _ in range(14)]
-    assert [run for run, _ in taken] == [[""]] * 14
-    assert "".join(token for _, (token,) in taken) == "forced words0" + chr(FIRST + END)
+    taken = [step(rows, (0,)) for _ in range(4)]
+    assert [run for run, _ in taken] == [[""], ["orced w"], ["rds"], [""]]
+    assert "".join(text for _, (text,) in taken) == "forced words0" + STOP
 
 
 def test_another_sequence_in_the_slot_begins_without_a_run() -> None:
@@ -108,7 +125,41 @@ def test_another_sequence_in_the_slot_begins_without_a_run() -> None:
     step(rows, (0,))
     rows.admit((admit(0, "qforced w"),), ())
     assert step(rows, (0,)) == ([""], ["o"])
-    assert step(rows, (0,)) == (["ords"], ["0"])
+    assert step(rows, (0,)) == (["rds"], ["rds0"])
+
+
+FREE = Grammar(GrammarKind.REGEX, "[a-z]([a-c]{3}-)*")
+
+
+def guess(text: str, start: int = 11, count: int = 7) -> Guesses:
+    return {(0, 0): Guess(start, tuple(ids(text)), count)}
+
+
+def test_predicted_drafts_are_masked_one_by_one_up_to_the_first_that_the_grammar_forbids() -> None:
+    rows = rows_of(admit(0, grammar=FREE))
+    assert step(rows, (0,), guesses=guess("aaa-aaa-")) == (["aaa-aaa"], ["aaa-aaa-"])
+    assert step(rows, (0,), guesses=guess("aa-", 19)) == (["aa-"], ["aaa"]), "not after two"
+    assert step(rows, (0,), guesses=guess("-ba", 22)) == (["-ba"], ["-a"]), "b is not chosen"
+    assert step(rows, (0,)) == ([""], ["a"])
+
+
+def test_predicted_drafts_are_those_after_the_position_where_the_slot_really_is() -> None:
+    rows = rows_of(admit(0, grammar=FREE))
+    assert step(rows, (0,), guesses=guess("aba-aaaa", count=3))[1] == ["aa"]
+    # planned before it was known that only two of four tokens came
+    drafts, masks = rows.runs(((0,),), 7, guess("aba-aaaaaaaa", count=3)), None
+    plan = DraftPlan.of(drafts, 1, 1, 7, LONGEST_RUN)
+    masks = rows.masks(((0,),), 8, plan)[0]
+    allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :VOCABULARY]
+    letters = ["".join(chr(FIRST + token) for token in np.flatnonzero(row)) for row in allowed[:3]]
+    # the drafts are the tokens of positions 13 to 15: "a", "-", "a"
+    assert letters == ["abc", "-", "abc" + STOP]
+
+
+def test_a_slot_with_a_known_run_takes_no_predicted_drafts() -> None:
+    rows = rows_of(admit(0))
+    step(rows, (0,))
+    assert step(rows, (0,), guesses=guess("zzzzzzz", 12))[0] == ["orced w"]
 
 
 def test_what_is_forced_is_what_the_mask_allows_alone() -> None:
@@ -132,15 +183,6 @@ def test_ids_that_the_model_does_not_know_are_not_forced() -> None:
     assert matcher.forced(100, ids("r")[0]) == ids("fo")
 
 
-def test_the_rows_of_a_run_are_successive_positions_and_the_last_one_is_the_slots() -> None:
-    runs = {(0, 1): [7, 8, 9], (0, 2): [5, 6]}
-    rows = run_rows(((4, 6, 2), (1,)), 4, runs, NOBODY).tolist()
-    assert rows[0][:4] == [[4, 0, -1], [6, 2, 9], [2, 1, 6], [NOBODY, 0, -1]]
-    assert rows[0][4:7] == [[6, 0, 7], [6, 1, 8], [2, 0, 5]]
-    assert rows[1] == [[1, 0, -1]] + [[NOBODY, 0, -1]] * (3 + rows_for_runs(4))
-    assert len(rows[0]) == 4 + rows_for_runs(4)
-
-
 def test_a_state_takes_one_token_at_a_time_and_a_ring_what_its_window_leaves() -> None:
     def limits(layer: KVLayer, ring_pages: int = 0) -> MeshLimits:
         spec = KVSpec((layer,), "float32")
@@ -148,8 +190,8 @@ def test_a_state_takes_one_token_at_a_time_and_a_ring_what_its_window_leaves() -
 
     kv = (KVComponent("k", 1, 8), KVComponent("v", 1, 8))
     full, windowed = KVLayer(kv), KVLayer(kv, window=6)
-    assert longest_run(limits(KVLayer(kv, state=kv))) == 1
-    assert longest_run(limits(full)) == LONGEST_RUN
-    assert longest_run(limits(windowed)) == LONGEST_RUN
+    assert limits(KVLayer(kv, state=kv)).longest_run == 1
+    assert limits(full).longest_run == LONGEST_RUN
+    assert limits(windowed).longest_run == LONGEST_RUN
     # positions p - 5 to p are seen from p; a ring of 12 holds those and six more
-    assert longest_run(limits(windowed, ring_pages=3)) == 7
+    assert limits(windowed, ring_pages=3).longest_run == 7

@@ -23,6 +23,7 @@ from jdisagg.messages.step_commands import (
     DecodeSteps,
     DisconnectPeer,
     Done,
+    DraftRow,
     DropBlocks,
     ExtractBlock,
     ExtractResult,
@@ -183,6 +184,7 @@ class FakeExecutor:
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._dropped: set[int] = set()
         self.peers: set[str] = set()
+        self.accepted = self.rejected = 0  # drafts
         self.gone = False
         self._pulls = 0
         self._free_at = 0.0
@@ -460,8 +462,16 @@ class FakeExecutor:
         assert command.shaped == any(sampling.shaped for sampling in every)
         assert command.sampled == any(not sampling.greedy for sampling in every)
         assert command.masked == any(sampling.grammar is not None for sampling in every)
+        drafts = {(one.rank, one.row): one for one in command.drafts}
+        assert len(drafts) == len(command.drafts) and (not drafts or command.steps == 1)
+        for rank in range(len(rows)):
+            used = sum(one.count for one in command.drafts if one.rank == rank)
+            assert used <= self.limits.extra_rows(self.limits.batch_buckets[-1])
         steps = [
-            [[self._step(rank, slot) for slot in slots] for rank, slots in enumerate(rows)]
+            [
+                [self._step(rank, slot, drafts.get((rank, row))) for row, slot in enumerate(slots)]
+                for rank, slots in enumerate(rows)
+            ]
             for _ in range(command.steps)
         ]
         taken = [
@@ -487,8 +497,10 @@ class FakeExecutor:
         )
         self._slots[admit.rank, admit.slot] = slot
 
-    def _step(self, rank: int, slot: _Slot) -> list[tuple[int, TokenLogprobs | None]]:
-        """A token, and before it those of a run of forced ones, up to the limit."""
+    def _step(
+        self, rank: int, slot: _Slot, drafts: DraftRow | None
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """A token, and those after accepted drafts or in a run of forced ones, up to the limit."""
         if slot.position >= slot.limit:
             return [(-1, None)]
         taken = [self._token(rank, slot)]
@@ -496,6 +508,26 @@ class FakeExecutor:
         while known and slot.forced and slot.position < slot.limit and len(taken) < LONGEST_RUN:
             taken.append(self._token(rank, slot))
             slot.forced = is_forced(slot.token, slot.spec, tuple(slot.outputs))
+        if drafts is not None and len(taken) == 1 and not slot.forced:
+            taken += self._verified(rank, slot, drafts)
+        return taken
+
+    def _verified(
+        self, rank: int, slot: _Slot, drafts: DraftRow
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """The tokens after accepted drafts. KV of rejected ones is left in the pages, as it is."""
+        assert 0 < drafts.count < self.limits.longest_run and slot.position >= drafts.start
+        first = slot.position - drafts.start
+        guess, taken = drafts.tokens[first : first + drafts.count], []
+        for position, draft in enumerate(guess, slot.position):
+            if position >= slot.limit:
+                break
+            if position == slot.position and draft == slot.token:
+                taken.append(self._token(rank, slot))
+                self.accepted += 1
+            else:
+                self._write(rank, slot.pages, (-1, draft, 0))
+                self.rejected += 1
         return taken
 
     def _token(self, rank: int, slot: _Slot) -> tuple[int, TokenLogprobs | None]:

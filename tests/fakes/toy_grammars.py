@@ -35,8 +35,7 @@ def next_allowed(token: int, spec: SampleSpec, outputs: tuple[int, ...]) -> int:
 
 def is_forced(token: int, spec: SampleSpec, outputs: tuple[int, ...]) -> bool:
     """Whether a step may take this token, the newest output, beside the one that it chooses."""
-    sampling = spec.sampling
-    if sampling.grammar is None or sampling.penalised or sampling.logprobs is not None:
+    if spec.sampling.grammar is None:
         return False
     return token not in spec.stop_ids and len(_allowed(spec, outputs[:-1])) == 1
 

@@ -40,6 +40,12 @@ def case(
     return q, k, v, table
 
 
+def several(q: np.ndarray, tokens: int) -> np.ndarray:
+    """Queries of that many tokens for each sequence of a case, in the order of the sequences."""
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((len(q) * tokens, *q.shape[1:])).astype(np.float32)
+
+
 def expected(
     q: np.ndarray,
     k: np.ndarray,

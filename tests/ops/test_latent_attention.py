@@ -67,18 +67,36 @@ def test_a_decode_step_over_cached_latents_is_attention_to_the_heads_keys(
         latent=latent,
         implementation=implementation,
     )
-    np.testing.assert_allclose(got_BNV, in_words(q_TNH, cached_T1H, latent)[positions], atol=2e-5)
+    want_BNV = in_words(q_TNH, cached_T1H, latent)[positions]
+    np.testing.assert_allclose(got_BNV, want_BNV, atol=2e-5)
+    runs = np.array([[6, 7, 8, 6], [33, 34, 35, 36]], np.int32)  # of two rows, four tokens each
+    got_TNV = paged_attention(
+        jnp.asarray(q_TNH[runs.reshape(-1)]),
+        in_pages(cached_T1H),
+        None,
+        jnp.asarray(np.repeat(TABLE, 2, axis=0)),
+        jnp.asarray(runs),
+        scale=SCALE,
+        latent=latent,
+        implementation=implementation,
+    )
+    want_TNV = in_words(q_TNH, cached_T1H, latent)[runs.reshape(-1)]
+    np.testing.assert_allclose(got_TNV, want_TNV, atol=2e-5)
 
 
-@pytest.mark.parametrize(("splits", "heads"), [(None, 3), (2, 20), (1, 16)])
-def test_the_gpus_kernel_mixes_as_a_softmax_written_out(splits: int | None, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("splits", "heads", "per"), [(None, 3, 1), (2, 20, 1), (1, 16, 1), (2, 5, 4)]
+)
+def test_the_gpus_kernel_mixes_as_a_softmax_written_out(
+    splits: int | None, heads: int, per: int
+) -> None:
     random = np.random.default_rng(heads)
     rank, turned, pages, slots = 32, 16, 9, 16
-    q_BNH = random.standard_normal((4, heads, rank + turned)).astype(np.float32)
+    q_TNH = random.standard_normal((4 * per, heads, rank + turned)).astype(np.float32)
     pages_P1SH = random.standard_normal((pages, 1, slots, rank + turned)).astype(np.float32)
     table_BN = np.array([random.permutation(pages)[:6] for _ in range(4)], np.int32)
-    positions_B = np.array([0, 40, 95, 17], np.int32)
-    got_BNR = jax.jit(
+    positions_BQ = np.array([[0], [40], [92], [17]], np.int32) + np.arange(per, dtype=np.int32)
+    got_TNR = jax.jit(
         lambda *arrays: latent_attention_pallas.latent_attention(
             arrays[0],
             arrays[1],
@@ -89,13 +107,13 @@ def test_the_gpus_kernel_mixes_as_a_softmax_written_out(splits: int | None, head
             splits=splits,
             interpret=True,
         )
-    )(q_BNH, pages_P1SH, table_BN, positions_B)
-    for b, position in enumerate(positions_B):
-        cached_SH = pages_P1SH[table_BN[b], 0].reshape(-1, rank + turned)[: position + 1]
-        scores_NS = q_BNH[b].astype(np.float64) @ cached_SH.T * SCALE
+    )(q_TNH, pages_P1SH, table_BN, positions_BQ)
+    for t, position in enumerate(positions_BQ.reshape(-1)):
+        cached_SH = pages_P1SH[table_BN[t // per], 0].reshape(-1, rank + turned)[: position + 1]
+        scores_NS = q_TNH[t].astype(np.float64) @ cached_SH.T * SCALE
         weights_NS = np.exp(scores_NS - scores_NS.max(axis=1, keepdims=True))
         mixed_NR = weights_NS / weights_NS.sum(axis=1, keepdims=True) @ cached_SH[:, :rank]
-        np.testing.assert_allclose(got_BNR[b], mixed_NR, atol=2e-5)
+        np.testing.assert_allclose(got_TNR[t], mixed_NR, atol=2e-5)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.ops.paged_attention import Implementation, paged_attention
-from tests.ops.attention_oracle import case, expected
+from tests.ops.attention_oracle import case, expected, several
 
 pytestmark = pytest.mark.one_device
 
@@ -48,6 +48,21 @@ def test_sinks_take_their_part_and_capped_scores_are_capped(
     want = expected(q, k, v, table, positions, **how)
     assert np.abs(want - expected(q, k, v, table, positions, window)).max() > 0.1
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 37])
+def test_several_tokens_of_a_sequence_see_each_their_own_past(
+    implementation: Implementation, window: int | None
+) -> None:
+    q, k, v, table = case(batch=3, heads=2, groups=3, slots=8, columns=20, width=16)
+    q, sinks_N = several(q, 4), np.array([-3, 0, 1.5, 4, 60, -90], np.float32)
+    positions = np.array([[0, 1, 2, 0], [156, 157, 158, 159], [70, 71, 70, 70]], np.int32)
+    how = {"window": window, "cap": 0.7, "sinks_N": sinks_N}
+    attend = partial(paged_attention, scale=16**-0.5, implementation=implementation, **how)
+    got = jax.jit(attend)(q, k, v, table, positions)
+    each = expected(q, k, v, np.repeat(table, 4, axis=0), positions.reshape(-1), **how)
+    np.testing.assert_allclose(got, each, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.ops import paged_attention_pallas
-from tests.ops.attention_oracle import case, expected
+from tests.ops.attention_oracle import case, expected, several
 
 pytestmark = pytest.mark.one_device
 
@@ -35,7 +35,7 @@ def run(
     return jax.jit(attend)(
         *(jnp.asarray(x).astype(dtype) for x in (q, k, v)),
         jnp.asarray(table),
-        jnp.asarray(positions),
+        jnp.asarray(positions.reshape(len(table), -1)),
     )
 
 
@@ -91,6 +91,17 @@ def test_sinks_and_capped_scores_are_of_the_kernel_too(window: int | None, cap: 
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_several_tokens_of_a_sequence_see_each_their_own_past(window: int | None) -> None:
+    q, k, v, table = case(batch=3, heads=2, groups=3, slots=16, columns=10, width=16)
+    q = several(q, 4)
+    positions = np.array([[0, 1, 2, 0], [150, 151, 152, 153], [70, 71, 70, 70]], np.int32)
+    sinks_N = np.array([-2, 1, 0, 3, 2, 1], np.float32)
+    got = run((q, k, v, table), positions, "float32", window, 3, 0.0, sinks_N)
+    flat, each = np.repeat(table, 4, axis=0), positions.reshape(-1)
+    np.testing.assert_allclose(got, expected(q, k, v, flat, each, window, 0.0, sinks_N), atol=1e-5)
+
+
 def test_a_long_sequence_in_a_batch_that_fills_the_gpu_is_walked_by_several_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,7 +111,8 @@ def test_a_long_sequence_in_a_batch_that_fills_the_gpu_is_walked_by_several_prog
     positions = np.array([767, 40, 130], np.int32)
     got = run(arrays, positions, "float32")
     np.testing.assert_allclose(got, expected(*arrays, positions, None), atol=1e-5)
-    shares = paged_attention_pallas.shares(jnp.asarray(positions), None, 1, 6, 64)[2]
+    at = jnp.asarray(positions)
+    shares = paged_attention_pallas.shares(at, at, None, 1, 6, 64)[2]
     assert shares.tolist() == [2, 1, 2]  # steps of 64 positions a program: 12, 1 and 3 of them
 
 

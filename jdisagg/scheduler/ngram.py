@@ -1,0 +1,60 @@
+"""Predicts the next tokens of a sequence from the sequence itself: if its last tokens occurred
+before, the tokens that followed then are the prediction (prompt lookup). Needs no weights. Text
+that repeats its prompt, code that is edited, tables and loops are predicted well.
+
+An index maps each n-gram to its latest occurrence. It grows by the tokens that are new at each
+call, a bounded number at a time, so that a long prompt delays no step for long."""
+
+from collections.abc import Sequence
+
+SIZES = (4, 2)  # lengths of n-grams, longest first; a longer match predicts better
+MOST_INDEXED = 4096  # tokens indexed in one call
+
+
+class NgramIndex:
+    """The n-grams of one sequence.
+
+    Args:
+        prompt: Prompt tokens, the first tokens of the sequence.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._tokens = list(prompt)
+        self._prompt_tokens = len(prompt)
+        self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
+        self._indexed = 0  # number of leading tokens whose n-grams are in the index
+
+    def predict(self, generated: Sequence[int], most: int) -> tuple[int, tuple[int, ...]] | None:
+        """Predicts the tokens after `generated`, the tokens after the prompt.
+
+        Args:
+            generated: All generated tokens. They begin with those of the previous call.
+            most: Number of tokens to predict.
+
+        Returns:
+            The index in `SIZES` of the n-gram that occurred before, and `most` tokens. A prediction
+                that reaches the sequence's end continues with its own first tokens. None if no
+                n-gram occurred before.
+        """
+        tokens = self._tokens
+        tokens += generated[len(tokens) - self._prompt_tokens :]
+        self._index(len(tokens) - 1)
+        for kind, size in enumerate(SIZES):
+            end = self._ends[kind].get(tuple(tokens[-size:]))
+            if end is not None:
+                found = tokens[end : end + most]
+                period = len(tokens) - end
+                while len(found) < most:
+                    found.append(found[len(found) - period])
+                return kind, tuple(found)
+        return None
+
+    def _index(self, stop: int) -> None:
+        """Adds the n-grams that end before token number `stop`."""
+        tokens, first = self._tokens, self._indexed
+        last = min(stop, first + MOST_INDEXED)
+        for kind, size in enumerate(SIZES):
+            ends = self._ends[kind]
+            for end in range(max(size, first + 1), last + 1):
+                ends[tuple(tokens[end - size : end])] = end
+        self._indexed = last

@@ -1,0 +1,195 @@
+"""Decides which draft tokens a decode step verifies. Pure: times are given as measured.
+
+A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts follows
+from measurements alone: the part of drafts that was accepted, of each sequence and in all, and the
+seconds of steps with and without drafts in a batch of this size. A step without enough expected
+gain has no drafts. Then its program is the ordinary one.
+
+Draft tokens change no stream (`executor/draft_rows.py`), so nothing here needs to be right."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from jdisagg.messages.step_commands import DraftRow
+from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.ngram import SIZES, NgramIndex
+from jdisagg.scheduler.sequences import Sequence
+
+LEAST_GAIN = 1.03  # expected tokens a second with drafts, relative to without
+SAMPLES = 9  # step times of which the median counts
+LEAST_SAMPLES = 3
+# Steps after which a step of the other kind is measured again.
+REMEASURE = 256
+
+
+class Draft(NamedTuple):
+    """Predicted tokens after a sequence's known tokens. `kind` numbers the drafter's kinds of
+    predictions, whose acceptance is measured separately."""
+
+    kind: int
+    tokens: tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """Predicts the next tokens of sequences.
+
+    Attributes:
+        source: Name of the drafter in metrics.
+        kinds: Number of kinds of predictions.
+    """
+
+    source: str
+    kinds: int
+
+    def draft(self, child: Sequence, most: int) -> Draft | None:
+        """Returns a prediction of up to `most` tokens after the tokens of `child.generated`, or
+        None."""
+        ...
+
+
+class NgramDrafter:
+    """Predicts tokens from the sequence's own tokens (`ngram.py`)."""
+
+    source = "ngram"
+    kinds = len(SIZES)
+
+    def draft(self, child: Sequence, most: int) -> Draft | None:
+        if child.ngrams is None:
+            child.ngrams = NgramIndex(child.group.request.prompt_token_ids)
+        found = child.ngrams.predict(child.generated, most)
+        return None if found is None else Draft(*found)
+
+
+class Planned(NamedTuple):
+    """Drafts of one sequence in a step: those to verify, and the kind of their prediction."""
+
+    drafts: DraftRow
+    kind: int
+
+
+@dataclass
+class _Seconds:
+    """Measured times of steps of one batch size and variant, without and with drafts."""
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    since_plain: int = 0
+    since_drafted: int = 0
+
+    def add(self, seconds: float, drafts: bool) -> None:
+        (self.drafted if drafts else self.plain).append(seconds)
+        self.since_plain = self.since_plain + 1 if drafts else 0
+        self.since_drafted = 0 if drafts else self.since_drafted + 1
+
+    def pays(self, gain: float) -> bool:
+        """Returns whether a step with drafts is worth its time, if it is expected to bring `gain`
+        times the tokens. Measures what is not known yet, or for long was not measured."""
+        if len(self.drafted) < LEAST_SAMPLES:
+            return gain > LEAST_GAIN
+        if len(self.plain) < LEAST_SAMPLES or self.since_plain >= REMEASURE:
+            return False
+        if self.since_drafted >= REMEASURE and gain > LEAST_GAIN:
+            return True
+        plain, drafted = statistics.median(self.plain), statistics.median(self.drafted)
+        return gain * plain > LEAST_GAIN * drafted
+
+
+StepKind = tuple[int, bool, bool, bool]  # batch size, and variant: shaped, sampled, masked
+
+
+class Speculation:
+    """Plans the drafts of decode steps on one mesh.
+
+    Attributes:
+        drafted, accepted: Number of drafts verified and accepted so far.
+    """
+
+    def __init__(self, limits: MeshLimits, drafter: Drafter) -> None:
+        self._limits, self._drafter = limits, drafter
+        self._seconds: dict[StepKind, _Seconds] = {}
+        self._overall = [Acceptance() for _ in range(drafter.kinds)]
+        self.drafted = self.accepted = 0
+
+    @staticmethod
+    def of(limits: MeshLimits) -> "Speculation | None":
+        """Returns the speculation of a mesh; None if it verifies no drafts."""
+        runs = limits.speculates and limits.longest_run > 1
+        return Speculation(limits, NgramDrafter()) if runs else None
+
+    @property
+    def source(self) -> str:
+        return self._drafter.source
+
+    def kind(
+        self, active: Rows[Rows[Sequence]], shaped: bool, sampled: bool, masked: bool
+    ) -> StepKind:
+        """Returns the key under which the times of a step are measured."""
+        width = max(1, *map(len, active))
+        bucket = next(size for size in self._limits.batch_buckets if size >= width)
+        return bucket, shaped, sampled, masked
+
+    def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
+        """Returns the drafts of the next step for the running sequences `active` of each rank, by
+        rank and row. Empty if they are not worth their time."""
+        rows: dict[tuple[int, int], Planned] = {}
+        gain, sequences = 0.0, sum(map(len, active))
+        for rank, children in enumerate(active):
+            found = [self._draft(child) for child in children]
+            counts, of_rank = self._share(found, self._limits.extra_rows(kind[0]))
+            gain += of_rank
+            for row, (child, one, count) in enumerate(zip(children, found, counts, strict=True)):
+                if one is not None and count:
+                    drafts = DraftRow(rank, row, child.position + 1, one[1].tokens, count)
+                    rows[rank, row] = Planned(drafts, one[1].kind)
+        seconds = self._seconds.setdefault(kind, _Seconds())
+        return rows if rows and seconds.pays(1 + gain / sequences) else {}
+
+    def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
+        """Returns a prediction for a sequence, and the probability that its drafts are accepted."""
+        left = child.issued_limit - 1 - child.issued_position
+        if left < 1:
+            return None
+        draft = self._drafter.draft(child, 2 * self._limits.longest_run - 1)
+        if draft is None:
+            return None
+        if not child.acceptance:
+            child.acceptance = [Acceptance() for _ in range(self._drafter.kinds)]
+        own = child.acceptance[draft.kind]
+        own.rest()
+        return own.estimate(self._overall[draft.kind].estimate()), draft
+
+    def _share(self, found: Rows[tuple[float, Draft] | None], room: int) -> tuple[list[int], float]:
+        """Divides a rank's extra rows among its sequences by the probability that each row's token
+        is chosen. Returns the number of rows of each sequence, and the expected number of accepted
+        drafts."""
+        longest = self._limits.longest_run - 1
+        chances = sorted(
+            (
+                (one[0] ** number, index)
+                for index, one in enumerate(found)
+                if one is not None
+                for number in range(1, min(longest, len(one[1].tokens)) + 1)
+            ),
+            reverse=True,
+        )[:room]
+        counts = [0] * len(found)
+        for _, index in chances:
+            counts[index] += 1
+        return counts, sum(chance for chance, _ in chances)
+
+    def verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
+        """Records how many of a sequence's drafts were accepted."""
+        count = planned.drafts.count
+        accepted = max(0, min(accepted, count))
+        self.drafted += count
+        self.accepted += accepted
+        self._overall[planned.kind].add(accepted, count, OVERALL_FADE)
+        child.acceptance[planned.kind].add(accepted, count, 1.0)
+
+    def took(self, kind: StepKind, seconds: float, drafts: bool) -> None:
+        """Records the seconds of a step."""
+        self._seconds.setdefault(kind, _Seconds()).add(seconds, drafts)
