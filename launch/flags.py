@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags as absl
 
 from jdisagg.chat.formats import AUTO, NONE, REASONING, TOOL_FORMS
-from jdisagg.config import KV_CHANNELS, Mode
+from jdisagg.config import KV_CHANNELS, SPECULATE, Mode
 from jdisagg.costs.cost_model import CODEC_BITS
 from jdisagg.costs.engines import ENGINES, PRECISION_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
@@ -43,9 +43,9 @@ HTTP = ("served_model_name", "http_port", "http_cors_origins", "tool_parser", "r
 ENGINE = (
     "config", "model", "revision", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
-    "memory_fraction", "codec", "hardware", "prefix_cache", "host_cache_gib", "disk_cache_dir",
-    "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens", "compilation_cache",
-    "kernels", "set",
+    "memory_fraction", "codec", "hardware", "speculate", "prefix_cache", "host_cache_gib",
+    "disk_cache_dir", "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens",
+    "compilation_cache", "kernels", "set",
 )  # fmt: skip
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
@@ -180,6 +180,12 @@ GROUPS: dict[str, dict[str, Spec]] = {
             None, "Memory of each device, in GiB. Default: this host's devices.", least=0.0
         ),
         "codec": _one_of(CODECS, None, "Compression of KV in transfers."),
+        "speculate": _one_of(
+            SPECULATE,
+            None,
+            "How decode steps draft tokens, which changes no stream: from the sequence's own"
+            " tokens (ngram), or not at all.",
+        ),
         "compilation_cache": _text(None, "Folder for compiled programs. '' disables it."),
     },
     "Prefix cache": {

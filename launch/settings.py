@@ -16,7 +16,7 @@ from models.model_folder import stored_dtype
 
 _BOTH = (
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "codec", "hardware",
-    "memory_fraction",
+    "memory_fraction", "speculate",
 )  # fmt: skip
 _FIELDS = {
     "model": "model.directory",

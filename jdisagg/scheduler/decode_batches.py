@@ -85,14 +85,12 @@ class DecodeBatches:
             Speculation.of(state.limits),
         )
 
-    def counts(self) -> dict[str, int]:
-        """Returns the counters of tokens that needed no step of their own, since the start."""
-        counts = {"forced_tokens": self.forced_tokens}
-        if self._speculation is not None:
-            source = self._speculation.source
-            counts[f"drafted_tokens_{source}"] = self._speculation.drafted
-            counts[f"accepted_tokens_{source}"] = self._speculation.accepted
-        return counts
+    def take_drafts(self) -> list[tuple[str, int, int]]:
+        """Returns the source and numbers of drafts verified and accepted since the last call."""
+        if self._speculation is None:
+            return []
+        drafted, accepted = self._speculation.take()
+        return [(self._speculation.source, drafted, accepted)] if drafted else []
 
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float

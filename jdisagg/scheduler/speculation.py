@@ -113,6 +113,7 @@ class Speculation:
         self._seconds: dict[StepKind, _Seconds] = {}
         self._overall = [Acceptance() for _ in range(drafter.kinds)]
         self.drafted = self.accepted = 0
+        self._taken = (0, 0)
 
     @staticmethod
     def of(limits: MeshLimits) -> "Speculation | None":
@@ -189,6 +190,11 @@ class Speculation:
         self.accepted += accepted
         self._overall[planned.kind].add(accepted, count, OVERALL_FADE)
         child.acceptance[planned.kind].add(accepted, count, 1.0)
+
+    def take(self) -> tuple[int, int]:
+        """Returns the numbers of drafts verified and accepted since the last call."""
+        (drafted, accepted), self._taken = self._taken, (self.drafted, self.accepted)
+        return self.drafted - drafted, self.accepted - accepted
 
     def took(self, kind: StepKind, seconds: float, drafts: bool) -> None:
         """Records the seconds of a step."""

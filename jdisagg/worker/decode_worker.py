@@ -183,9 +183,11 @@ class DecodeWorker(MeshWorker):
             assert isinstance(result, DecodeResult)
             for group, token in self._batches.apply(result, self._loop.took):
                 self.fail(group, self._unchosen(group.request, token))
-            for name, count in self._batches.counts().items():
-                if count != self.counters[name]:
-                    self.counters.add(name, count - self.counters[name])
+            if forced := self._batches.forced_tokens - self.counters["forced_tokens"]:
+                self.counters.add("forced_tokens", forced)
+            for source, drafted, accepted in self._batches.take_drafts():
+                self.counters.add("drafted_tokens", drafted, source=source)
+                self.counters.add("accepted_tokens", accepted, source=source)
         self._migration.poke()
         self._settle()
 

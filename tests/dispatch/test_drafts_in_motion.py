@@ -1,0 +1,133 @@
+"""Sequences with drafts that are handed off, moved, preempted and whose workers die, in virtual
+time: every answer is the one that a run without drafts gives."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.request import Request
+from jdisagg.scheduler import speculation
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.sequences import Sequence
+from tests.dispatch.test_grammars_in_motion import requests as with_grammars
+from tests.fakes.cluster import Fleet, toy_request
+from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.toy_model import expected_tokens
+from tests.fakes.virtual_time import run_virtually
+
+
+class RandomDrafter:
+    """Predicts the answer that the oracle gives, with a part of wrong tokens, now and then none."""
+
+    source, kinds = "ngram", 1
+
+    def __init__(self) -> None:
+        self._random = random.Random(4)
+        self._known: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def draft(self, child: Sequence, most: int) -> speculation.Draft | None:
+        request = child.group.request
+        key = request.request_id, child.child
+        if key not in self._known:
+            self._known[key], _ = expected_tokens(request, child.child, 128)
+        coming = self._known[key][len(child.generated) : len(child.generated) + most]
+        errors = self._random.choice((0.0, 0.2, 0.7))
+        wrong = [
+            self._random.randrange(90) if self._random.random() < errors else one for one in coming
+        ]
+        return speculation.Draft(0, tuple(wrong)) if wrong and self._random.random() < 0.8 else None
+
+
+@pytest.fixture(autouse=True)
+def drafter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(speculation, "NgramDrafter", RandomDrafter)
+        yield
+
+
+def limits(**sizes: int) -> MeshLimits:
+    return replace(toy_limits(**sizes), speculates=True)
+
+
+def requests(count: int) -> list[Request]:
+    """With and without grammars, penalties and several children; greedy and not."""
+    free = [
+        toy_request(
+            100 + number,
+            prompt_tokens=5 + 7 * number,
+            stop_ids=(number,),
+            max_tokens=60,
+            min_tokens=3 * (number % 3),
+            temperature=float(number % 2),
+            seed=number,
+            n=1 + number % 2,
+            frequency_penalty=0.1 * (number % 3),
+            logprobs=number % 2 or None,
+        )
+        for number in range(count)
+    ]
+    return [*free, *with_grammars(count)]
+
+
+async def follow(fleet: Fleet, asked: list[Request]) -> None:
+    answers = await asyncio.gather(*(fleet.collect(request) for request in asked))
+    for request, answer in zip(asked, answers, strict=True):
+        fleet.check(request, answer)
+
+
+def verified(fleet: Fleet) -> tuple[int, int]:
+    """Drafts that were accepted and rejected, as the meshes saw it."""
+    meshes = [
+        process.mesh for name, process in fleet.processes.items() if name.startswith("decode")
+    ]
+    return sum(mesh.accepted for mesh in meshes), sum(mesh.rejected for mesh in meshes)
+
+
+def test_a_disturbed_fleet_gives_every_stream_and_drafts_were_accepted_and_rejected() -> None:
+    async def main() -> None:
+        async with Fleet(decode=limits(pages_per_rank=300, slots_per_rank=16), wire=True) as fleet:
+            streams = asyncio.create_task(follow(fleet, requests(6)))
+            await asyncio.sleep(0.1)
+            await fleet.decode_worker("decode0").drain(30.0)
+            await streams
+            assert fleet.path.counters["sequences_moved"] > 0
+            accepted, rejected = verified(fleet)
+            assert accepted > 50 and rejected > 50
+            counters = fleet.decode_worker("decode1").counters
+            assert 0 < counters["accepted_tokens"] < counters["drafted_tokens"]
+            await fleet.check_quiet()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("decode0", 0.1), ("prefill0", 0.01)])
+def test_streams_go_on_when_a_worker_dies(name: str, seconds: float) -> None:
+    async def main() -> None:
+        costs = Costs(prefill_token=1e-3, pull=0.02)
+        async with Fleet(decode=limits(), costs=costs) as fleet:
+            streams = asyncio.create_task(follow(fleet, requests(6)))
+            await asyncio.sleep(seconds)
+            await fleet.kill(name)
+            await streams
+            counters = fleet.path.counters
+            assert counters["sources_replaced"] + counters["attempts_failed"] > 0
+            await fleet.check_quiet(settle_seconds=10.0)
+
+    run_virtually(main)
+
+
+def test_too_few_pages_cut_drafts_and_change_no_stream() -> None:
+    async def main() -> None:
+        decode = limits(pages_per_rank=40, slots_per_rank=8)
+        async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
+            await follow(fleet, requests(8))
+            worker = fleet.decode_worker("decode0")
+            assert (await worker.status()).preemptions > 0
+            accepted, rejected = verified(fleet)
+            assert accepted > 50 and rejected > 50
+            await fleet.check_quiet()
+
+    run_virtually(main)

@@ -1,0 +1,120 @@
+"""Drafts change no stream, whatever a drafter predicts: each stream equals that of the request
+alone on a mesh that verifies none."""
+
+import random
+from functools import partial
+
+import pytest
+
+from jdisagg.config import EngineConfig, Mode
+from jdisagg.request import Request
+from jdisagg.scheduler import speculation
+from jdisagg.scheduler.sequences import Sequence
+from tests.end_to_end import test_forced_tokens, test_token_identity
+from tests.end_to_end.clusters import Running, config, running
+from tests.fakes.cluster import Collected
+
+small = partial(config, context=256, slots=4, chunk=32)
+
+
+class KnowingDrafter:
+    """Predicts the known streams of requests, with some wrong tokens: a part `errors` of all."""
+
+    source, kinds = "ngram", 1
+    streams: dict[str, dict[int, list[int]]] = {}
+    errors = 0.3
+
+    def __init__(self) -> None:
+        self._random = random.Random(5)
+
+    def draft(self, child: Sequence, most: int) -> speculation.Draft | None:
+        known = self.streams.get(child.group.request.request_id, {}).get(child.child, [])
+        coming = known[len(child.generated) : len(child.generated) + most]
+        wrong = [
+            token if self._random.random() > self.errors else self._random.randrange(300)
+            for token in coming
+        ]
+        return speculation.Draft(0, tuple(wrong)) if wrong else None
+
+
+@pytest.fixture
+def knowing(monkeypatch: pytest.MonkeyPatch) -> type[KnowingDrafter]:
+    """Drafts that are verified in every step, whether or not this saves time."""
+    monkeypatch.setattr(speculation, "NgramDrafter", KnowingDrafter)
+    monkeypatch.setattr(speculation._Seconds, "pays", lambda self, gain: True)
+    return KnowingDrafter
+
+
+def speculating(engine: EngineConfig) -> EngineConfig:
+    from dataclasses import replace
+
+    return replace(engine, decode=replace(engine.decode, speculate="ngram"))
+
+
+def streams(done: list[Collected]) -> list[object]:
+    return [(one.tokens, one.text, one.finish) for one in done]
+
+
+def counted(run: Running, name: str) -> int:
+    return sum(worker.counters[f"{name}_tokens"] for worker in run.cluster._workers)
+
+
+def learn(knowing: type[KnowingDrafter], asked: list[Request], done: list[Collected]) -> None:
+    knowing.streams = {
+        request.request_id: {child: list(tokens) for child, tokens in one.tokens.items()}
+        for request, one in zip(asked, done, strict=True)
+    }
+
+
+def same_logprobs(done: list[Collected], expected: list[Collected]) -> None:
+    for one, other in zip(done, expected, strict=True):
+        assert one.logprobs.keys() == other.logprobs.keys()
+        for child, values in one.logprobs.items():
+            assert len(values) == len(other.logprobs[child])
+            for value, wanted in zip(values, other.logprobs[child], strict=True):
+                assert value.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+                assert [token for token, _ in value.top] == [token for token, _ in wanted.top]
+
+
+def all_requests(run: Running) -> list[Request]:
+    """Greedy and seeded, penalties, log-probabilities, bias, stops, least tokens, n = 2, schemas
+    and regular expressions."""
+    plain = [
+        one for one in test_token_identity.mixed_requests(run) if len(one.prompt_token_ids) < 130
+    ]
+    return [*plain, *test_forced_tokens.requests(run)]
+
+
+_expected: list[Collected] = []
+
+
+async def alone() -> list[Collected]:
+    if not _expected:
+        async with running(small(Mode.UNIFIED, decode="tp=1"), first_device=4) as run:
+            _expected.extend([await run.complete(request) for request in all_requests(run)])
+            assert counted(run, "drafted") == 0
+    return _expected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode", "steps"),
+    [
+        (Mode.UNIFIED, "tp=1", "tp=1", 1),
+        (Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4),
+        (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
+    ],
+)
+async def test_drafts_change_no_stream(
+    mode: Mode, prefill: str, decode: str, steps: int, knowing: type[KnowingDrafter]
+) -> None:
+    expected = await alone()
+    engine = speculating(small(mode, prefill, decode, steps=steps))
+    async with running(engine) as run:
+        asked = all_requests(run)
+        learn(knowing, asked, expected)
+        done = await run.complete_all(asked)
+        assert streams(done) == streams(expected)
+        same_logprobs(done, expected)
+        drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
+        assert 200 < accepted < drafted - 200

@@ -1,0 +1,204 @@
+"""Which drafts a step verifies: predictions from the sequence's own tokens, and their worth."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
+from jdisagg.scheduler.acceptance import PRIOR, Acceptance
+from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.handoff import HandoffEvent
+from jdisagg.scheduler.ngram import NgramIndex
+from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.sequences import Sequence
+from jdisagg.scheduler.speculation import REMEASURE, NgramDrafter, Speculation
+from tests.fakes.cluster import toy_request
+from tests.fakes.fake_executor import toy_limits
+
+LIMITS = replace(toy_limits(context_tokens=400, pages_per_rank=400), speculates=True)
+
+
+def test_the_tokens_after_an_earlier_occurrence_are_the_prediction() -> None:
+    index = NgramIndex([7, 1, 2, 3, 4, 5, 6, 1, 2, 3])
+    assert index.predict([4], 3) == (0, (5, 6, 1)), "four tokens occurred before"
+    assert index.predict([4, 9], 3) is None
+    assert index.predict([4, 9, 5, 6], 2) == (1, (1, 2)), "two did"
+
+
+def test_the_latest_occurrence_counts_and_longer_ones_come_first() -> None:
+    assert NgramIndex([1, 2, 3, 1, 2, 4, 1, 2]).predict([], 2) == (1, (4, 1))
+    index = NgramIndex([9, 8, 1, 2, 3, 1, 2, 4, 9, 8, 1])
+    assert index.predict([2], 1) == (0, (3,))
+
+
+def test_a_prediction_beyond_the_end_goes_on_with_its_own_tokens() -> None:
+    assert NgramIndex([1, 2, 1, 2, 1]).predict([], 5) == (1, (2, 1, 2, 1, 2))
+    assert NgramIndex([5, 5]).predict([5], 4) == (1, (5, 5, 5, 5))
+
+
+def test_predictions_are_those_of_a_search_through_all_tokens() -> None:
+    rng = random.Random(3)
+    tokens = [rng.randrange(4) for _ in range(400)]
+    index = NgramIndex(tokens[:50])
+    for end in range(50, 400):
+        found, known = index.predict(tokens[50:end], 1), tokens[:end]
+        wanted = None
+        for kind, size in enumerate((4, 2)):
+            ends = [at for at in range(size, end) if known[at - size : at] == known[-size:]]
+            if ends:
+                wanted = (kind, (known[ends[-1]],))
+                break
+        assert found == wanted
+
+
+class Bench:
+    """The planner of a mesh with speculation, beside a model whose next token is a function of the
+    position."""
+
+    def __init__(self, limits: MeshLimits = LIMITS, text: Iterable[int] = ()) -> None:
+        self.state = DecodeState(limits)
+        self.reservations = Reservations(self.state, 64)
+        self.speculation = Speculation(limits, NgramDrafter())
+        self.batches = DecodeBatches(self.state, 64, 1, speculation=self.speculation)
+        self.text = list(text)
+        self.at: dict[int, int] = {}
+        self.step = 0
+
+    def ready(self, number: int, prompt: list[int], max_tokens: int = 300) -> Sequence:
+        request = replace(
+            toy_request(number, 1, max_tokens=max_tokens), prompt_token_ids=tuple(prompt)
+        )
+        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        (group,) = self.reservations.grant(lease_until=9.0)
+        self.state.advance(group, HandoffEvent.GENERATE, 9.0)
+        self.batches.ready(group, (SampledToken(group.key, 0, self.text[0]),), 0, 9.0)
+        (child,) = group.children
+        self.at[child.key] = 0
+        return child
+
+    def plan(self) -> DecodeSteps:
+        self.step += 1
+        plan = self.batches.next_step(self.step, True)
+        assert plan is not None
+        return plan
+
+    def run(self, plan: DecodeSteps, seconds: float = 1.0) -> list[int]:
+        """What a mesh does with a plan. The number of tokens of each row."""
+        drafts = {one.row: one for one in plan.drafts}
+        rows: list[tuple[int, ...]] = []
+        for row, slot in enumerate(plan.slots[0]):
+            child = self.state.slots[0][slot]
+            assert child is not None
+            begin = self.at[child.key]
+            count = 1
+            if row in drafts:
+                one = drafts[row]
+                first = begin + child.group.prompt_tokens - one.start + 1
+                for draft in one.tokens[first : first + one.count]:
+                    if draft != self.text[begin + count]:
+                        break
+                    count += 1
+            self.at[child.key] += count
+            rows.append(tuple(self.text[begin + 1 : begin + 1 + count]))
+        self.batches.apply(DecodeResult(plan.step, (tuple(rows),)), seconds)
+        return [len(row) for row in rows]
+
+
+LOOP = [1, 2, 3, 4, 5] * 60
+
+
+def test_a_sequence_that_repeats_itself_takes_several_tokens_a_step_one_step_ahead() -> None:
+    bench = Bench(text=LOOP)
+    child = bench.ready(1, LOOP[:20])
+    ahead, taken = bench.plan(), []
+    for _ in range(20):
+        planned = bench.plan()
+        taken += bench.run(ahead)
+        ahead = planned
+    assert child.generated == bench.text[: len(child.generated)]
+    assert sum(taken) > 5 * len(taken), taken
+    assert bench.speculation.accepted <= bench.speculation.drafted
+
+
+def test_text_without_repetition_takes_no_drafts() -> None:
+    bench = Bench(text=list(range(200)))
+    bench.ready(1, [300, 301])
+    for _ in range(30):
+        plan = bench.plan()
+        assert plan.drafts == ()
+        bench.run(plan)
+
+
+@pytest.mark.parametrize(("ratio", "pays"), [(1.2, True), (9.0, False)])
+def test_drafts_are_taken_as_long_as_the_measured_step_is_worth_it(
+    ratio: float, pays: bool
+) -> None:
+    bench = Bench(text=LOOP)
+    bench.ready(1, LOOP[:20], max_tokens=290)
+    drafted = 0
+    for number in range(26):
+        plan = bench.plan()
+        bench.run(plan, ratio if plan.drafts else 1.0)
+        drafted += bool(plan.drafts) and number >= 8
+    assert (drafted > 12) == pays and (drafted == 0) != pays
+
+
+def test_wrong_predictions_stop_drafts_until_the_estimate_has_faded() -> None:
+    rng = random.Random(1)
+    # each pair occurred before, and something else followed
+    text = [rng.randrange(3) for _ in range(280)]
+    bench = Bench(text=text)
+    bench.ready(1, [rng.randrange(3) for _ in range(60)])
+    drafted = 0
+    for _ in range(120):
+        plan = bench.plan()
+        bench.run(plan, 1.9 if plan.drafts else 1.0)
+        drafted += bool(plan.drafts)
+    assert 3 <= drafted < 60
+
+
+def test_extra_rows_go_to_the_sequences_whose_drafts_are_accepted() -> None:
+    bench = Bench(text=LOOP)
+    children = [bench.ready(number, LOOP[:20]) for number in (1, 2, 3)]
+    bench.run(bench.plan())
+    for child, hits in zip(children, (0.0, 40.0, 25.0), strict=True):
+        child.acceptance[0] = Acceptance(hits, 50.0)
+    counts = {one.row: one.count for one in bench.plan().drafts}
+    assert sum(counts.values()) == LIMITS.extra_rows(4)
+    assert 0 not in counts and 1 <= counts[2] < counts[1]
+
+
+def test_drafts_stop_before_the_limit_of_a_sequence() -> None:
+    bench = Bench(text=LOOP)
+    child = bench.ready(1, LOOP[:20], max_tokens=9)
+    while child.generated[-1:] and len(child.generated) < 9:
+        bench.run(bench.plan())
+    assert len(child.generated) == 9 and bench.state.ledgers[0].free_pages == 400
+
+
+def test_both_kinds_of_steps_are_measured_again_after_a_while() -> None:
+    bench = Bench(limits=replace(LIMITS, context_tokens=8000, pages_per_rank=8000))
+    bench.text = [1, 2, 3, 4, 5] * 1500
+    bench.ready(1, bench.text[:20], max_tokens=7000)
+    plain = []
+    for number in range(2 * REMEASURE + 30):
+        plan = bench.plan()
+        if not plan.drafts:
+            plain.append(number)
+        bench.run(plan)
+    assert len([number for number in plain if number > 20]) >= 2
+
+
+def test_an_estimate_begins_at_the_prior_and_follows_what_is_verified() -> None:
+    counts = Acceptance()
+    assert counts.estimate() == PRIOR
+    for _ in range(20):
+        counts.add(3, 3, 1.0)
+    assert counts.estimate() > 0.95
+    for _ in range(200):
+        counts.rest()
+    assert counts.estimate() == pytest.approx(PRIOR, abs=0.02)
