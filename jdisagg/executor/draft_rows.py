@@ -203,8 +203,10 @@ class DraftRows(NamedTuple):
             token_BQ = jnp.where(offset_1Q <= accepted_B[:, None], token_BQ, NO_TOKEN)
             last_B = jnp.take_along_axis(self.index_BQ, accepted_B[:, None], axis=1)[:, 0]
         last: BatchRows = jax.tree.map(lambda x: jnp.take(x, last_B, axis=0), self.all)
-        parts = (chosen.logprob, chosen.top_ids, chosen.top_logprobs)
-        arranged = [None if part is None else self.by_slot(part) for part in parts]
+        logprob, top_ids, top_logprobs = (
+            None if part is None else self.by_slot(part)
+            for part in (chosen.logprob, chosen.top_ids, chosen.top_logprobs)
+        )
         counts = None if chosen.counts is None else jnp.take(chosen.counts, last_B, axis=0)
         hot_S2 = last.advance(hot_S2, jnp.take(chosen.token, last_B, axis=0))
-        return Chosen(token_BQ, *arranged, counts), hot_S2, last.slot
+        return Chosen(token_BQ, logprob, top_ids, top_logprobs, counts), hot_S2, last.slot

@@ -151,6 +151,7 @@ class ObservedExecutor:
                     "steps": command.steps,
                     "running": running,
                     "admits": len(command.admits),
+                    "drafts": sum(one.count for one in command.drafts),
                     "step": command.step,
                 }
                 tracing.span("decode steps", started, now, None, track=track, **sizes)

@@ -296,7 +296,8 @@ class DecodeBatches:
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
-                (nobody if one is child else one, *rest) for one, *rest in rows[child.rank]
+                (nobody if one is child else one, due, drafts)
+                for one, due, drafts in rows[child.rank]
             ]
 
     def _accept(

@@ -48,8 +48,8 @@ def drafter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def limits(**sizes: int) -> MeshLimits:
-    return replace(toy_limits(**sizes), speculates=True)
+def limits(pages: int = 64, slots: int = 4) -> MeshLimits:
+    return replace(toy_limits(pages_per_rank=pages, slots_per_rank=slots), speculates=True)
 
 
 def requests(count: int) -> list[Request]:
@@ -88,7 +88,7 @@ def verified(fleet: Fleet) -> tuple[int, int]:
 
 def test_a_disturbed_fleet_gives_every_stream_and_drafts_were_accepted_and_rejected() -> None:
     async def main() -> None:
-        async with Fleet(decode=limits(pages_per_rank=300, slots_per_rank=16), wire=True) as fleet:
+        async with Fleet(decode=limits(300, 16), wire=True) as fleet:
             streams = asyncio.create_task(follow(fleet, requests(6)))
             await asyncio.sleep(0.1)
             await fleet.decode_worker("decode0").drain(30.0)
@@ -121,7 +121,7 @@ def test_streams_go_on_when_a_worker_dies(name: str, seconds: float) -> None:
 
 def test_too_few_pages_cut_drafts_and_change_no_stream() -> None:
     async def main() -> None:
-        decode = limits(pages_per_rank=40, slots_per_rank=8)
+        decode = limits(40, 8)
         async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
             await follow(fleet, requests(8))
             worker = fleet.decode_worker("decode0")

@@ -127,14 +127,20 @@ def test_what_is_on_its_way_to_host_memory_is_room_of_its_worker() -> None:
 
 
 def test_a_decode_worker_that_appends_has_room_for_the_chunks_that_it_computes() -> None:
-    """As much as a prefill worker of such chunks."""
+    """As much as a prefill worker of such chunks, whose samples are as many as the step's rows: 8
+    slots, and 8 rows of drafts beside them."""
     how = (Mode.DISAGGREGATED, BF16, ONE_B, memory(20))
+    few = replace(SMALL, slots_per_rank=8)
     plain, appends = (
-        fit_instance(SMALL, WorkerRole.DECODE, *how, PrefixConfig(True, append_tokens=tokens))[1]
+        fit_instance(few, WorkerRole.DECODE, *how, PrefixConfig(True, append_tokens=tokens))[1]
         for tokens in (0, 256)
     )
-    small = replace(SMALL, chunk_tokens=256, min_chunk_tokens=64)
+    small = replace(few, chunk_tokens=256, min_chunk_tokens=64)
     prefill = fit_instance(small, WorkerRole.PREFILL, *how)[1]
+    drafts = replace(few, speculate="ngram")  # three rows a slot, for an accelerator
+    speculates = fit_instance(drafts, WorkerRole.DECODE, *how)[1]
+    logits = 3 * 4 * ONE_B.vocabulary
+    assert speculates.activations >= plain.activations + (8 + 24 - 16) * logits
     assert plain.activations < appends.activations == prefill.activations
     assert appends.total <= appends.memory.bytes
 
