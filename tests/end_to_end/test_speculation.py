@@ -1,8 +1,11 @@
 """Drafts change no stream, whatever a drafter predicts: each stream equals that of the request
 alone on a mesh that verifies none."""
 
+import asyncio
 import random
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,9 @@ from jdisagg.request import Request
 from jdisagg.scheduler import speculation
 from jdisagg.scheduler.sequences import Sequence
 from tests.end_to_end import test_forced_tokens, test_token_identity
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import MOE, Running, config, golden_copy, running
+from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
+from tests.end_to_end.two_decoders import TwoDecoders
 from tests.fakes.cluster import Collected
 
 small = partial(config, context=256, slots=4, chunk=32)
@@ -46,8 +51,6 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> type[KnowingDrafter]:
 
 
 def speculating(engine: EngineConfig) -> EngineConfig:
-    from dataclasses import replace
-
     return replace(engine, decode=replace(engine.decode, speculate="ngram"))
 
 
@@ -118,3 +121,103 @@ async def test_drafts_change_no_stream(
         same_logprobs(done, expected)
         drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
         assert 200 < accepted < drafted - 200
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("gpt_oss", True),
+        ("qwen3_next", False),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+        pytest.param("mistral_window", True, marks=pytest.mark.slow),
+    ],
+)
+async def test_drafts_change_no_stream_whatever_is_kept_of_a_position(
+    name: str, drafts: bool, tmp_path: Path, knowing: type[KnowingDrafter]
+) -> None:
+    """Windows in rings of pages, latents, and a state, which takes no drafts."""
+    directory = golden_copy(name, tmp_path)
+    engine = config(
+        Mode.DISAGGREGATED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
+    )
+    done: list[list[Collected]] = []
+    for one in (engine, speculating(engine)):
+        async with running(one) as run:
+            asked = [
+                run.request(
+                    range(20, 30 + 3 * seed),
+                    f"k{seed}",
+                    max_tokens=60,
+                    temperature=float(seed % 2),
+                    seed=seed,
+                    repetition_penalty=1.0 + 0.2 * (seed == 3),
+                    logprobs=1 if seed == 4 else None,
+                    ignore_eos=True,
+                )
+                for seed in range(6)
+            ]
+            if done:
+                learn(knowing, asked, done[0])
+            done.append(await run.complete_all(asked))
+            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
+    assert streams(done[1]) == streams(done[0])
+    same_logprobs(done[1], done[0])
+    assert 50 < accepted < drafted - 50 if drafts else drafted == 0
+
+
+@pytest.mark.slow
+async def test_drafts_of_sequences_in_a_storm_change_no_stream(
+    knowing: type[KnowingDrafter],
+) -> None:
+    """Too few pages, moves between two decode workers, of which one dies."""
+    expected = await alone()
+    storm = small(prefill="tp=2", decode="dp=2", decode_page=4, pages=64, growth=1, limits=LEASES)
+    async with running(speculating(storm), kind=TwoDecoders) as run:
+        cluster = run.cluster
+        assert isinstance(cluster, TwoDecoders)
+        asked = all_requests(run)
+        learn(knowing, asked, expected)
+        moving = asyncio.create_task(cluster.move_some())
+        done, _ = await run.complete_preempted(
+            asked, enough=lambda: cluster.first.counters["sequences_moved"] > 0
+        )
+        assert streams(done) == streams(expected)
+        dying = asyncio.create_task(cluster.die_when_busy())
+        done = await run.complete_all(asked)
+        moving.cancel()
+        assert streams(done) == streams(expected)
+        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+        for worker in (cluster.first, cluster.second):
+            assert 0 < worker.counters["accepted_tokens"] < worker.counters["drafted_tokens"]
+        await until_all_free(run)
+
+
+@pytest.mark.ci
+async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter]) -> None:
+    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
+    done: list[list[Collected]] = []
+    for one in (engine, speculating(engine)):
+        async with running(one) as run:
+            asked = test_forced_tokens.requests(run)
+            if done:
+                learn(knowing, asked, done[0])
+            done.append(await run.complete_all(asked))
+            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
+    assert streams(done[1]) == streams(done[0])
+    assert 50 < accepted < drafted - 50
+
+
+@pytest.mark.ci
+async def test_repeated_text_is_drafted_from_the_sequence_itself() -> None:
+    """With the drafter and the decisions of a server."""
+    engine = small(Mode.UNIFIED, decode="tp=1", slots=1)
+    done: list[list[Collected]] = []
+    for one in (engine, speculating(engine)):
+        async with running(one, first_device=4) as run:
+            prompt = "the red cat and the blue dog and " * 5
+            asked = [run.request(prompt, "r", max_tokens=100, ignore_eos=True)]
+            done.append(await run.complete_all(asked))
+            accepted = counted(run, "accepted")
+    assert streams(done[1]) == streams(done[0])
+    assert accepted > 20
