@@ -215,8 +215,9 @@ async def test_repeated_text_is_drafted_from_the_sequence_itself() -> None:
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine)):
         async with running(one, first_device=4) as run:
-            prompt = "the red cat and the blue dog and " * 5
-            asked = [run.request(prompt, "r", max_tokens=100, ignore_eos=True)]
+            prompt = "Tom and Sue saw a dog. Tom and Sue saw a cat. Tom and Sue saw a"
+            looping = {"frequency_penalty": -1.0, "ignore_eos": True}
+            asked = [run.request(prompt, "r", max_tokens=150, **looping)]
             done.append(await run.complete_all(asked))
             accepted = counted(run, "accepted")
     assert streams(done[1]) == streams(done[0])
