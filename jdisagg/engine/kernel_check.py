@@ -22,7 +22,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from jdisagg.errors import ConfigError
@@ -156,7 +155,7 @@ def _stored(folder: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
         return check()
     driver = DRIVER.read_text() if DRIVER.exists() else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    key = hashlib.sha256(f"{jaxlib.__version__} {driver} {visible} {KERNELS}".encode())
+    key = hashlib.sha256(f"{jax.__version__} {driver} {visible} {KERNELS}".encode())
     path = Path(folder).expanduser() / f"kernels-{key.hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text())
