@@ -35,13 +35,12 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("mode,\ninstances", overflow="fold", min_width=len("disaggregated"))
     for name in (
-        "used",
+        "used,\n$/M out,\nJ/token",
         "req/s a\ndevice",
         "TTFT ms\np50\np90\np99",
         "TPOT ms\np50\np90\np99",
         "link\nload",
         "KV room\na rank,\nused",
-        "$/M out\nJ/token",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("binds first", overflow="fold")
@@ -50,13 +49,17 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
         table.add_row(
             str(index),
             f"{candidate.mode.value}\n" + candidate.name.replace(" -> ", " ->\n"),
-            str(candidate.devices),
+            "\n".join(
+                [
+                    str(candidate.devices),
+                    *("-" if value is None else f"{value:.3g}" for value in costs_of(item, site)),
+                ]
+            ),
             f"{item.per_accelerator:.3g}",
             _three(item.report.ttft),
             _three(item.report.tpot),
             f"{100 * item.link_share:.1f} %" if candidate.prefill else "-",
             f"{item.kv_tokens * kept / 1e9:.0f} GB\n{100 * item.kv_share:.0f} %",
-            "\n".join("-" if value is None else f"{value:.3g}" for value in costs_of(item, site)),
             item.binding,
         )
     return table

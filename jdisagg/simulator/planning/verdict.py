@@ -183,7 +183,7 @@ def headroom(best: Finding, trial: Trial) -> str:
     """Describes the latencies of `trial`, which simulated the best finding below its rate."""
     ttft, tpot = trial.report.ttft.p90, trial.report.tpot.p90
     parts = [
-        f"{name} p90 {1e3 * value:.3g} ms"
+        f"{name} p90 {1e3 * value:.0f} ms"
         for name, value in (("TTFT", ttft), ("TPOT", tpot))
         if value is not None
     ]
