@@ -105,8 +105,15 @@ class ChatTemplate:
     def _in_form(self, name: str, message: Mapping[str, object]) -> dict[str, object]:
         """Returns the message with its content as a string or as a list of parts, depending on
         which form the template supports."""
-        content = message.get("content")
-        forms = self._forms_of(name, message.get("role"), bool(message.get("tool_calls")))
+        content, role = message.get("content"), message.get("role")
+        forms = self._forms_of(name, role, bool(message.get("tool_calls")))
+        if role not in _USUAL_ROLES and not (forms.text or forms.one):
+            raise InvalidRequestError(
+                f"messages: the model's chat template displays no message of the role {role!r}; use"
+                f" one of {', '.join(_USUAL_ROLES)}"
+            )
+        if content is None and "content" in message and not forms.none:
+            content = ""
         if isinstance(content, Sequence) and not isinstance(content, str) and not forms.several:
             content = "\n".join(str(part["text"]) for part in content)
         if isinstance(content, str) and content and forms.one and not forms.text:
@@ -118,19 +125,26 @@ class ChatTemplate:
         role, with or without tool calls. Renders a test message in each form to find out, and
         caches the result."""
         if (name, role, calling) not in self._forms:
+            if len(self._forms) >= _MOST_FORMS:  # clients choose the roles
+                self._forms.clear()
             text = self._probe(name, role, calling, _PROBE)
             both = [{"type": "text", "text": text} for text in (_PROBE, _SECOND_PROBE)]
             parts = self._probe(name, role, calling, both)
             # A template that expects text writes a list as Python or JSON would.
             one = _PROBE in parts and not _AS_DATA.search(parts)
+            none = self._probe(name, role, calling, None)
             self._forms[name, role, calling] = _Forms(
-                text=_PROBE in text, one=one, several=one and _SECOND_PROBE in parts
+                text=_PROBE in text,
+                one=one,
+                several=one and _SECOND_PROBE in parts,
+                none=bool(none) and "None" not in none,
             )
         return self._forms[name, role, calling]
 
     def _probe(self, name: str, role: object, calling: bool, content: object) -> str:
         def other(text: str) -> object:
-            return text if isinstance(content, str) else [{"type": "text", "text": text}]
+            parted = isinstance(content, list)
+            return [{"type": "text", "text": text}] if parted else text
 
         user: dict[str, object] = {"role": "user", "content": other("a")}
         probe: dict[str, object] = {"role": role, "content": content}
@@ -143,12 +157,13 @@ class ChatTemplate:
             "tool": [user, calls, {**result, **probe}],
         }
         values = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special}
-        try:
-            return self._template(name).render(
-                {**values, "messages": around.get(role, [probe, user])}
-            )
-        except _REFUSALS:
-            return ""
+        orders = [around[role]] if role in around else [[probe, user], [user, probe]]
+        for messages in orders:
+            try:
+                return self._template(name).render({**values, "messages": messages})
+            except _REFUSALS:
+                continue
+        return ""
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._sources:
@@ -177,13 +192,17 @@ class ChatTemplate:
 
 class _Forms(NamedTuple):
     """Forms of message content that a template supports: `text` is a string, `one` is a list with
-    one text part, and `several` is a list with several."""
+    one text part, `several` is a list with several, and `none` is None, which some templates print
+    as a word."""
 
     text: bool
     one: bool
     several: bool
+    none: bool
 
 
+_MOST_FORMS = 64
+_USUAL_ROLES = ("system", "user", "assistant", "tool")
 _PROBE, _SECOND_PROBE = "jdisagg-probe", "jdisagg-second"
 _AS_DATA = re.compile(rf"""text["']\s*:\s*["']{_PROBE}""")
 _REFUSALS = (

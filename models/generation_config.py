@@ -11,6 +11,7 @@ from typing import Any
 from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults, SamplingParams
 
+LEAST_TOP_P = 1e-6
 # Their names -> ours.
 _FIELDS = {
     "max_new_tokens": "max_tokens",
@@ -29,6 +30,13 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     given: dict[str, Any] = {
         ours: fields[name] for name, ours in _FIELDS.items() if fields.get(name) is not None
     }
+    for name in ("max_tokens", "top_k"):
+        if isinstance(value := given.get(name), float) and value.is_integer():
+            given[name] = int(value)
+    if given.get("top_k") == -1:  # all tokens, as in vLLM
+        given["top_k"] = 0
+    if given.get("top_p") == 0:  # nothing but the most likely token
+        given["top_p"] = LEAST_TOP_P
     try:
         SamplingParams(**given)
         for name in ("max_tokens", "top_k"):

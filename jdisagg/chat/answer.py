@@ -33,9 +33,16 @@ class AnswerParser(Protocol):
 class Collected:
     """Parts that a parser found since the last `take`. White space before a tool call is not part
     of the content, so up to `LONGEST_SPACE` characters are held back until other content
-    follows."""
+    follows.
+
+    Attributes:
+        before_call: Number of characters of the content that `take` returned last that precede the
+            first call, or None if the first call did not begin since the `take` before.
+    """
 
     calls_begun: int = 0
+    before_call: int | None = None
+    _first_at: int | None = None
     _content: list[str] = field(default_factory=list)
     _calls: list[ToolCallDelta] = field(default_factory=list)
     _space: str = ""
@@ -52,6 +59,8 @@ class Collected:
 
     def begin_call(self, name: str) -> None:
         self._space = ""
+        if not self.calls_begun:
+            self._first_at = sum(map(len, self._content))
         self._calls.append(ToolCallDelta(self.calls_begun, name=name))
         self.calls_begun += 1
 
@@ -66,6 +75,7 @@ class Collected:
         if last and not self.calls_begun:
             self._content.append(self._space)
         delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
+        self.before_call, self._first_at = self._first_at, None
         self._content.clear()
         self._calls.clear()
         return delta

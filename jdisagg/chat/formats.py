@@ -4,6 +4,7 @@ selected by name or guessed from the chat template.
 Names are those of vLLM's flags where vLLM has the format. A format is guessed by searching the chat
 template for the markers with which it writes the tool calls and reasoning of earlier answers."""
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -13,12 +14,12 @@ from jdisagg.chat.harmony import MARKS as HARMONY_MARKS
 from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
 from jdisagg.chat.reasoning import Marks, ReasoningParser
 from jdisagg.chat.tagged_calls import GlmParser, MiniMaxParser, QwenCoderParser, Schemas, SeedParser
-from jdisagg.chat.tool_parsers import HermesParser, LlamaParser, MistralParser
+from jdisagg.chat.tool_parsers import HermesParser, LlamaParser, MistralParser, ToolParser
 from jdisagg.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 
-TOOL_PARSERS: dict[str, Callable[[Schemas], AnswerParser]] = {
+TOOL_PARSERS: dict[str, Callable[[Schemas], ToolParser]] = {
     "deepseek_v3": DeepSeekParser,
     "glm45": GlmParser,
     "hermes": HermesParser,
@@ -116,23 +117,31 @@ class AnswerFormat:
         """
         if self._harmony:
             return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
-        calls = TOOL_PARSERS[self.tools](tools) if self.tools and tools else None
+        make = functools.partial(TOOL_PARSERS[self.tools], tools) if self.tools and tools else None
         if self.marks is None:
-            return calls
+            return make() if make is not None else None
         reasoning = ReasoningParser(self.marks, begun=thinking)
-        return reasoning if calls is None else _ReasoningAndCalls(reasoning, calls)
+        return reasoning if make is None else _ReasoningAndCalls(reasoning, make)
 
 
 class _ReasoningAndCalls:
-    """An `AnswerParser` that separates reasoning first, and then tool calls from the content."""
+    """An `AnswerParser` that separates reasoning first, and then tool calls from the content. A
+    call that begins within the reasoning ends it: all that follows is content and calls.
 
-    def __init__(self, reasoning: ReasoningParser, calls: AnswerParser) -> None:
+    Args:
+        reasoning: Parser of the reasoning.
+        make: Returns a parser of calls.
+    """
+
+    def __init__(self, reasoning: ReasoningParser, make: Callable[[], ToolParser]) -> None:
         self._reasoning = reasoning
-        self._calls = calls
+        self._within: ToolParser | None = make()  # finds calls within the reasoning
+        self._calls = make()
+        self._called = False  # whether a call ended the reasoning
 
     @property
     def reasons(self) -> bool:
-        return self._reasoning.reasons
+        return self._reasoning.reasons and not self._called
 
     @property
     def undecided(self) -> bool:
@@ -140,15 +149,34 @@ class _ReasoningAndCalls:
 
     def push(self, text: str) -> AnswerDelta:
         thought = self._reasoning.push(text)
-        said = self._calls.push(thought.content)
-        return AnswerDelta(said.content, thought.reasoning, said.calls)
+        ended = not (self._reasoning.reasons or self._reasoning.undecided)
+        return self._taken(thought, ended)
 
     def finish(self) -> AnswerDelta:
-        thought = self._reasoning.finish()
-        said, last = self._calls.push(thought.content), self._calls.finish()
+        found = self._taken(self._reasoning.finish(), True)
+        last = self._calls.finish()
         return AnswerDelta(
-            said.content + last.content, thought.reasoning, (*said.calls, *last.calls)
+            found.content + last.content, found.reasoning, (*found.calls, *last.calls)
         )
+
+    def _taken(self, thought: AnswerDelta, ended: bool) -> AnswerDelta:
+        """Separates calls from reasoning and content. `ended`: Whether the reasoning has ended."""
+        if self._called:
+            return self._calls.push(thought.reasoning + thought.content)
+        within, reasoning = self._within, thought.reasoning
+        if within is not None:
+            found = within.push(reasoning)
+            if (before := within.words_before_call) is not None:
+                self._called, self._within, self._calls = True, None, within
+                more = within.push(thought.content)
+                words = found.content[before:] + more.content
+                return AnswerDelta(words, found.content[:before], (*found.calls, *more.calls))
+            reasoning = found.content
+            if ended:
+                reasoning += within.finish().content
+                self._within = None
+        said = self._calls.push(thought.content)
+        return AnswerDelta(said.content, reasoning, said.calls)
 
 
 def _chosen(field: str, name: str, known: Collection[str]) -> str | None:

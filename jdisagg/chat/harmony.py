@@ -5,16 +5,17 @@ channel.
     to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
 The prompt ends within the first header. The channel `analysis` is reasoning. `final`, and
-`commentary` without a recipient, are content. A message to `functions.NAME` is a call. Channel and
-recipient may come in either order. Successive parts of the same kind are joined with newlines. Text
-without a header is content. A message to a recipient that is not a function is content, too, unless
-its channel is `analysis`: such a message is reasoning, in which the model addresses a tool that it
-was not given."""
+`commentary` without a recipient, are content. A message to `functions.NAME` is a call if there is
+such a tool. Channel and recipient may come in either order. Successive parts of the same kind are
+joined with newlines. Text without a header is content. A message to a recipient that is not one of
+the tools is content, too, unless its channel is `analysis`: such a message is reasoning, in which
+the model addresses a tool that it was not given."""
 
 import re
 from collections.abc import Callable, Collection
 
 from jdisagg.chat.answer import AnswerDelta, Collected, beginning_held
+from jdisagg.chat.call_names import resolved
 from jdisagg.chat.reasoning import Marks
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -122,8 +123,8 @@ class HarmonyParser:
         to, thinks = _RECIPIENT.search(header), _CHANNEL.search(header)
         self._parted = "\n" if (self._thought if thinks else self._said) else ""
         self._say = self._think if thinks else self._found.say
-        name = to[1] if to else ""
-        if self._tools and name and (f"{_TO}functions.{name}" in header or name in self._tools):
+        name = resolved(to[1], self._tools) if to and self._tools else ""
+        if name:
             self._parted, self._argued = "", False
             self._say = self._found.add_arguments
             self._found.begin_call(name)

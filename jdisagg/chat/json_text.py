@@ -64,23 +64,23 @@ class CallObject:
     Args:
         begin: Called with the call's name.
         add: Called with each piece of the arguments.
-        arguments_needed: Whether an object must have arguments to be a call.
-        names: Accepted names. An object with another name, or with keys that calls do not have, is
-            not a call. If empty, any name is accepted.
+        resolve: Returns the tool for a name, or "" if the object is not a call of a tool.
+        doubtful: Whether an object without arguments, or with keys that calls do not have, is not a
+            call.
     """
 
     def __init__(
         self,
         begin: Callable[[str], None],
         add: Callable[[str], None],
+        resolve: Callable[[str], str],
         *,
-        arguments_needed: bool = False,
-        names: frozenset[str] = frozenset(),
+        doubtful: bool = False,
     ) -> None:
         self.ended = self.broken = self.begun = False
         self._begin, self._add = begin, add
-        self._arguments_needed = arguments_needed
-        self._names = names
+        self._resolve = resolve
+        self._doubtful = doubtful
         self._name = self._key = ""
         self._arguments: list[str] | None = None  # not yet passed on; None before the key
         self._streams = False  # whether the current value is the arguments object
@@ -115,7 +115,7 @@ class CallObject:
             self._value = None
             self._key = str(_decoded("".join(self._text)))
             self._step = self._colon
-            self.broken = bool(self._names) and self._key not in _KEYS
+            self.broken = self._doubtful and self._key not in _KEYS
 
     def _colon(self, character: str) -> None:
         if character == ":":
@@ -165,11 +165,11 @@ class CallObject:
             return
         value = _decoded("".join(self._text))
         if self._key == "name":
-            known = isinstance(value, str) and value and not self._name
-            if not known or (self._names and value not in self._names):
+            known = self._resolve(value) if isinstance(value, str) and not self._name else ""
+            if not known:
                 self.broken = True
                 return
-            self._name = str(value)
+            self._name = known
             self._give("")
         elif self._key in _ARGUMENTS:
             self._give(value if isinstance(value, str) and value.strip() else "{}")
@@ -187,7 +187,7 @@ class CallObject:
         self._arguments.clear()
 
     def _end(self) -> None:
-        if self._name and not self.begun and not self._arguments_needed:
+        if self._name and not self.begun and not self._doubtful:
             self._arguments = []
             self._give("{}")
         self.ended, self.broken = True, not self.begun

@@ -9,7 +9,7 @@ from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 class MarkedParser(SteppedParser):
     """Parses SECTION CALL head SEPARATOR arguments END ... SECTION_END, in which the head contains
-    the call's name. If the head is invalid, the text of the call becomes content."""
+    the call's name. If the head names no tool, the text of the call becomes content."""
 
     SECTION = SECTION_END = CALL = SEPARATOR = END = ""
 
@@ -31,7 +31,7 @@ class MarkedParser(SteppedParser):
     def _head(self) -> bool:
         head, brace, rest = self._text.partition("{")
         before, separated, after = head.partition(self.SEPARATOR)
-        name = self._name(before.strip(), after.strip()) if separated else ""
+        name = self._resolved(self._name(before.strip(), after.strip())) if separated else ""
         if not brace and len(head) <= LONGEST_NAME and self.END not in head:
             return False
         if not brace or not name or len(head) > LONGEST_NAME or self.END in head:
@@ -44,7 +44,8 @@ class MarkedParser(SteppedParser):
         return True
 
     def _name(self, before: str, after: str) -> str:
-        """Returns the name from the text before and after the separator, or "" if it is invalid."""
+        """Returns the written name from the text before and after the separator, or "" if it is
+        invalid."""
         raise NotImplementedError
 
     def _arguments(self) -> bool:
@@ -103,8 +104,10 @@ class KimiParser(MarkedParser):
 
     def _name(self, before: str, after: str) -> str:
         known = _KIMI_ID.fullmatch(before)
-        return known[1] if known and not after else ""
+        if after or known is None:
+            return ""
+        return before if before in self._tools else known[1]
 
 
 FENCE = SPACE + "`"
-_KIMI_ID = re.compile(r"(?:functions\.)?([^\s:]+)(?::\d+)?")
+_KIMI_ID = re.compile(r"(?:functions\.)?(\S+?)(?::\d+)?")

@@ -2,7 +2,8 @@
 
 Templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls as
 objects rather than JSON text. This module rejects invalid conversations with an error that names
-the field. The model's template may reject further conversations."""
+the field. The model's template may reject further conversations. Calls in the history are never
+rejected, because an answer of the model may contain anything."""
 
 import enum
 import re
@@ -11,11 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from jdisagg.chat.call_arguments import arguments_object
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 
-ROLES = ("system", "user", "assistant", "tool")
 MAX_TOOLS = 512
+_ROLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,256}", re.ASCII)
 
 Json = dict[str, object]
@@ -32,7 +34,8 @@ class ToolChoice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made. `arguments` is the text of a JSON object."""
+    """A call that the assistant made. `arguments` is the text that the model wrote, which should be
+    a JSON object."""
 
     name: str
     arguments: str
@@ -44,8 +47,8 @@ class ChatMessage:
     """One message of a conversation.
 
     Attributes:
-        role: One of `ROLES`.
-        content: The text.
+        role: system, user, assistant, tool, or another role that the model's template displays.
+        content: The text, a tuple of its parts, or None.
         reasoning: The assistant's reasoning before the content.
         tool_calls: The assistant's tool calls.
         tool_call_id: In a message of role "tool", id of the tool call whose result it contains.
@@ -53,20 +56,28 @@ class ChatMessage:
     """
 
     role: str
-    content: str
+    content: str | tuple[str, ...] | None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
 
+    @property
+    def text(self) -> str:
+        """The content as one text. Parts are joined by newlines, as in vLLM."""
+        content = self.content
+        return "\n".join(content) if isinstance(content, tuple) else content or ""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTool:
-    """A function that the model may call. `parameters` is a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema, and `returns` describes
+    the result, for templates that display it."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, object] | None = None
+    returns: Mapping[str, object] | None = None
 
     @property
     def shown(self) -> Json:
@@ -76,6 +87,8 @@ class ChatTool:
             function["description"] = self.description
         if self.parameters is not None:
             function["parameters"] = self.parameters
+        if self.returns is not None:
+            function["return"] = self.returns
         return {"type": "function", "function": function}
 
 
@@ -129,17 +142,16 @@ def check_chat(prompt: ChatPrompt) -> None:
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
-    if message.role not in ROLES:
+    if not _ROLE.fullmatch(message.role):
         raise InvalidRequestError(
-            f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:64]!r}"
+            f"{where}.role must be 1 to 64 letters, digits and _-., such as user, got"
+            f" {message.role[:64]!r}"
         )
     for name in ("tool_calls", "reasoning"):
         if getattr(message, name) and message.role != "assistant":
             raise InvalidRequestError(
                 f"{where}.{name} is only for the role assistant, got {message.role!r}; omit it"
             )
-    for index, call in enumerate(message.tool_calls):
-        called_arguments(f"{where}.tool_calls[{index}].function.arguments", call)
 
 
 def _check_tools(prompt: ChatPrompt) -> None:
@@ -161,25 +173,16 @@ def _check_tools(prompt: ChatPrompt) -> None:
         )
 
 
-def called_arguments(where: str, call: ToolCall) -> Json:
-    """Parses the arguments of a tool call. Empty text means {}. Raises InvalidRequestError if the
-    arguments are not a JSON object. `where` names the field."""
-    try:
-        return msgspec.json.decode(call.arguments, type=Json) if call.arguments.strip() else {}
-    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
-        raise InvalidRequestError(
-            f"{where} must be the text of a JSON object, got {call.arguments[:80]!r}; repeat the"
-            " arguments of the answer"
-        ) from None
-
-
 def shown_messages(messages: Sequence[ChatMessage]) -> list[Json]:
     """Returns the messages in the form that chat templates expect. Absent fields are omitted."""
     return [_shown(message) for message in messages]
 
 
 def _shown(message: ChatMessage) -> Json:
-    shown: Json = {"role": message.role, "content": message.content}
+    content: object = message.content
+    if isinstance(content, tuple):
+        content = [{"type": "text", "text": text} for text in content]
+    shown: Json = {"role": message.role, "content": content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
         if not message.content:  # gpt-oss's name for reasoning; its template refuses both
@@ -193,7 +196,7 @@ def _shown(message: ChatMessage) -> Json:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": called_arguments(call.name, call)},
+                "function": {"name": call.name, "arguments": arguments_object(call.arguments)},
             }
             for call in message.tool_calls
         ]
@@ -205,7 +208,8 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
     texts: list[tuple[str, str]] = []
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
-        texts.append((f"{where}.content", message.content))
+        parts = message.content if isinstance(message.content, tuple) else (message.text,)
+        texts += [(f"{where}.content", part) for part in parts]
         texts += [
             (f"{where}.{name}", value)
             for name in ("reasoning", "tool_call_id", "name")

@@ -2,29 +2,17 @@
 Qwen3-Coder, Seed-OSS and MiniMax M2.
 
 The parsers convert the arguments to JSON. An argument that the tool's schema declares as a string
-is emitted while its text arrives. Any other argument is emitted when it is complete: unchanged if
-it is JSON of a type that the schema allows, and otherwise as a JSON string."""
+is emitted while its text arrives. Any other argument is emitted when it is complete, as JSON of a
+type that the schema allows (`argument_types`)."""
 
 import json
 from collections.abc import Mapping
 
-import msgspec
-
 from jdisagg.chat.answer import LONGEST_SPACE, beginning_held
+from jdisagg.chat.argument_types import ANY, Allowed, allowed_of, as_json
 from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 Schemas = Mapping[str, Mapping[str, object]]
-STRING = frozenset({"string"})
-# Schema types by the first character of a JSON text. Any other character begins a number.
-_TYPES = {
-    "{": {"object"},
-    "[": {"array"},
-    "t": {"boolean"},
-    "f": {"boolean"},
-    "n": {"null"},
-    '"': {"string"},
-}
-_skip = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 class TaggedParser(SteppedParser):
@@ -39,7 +27,7 @@ class TaggedParser(SteppedParser):
         self._schemas = tools or {}
         self._name = ""
         self._count = 0  # arguments so far
-        self._types: frozenset[str] = frozenset()  # types allowed for the argument (empty: any)
+        self._allowed: Allowed = ANY  # what the argument may be
         self._pieces: list[str] = []  # pieces of an argument that need not be a string
         self._passed = False  # whether part of the argument was emitted
 
@@ -59,7 +47,8 @@ class TaggedParser(SteppedParser):
             return False
         at = min(places, default=-1)
         name = self._text[:at].strip() if 0 <= at <= LONGEST_NAME else ""
-        if not name or any(c.isspace() or c in '<>"' for c in name):
+        name = "" if any(c.isspace() or c in '<>"' for c in name) else self._resolved(name)
+        if not name:
             self._found.say(self._held)
             self._step_now = self._words
             return True
@@ -100,7 +89,7 @@ class TaggedParser(SteppedParser):
         comma = ", " if self._count else ""
         self._found.add_arguments(f"{comma}{_json(key.strip())}: ")
         self._count += 1
-        self._types = self._types_of(key.strip())
+        self._allowed = allowed_of(self._schemas.get(self._name, {}), key.strip())
         self._pieces, self._passed = [], False
         self._step_now = self._in_value
         return True
@@ -110,13 +99,13 @@ class TaggedParser(SteppedParser):
         if not ended:
             self._pass_on()
             return False
-        if self._types == STRING:
+        if self._allowed.any_text:
             value = self._trimmed(value, first=not self._passed, last=True)
             begin = "" if self._passed else '"'
             self._found.add_arguments(begin + _json(value)[1:-1] + '"')
         else:
             value = self._trimmed("".join(self._pieces) + value, first=True, last=True)
-            self._found.add_arguments(_argument(value, self._types))
+            self._found.add_arguments(as_json(value, self._allowed))
         self._text, self._step_now = rest, self._in_call
         return True
 
@@ -126,7 +115,7 @@ class TaggedParser(SteppedParser):
         certain = len(self._text) - beginning_held(self._text, self.VALUE_END)
         certain = len(self._text[:certain].removesuffix("\n"))
         text, rest = self._text[:certain], self._text[certain:]
-        if self._types != STRING:
+        if not self._allowed.any_text:
             self._pieces.append(text)
             self._text = rest
             return
@@ -137,10 +126,6 @@ class TaggedParser(SteppedParser):
 
     def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
         return value
-
-    def _types_of(self, key: str) -> frozenset[str]:
-        properties = self._schemas.get(self._name, {}).get("properties")
-        return _types(properties.get(key)) if isinstance(properties, Mapping) else frozenset()
 
     def _end(self) -> None:
         text = self._text.strip()
@@ -192,33 +177,3 @@ class MiniMaxParser(QwenCoderParser):
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _types(schema: object) -> frozenset[str]:
-    """Returns the JSON types that a schema and its alternatives allow."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    given = schema.get("type")
-    types = given if isinstance(given, list) else [given]
-    for name in ("anyOf", "oneOf"):
-        some = schema.get(name)
-        types = (
-            types + [one.get("type") for one in some if isinstance(one, Mapping)]
-            if isinstance(some, list)
-            else types
-        )
-    return frozenset(one for one in types if isinstance(one, str))
-
-
-def _argument(text: str, types: frozenset[str]) -> str:
-    """Returns an argument's text as JSON. The text stays unchanged if it is JSON of one of the
-    types (of any type if `types` is empty). Otherwise it becomes a JSON string."""
-    text_or_none = text.strip()
-    try:
-        _skip(text_or_none)
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        if types == {"boolean"} and text_or_none in ("True", "False"):  # Python's spelling
-            return text_or_none.lower()
-        return _json(text)
-    known = types & _TYPES.get(text_or_none[0], {"number", "integer"})
-    return text_or_none if known or "string" not in types else _json(text)

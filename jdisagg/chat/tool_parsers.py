@@ -1,12 +1,14 @@
 """Parsers of tool calls in JSON, in the formats of Hermes and Qwen, Llama 3, and Mistral.
 
 Each class is an `AnswerParser`. The parser holds back the text from a call's marker until the
-call's name and the beginning of its arguments have arrived. If the held text is not a call, it
-becomes content. Once a call has begun, its arguments are emitted as the model writes them."""
+call's name and the beginning of its arguments have arrived. If the held text is not a call of one
+of the tools, it becomes content. Once a call has begun, its arguments are emitted as the model
+writes them."""
 
 from collections.abc import Callable, Collection
 
 from jdisagg.chat.answer import LONGEST_SPACE, AnswerDelta, Collected, beginning_held
+from jdisagg.chat.call_names import resolved
 from jdisagg.chat.json_text import SPACE, CallObject, JsonValue
 
 LONGEST_NAME = 256  # characters of a tool's name, including the text around it
@@ -30,6 +32,15 @@ class ToolParser:
     def finish(self) -> AnswerDelta:
         self._end()
         return self._found.take(last=True)
+
+    @property
+    def words_before_call(self) -> int | None:
+        """Number of characters of the latest delta's content that precede the answer's first call,
+        or None if the first call did not begin in it."""
+        return self._found.before_call
+
+    def _resolved(self, name: str) -> str:
+        return resolved(name, self._tools)
 
     def _step(self) -> bool:
         """Consumes some of the text. Returns whether calling `_step` again may consume more."""
@@ -109,10 +120,7 @@ class JsonToolParser(ToolParser):
         """Starts to read a JSON object. `certain`: Whether a marker announced it as a call."""
         self._raw = [raw]
         self._object = CallObject(
-            self._found.begin_call,
-            self._found.add_arguments,
-            arguments_needed=not certain,
-            names=frozenset() if certain else self._tools,
+            self._found.begin_call, self._found.add_arguments, self._resolved, doubtful=not certain
         )
 
     def _read_object(self) -> bool | None:
@@ -188,12 +196,11 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """Parses {"name": "f", "parameters": {"x": 1}} as the whole answer, possibly after
-    <|python_tag|>, several joined by ; (Llama 3.1 to 3.3). Without the tag, an object is a call
-    only if it names an available tool."""
+    """Parses {"name": "f", "parameters": {"x": 1}} as the whole answer, or anywhere after
+    <|python_tag|>, several joined by ; (Llama 3.1 to 3.3)."""
 
     TAG = "<|python_tag|>"
-    _words = False  # whether the rest is content
+    _words = False  # whether the text is content up to the next tag
 
     def _step(self) -> bool:
         if self._object is not None:
@@ -201,9 +208,9 @@ class LlamaParser(JsonToolParser):
             self._words = called is False
             return called is not None
         if self._words:
-            self._found.say(self._text)
-            self._text = ""
-            return False
+            self._words = not self._say_until(self.TAG)
+            self._text = self._text if self._words else self.TAG + self._text
+            return not self._words
         return self._begin()
 
     def _begin(self) -> bool:
@@ -218,6 +225,9 @@ class LlamaParser(JsonToolParser):
             return False
         if not body.startswith("{") or len(rest) - len(body) > LONGEST_SPACE:
             self._words = True
+            if tagged:
+                self._found.say(self._text[: len(self._text) - len(rest)])
+                self._text = rest
             return True
         self._expect_object(self._text[: len(self._text) - len(body)], certain=tagged)
         self._text = body
@@ -281,7 +291,8 @@ class MistralParser(JsonToolParser):
         if not brace and not none:
             return False
         self._called = False
-        if none or not name or set(name) & set(SPACE):
+        name = "" if none or set(name) & set(SPACE) else self._resolved(name)
+        if not name:
             self._found.say(self._held)
             return True
         self._found.begin_call(name)

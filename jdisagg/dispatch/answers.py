@@ -6,11 +6,11 @@ text that it already received is therefore parsed again."""
 
 import asyncio
 import dataclasses
-import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
+from jdisagg.chat.call_ids import call_id
 from jdisagg.chat.forced_calls import ForcedParser
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.messages import ChatPrompt, ToolChoice
@@ -21,8 +21,6 @@ from jdisagg.request import FinishReason, Request, StreamEvent, ToolCallDelta, U
 # Tail of the prompt that is searched for an open reasoning marker.
 TAIL_TOKENS = 16
 REPLAYED_TOKENS = 64  # tokens replayed before other tasks get a turn
-CALL_ID_CHARACTERS = 24
-MISTRAL_ID_CHARACTERS = 9  # Mistral's templates reject other lengths
 
 
 class ChatAnswers:
@@ -102,16 +100,11 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """Returns an id for a tool call. The id stays the same if the client resumes the stream.
-        For Kimi K2 the id contains the call's number within the conversation."""
-        if self._form.tools == "kimi_k2":
-            earlier = sum(len(message.tool_calls) for message in self._chat.messages)
-            return f"functions.{call.name}:{earlier + call.index}"
-        named = "/".join(map(repr, (*self._request.identity, child, call.index)))
-        drawn = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()
-        if self._form.tools == "mistral":
-            return drawn[:MISTRAL_ID_CHARACTERS]
-        return f"call_{drawn[:CALL_ID_CHARACTERS]}"
+        """Returns an id for a tool call. The id stays the same if the client resumes the
+        stream."""
+        earlier = sum(len(message.tool_calls) for message in self._chat.messages)
+        identity = "/".join(map(repr, (*self._request.identity, child, call.index)))
+        return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     def _thinking(self) -> bool:
         """Returns whether the prompt ends inside reasoning, which some templates open."""
@@ -119,7 +112,7 @@ class ChatAnswers:
         if marks is None:
             return False
         if chat.continue_final_message:
-            return marks.open_in(chat.messages[-1].content)
+            return marks.open_in(chat.messages[-1].text)
         tail = self._request.prompt_token_ids[-TAIL_TOKENS:]
         text = self._decoder.decode(tail, skip_special_tokens=False)
         return text.rstrip().endswith(marks.begin)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, Unpack
 
 from jdisagg import caller
+from jdisagg.chat.call_ids import with_ids
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.messages import (
     ChatPrompt,
@@ -397,12 +398,7 @@ class Frontend:
             return 0
         if isinstance(prompt, ChatPrompt):
             return self._check_chat(prompt)
-        size_bytes = self._check_text("prompt", prompt)
-        if size_bytes == 0:
-            raise InvalidRequestError(
-                "prompt is empty: at least one token is needed to predict the next; send some text"
-            )
-        return size_bytes
+        return self._check_text("prompt", prompt)
 
     async def _tokens(
         self, prompt: Prompt, size_bytes: int, within_context: bool
@@ -417,6 +413,10 @@ class Frontend:
             token_ids = await self._long_texts.run(size_bytes, self._encode, prompt, within_context)
         else:
             token_ids = self._encode(prompt, within_context)
+        if not token_ids and within_context:  # an empty text may still have a BOS token
+            raise InvalidRequestError(
+                "prompt is empty: at least one token is needed to predict the next; send some text"
+            )
         self._check_known(token_ids)
         return token_ids
 
@@ -426,7 +426,7 @@ class Frontend:
             # The chat template already contains BOS.
             add_special_tokens = False
             text = self._codec.apply_chat_template(
-                shown_messages(prompt.messages),
+                shown_messages(with_ids(prompt.messages, self._answers.tools)),
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
                 arguments=prompt.arguments,

@@ -113,7 +113,7 @@ def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
             ranges[-1][1] = token_id
         else:
             ranges.append([token_id, token_id])
-    shown = ",".join(f"{first}-{last}" for first, last in ranges)
+    shown = ",".join(str(one) if one == last else f"{one}-{last}" for one, last in ranges)
     return Grammar(GrammarKind.LARK, f"start: <[{shown}]>*")
 
 

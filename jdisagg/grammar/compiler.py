@@ -10,6 +10,7 @@ llguidance's limits bound the memory of a grammar and the time to compute a mask
 llguidance releases Python's global interpreter lock."""
 
 import asyncio
+import contextlib
 import signal
 import sys
 import threading
@@ -25,7 +26,8 @@ from jdisagg.clock import within
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
-from jdisagg.grammar.trial import MEMORY_BYTES, PROCESSOR_SECONDS, limits
+from jdisagg.grammar.schema_forms import for_llguidance
+from jdisagg.grammar.trial import MEMORY_BYTES, PROCESSOR_SECONDS, limits, vocabulary_of
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
 AT_ONCE = 2
@@ -37,10 +39,16 @@ TRIAL = str(Path(__file__).with_name("trial.py"))
 
 @dataclass(frozen=True, slots=True)
 class TokenizerText:
-    """Text of a tokenizer.json file, and the token ids with which the model ends a text."""
+    """Text of a tokenizer.json file, and what the model's configuration adds to it.
+
+    Attributes:
+        eos_ids: Token ids with which the model ends a text.
+        vocabulary: Number of ids of the model, which may have more of them than the tokenizer.
+    """
 
     json: str
     eos_ids: tuple[int, ...]
+    vocabulary: int = 0
 
 
 class GrammarCompiler:
@@ -56,6 +64,7 @@ class GrammarCompiler:
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
+        self._tried_with = b""  # the vocabulary for `trial.py`
         # each value is the compiled grammar, or a description of its error
         self._known: OrderedDict[Grammar, llguidance.LLMatcher | str] = OrderedDict()
         self._at_work = asyncio.Semaphore(AT_ONCE)
@@ -73,8 +82,12 @@ class GrammarCompiler:
                         " answer; omit the grammar"
                     )
                 self._eos_ids = text.eos_ids
-                self._tokenizer = llguidance.LLTokenizer(text.json, eos_token=list(text.eos_ids))
+                self._tokenizer = _loaded(text)
             return self._tokenizer
+
+    def _trial_vocabulary(self) -> bytes:
+        self._tried_with = self._tried_with or vocabulary_of(self.load())
+        return self._tried_with
 
     async def admit(self, grammar: Grammar, seconds: float) -> None:
         """Validates an untrusted grammar in a separate process and compiles it.
@@ -137,12 +150,22 @@ class GrammarCompiler:
         finally:
             self._waiting -= 1
         try:
-            fault = await _tried(grammar, seconds) if tried else ""
+            fault = await self._tried(grammar, seconds) if tried else ""
             if fault:
                 return self._keep(grammar, _first_line(fault))
             return await asyncio.to_thread(self._find, grammar)
         finally:
             self._at_work.release()
+
+    async def _tried(self, grammar: Grammar, seconds: float) -> str:
+        if grammar.kind is GrammarKind.JSON_OBJECT:
+            return ""
+        try:
+            text = _as_llguidance(grammar)
+        except ValueError as error:
+            return str(error)
+        vocabulary = self._tried_with or await asyncio.to_thread(self._trial_vocabulary)
+        return await validate(text, vocabulary, seconds)
 
     def matcher(
         self,
@@ -198,18 +221,21 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
     return found
 
 
-async def _tried(grammar: Grammar, seconds: float) -> str:
-    if grammar.kind is GrammarKind.JSON_OBJECT:
-        return ""
-    try:
-        return await validate(_as_llguidance(grammar), seconds)
-    except ValueError as error:
-        return str(error)
+def _loaded(text: TokenizerText) -> llguidance.LLTokenizer:
+    """Reads a tokenizer. Ids of the model for which it has no token are added without a text."""
+    ends = list(text.eos_ids)
+    if text.vocabulary:
+        with contextlib.suppress(ValueError):  # the tokenizer has more tokens than the model
+            return llguidance.LLTokenizer(text.json, n_vocab=text.vocabulary, eos_token=ends)
+    return llguidance.LLTokenizer(text.json, eos_token=ends)
 
 
-async def validate(text: str, seconds: float) -> str:
+async def validate(text: str, vocabulary: bytes, seconds: float) -> str:
     """Compiles a grammar, in llguidance's form, in a child process (`trial.py`), because a hostile
     grammar may crash its process.
+
+    Args:
+        vocabulary: The served model's vocabulary (`trial.vocabulary_of`).
 
     Returns:
         A description of the error, or "" for a valid grammar.
@@ -227,7 +253,7 @@ async def validate(text: str, seconds: float) -> str:
     )
     try:
         async with asyncio.timeout(seconds):
-            said, _ = await process.communicate(text.encode())
+            said, _ = await process.communicate(vocabulary + text.encode())
     finally:
         if process.returncode is None:
             process.kill()
@@ -248,8 +274,13 @@ def _as_llguidance(grammar: Grammar) -> str:
             text = grammar.text.strip()
             if text in ("true", "false"):  # schemas that accept anything or nothing
                 text = "{}" if text == "true" else '{"enum": []}'
+            made = for_llguidance(text)
+            if says_itself(text):
+                return llguidance.LLMatcher.grammar_from_json_schema(
+                    made, overrides={"coerce_one_of": True}
+                )
             return llguidance.LLMatcher.grammar_from_json_schema(
-                text, overrides={} if says_itself(text) else {"whitespace_pattern": WHITESPACE}
+                made, overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
             )
         case GrammarKind.JSON_OBJECT:
             return llguidance.LLMatcher.grammar_from_json_schema(

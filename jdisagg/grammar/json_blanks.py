@@ -18,7 +18,7 @@ def says_itself(schema: str) -> bool:
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
     """Limits white space to `WHITESPACE`, unless the schema has llguidance options already."""
-    few = {OPTIONS: {"whitespace_pattern": WHITESPACE}}
+    few = {OPTIONS: {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 
 

@@ -17,6 +17,7 @@ from typing import cast
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import with_few
+from jdisagg.grammar.schema_forms import schema_for_llguidance
 
 Json = Mapping[str, object]
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -68,7 +69,9 @@ class _Rules:
         schema = part.get("json_schema", part.get("schema"))
         if not isinstance(schema, dict | bool):
             raise InvalidRequestError(f"{where}.json_schema must be a JSON schema; send one")
-        shown = with_few(schema) if isinstance(schema, dict) else with_few({} if schema else _NO)
+        if isinstance(schema, bool):
+            schema = {} if schema else _NO
+        shown = with_few(schema_for_llguidance(schema))
         return f"%json {json.dumps(shown)}"
 
     def regex(self, part: Json, where: str) -> str:

@@ -1,11 +1,15 @@
-"""Script that `compiler.py` runs in a separate process to compile one grammar. It reads the grammar
-in llguidance's form from standard input and prints a description of the error, if any.
+"""Script that `compiler.py` runs in a separate process to compile one grammar. It reads a line of
+JSON with the vocabulary (`vocabulary_of`) and then the grammar in llguidance's form from standard
+input, and prints a description of the error, if any.
 
 llguidance recurses over rules, and a grammar may take unbounded time. A hostile grammar that
-exceeds the limits of stack, memory or time ends only this process. The script uses a tokenizer of
-single bytes, because the cost of a grammar hardly depends on the vocabulary. Imports only the
-standard library and llguidance, so that the process starts fast."""
+exceeds the limits of stack, memory or time ends only this process. The vocabulary has the ids of
+the served model and its special tokens, which a grammar may name. Of the other tokens it has only
+those of one byte: the cost of a grammar hardly depends on the rest, which would take a quarter of a
+second to read. Imports only the standard library and llguidance, so that the process starts fast.
+"""
 
+import json
 import random
 import resource
 import signal
@@ -28,16 +32,67 @@ def limits() -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 
 
+def vocabulary_of(tokenizer: llguidance.LLTokenizer) -> bytes:
+    """Returns the part of a tokenizer that this script needs, as a line of JSON."""
+    special: dict[int, str] = {}
+    single: dict[int, int] = {}
+    for token_id in range(tokenizer.vocab_size):
+        given = tokenizer.decode_bytes([token_id])
+        if tokenizer.is_special_token(token_id):
+            special[token_id] = given.decode("latin-1")
+        elif len(given) == 1:
+            single.setdefault(given[0], token_id)
+    found = {
+        "ids": tokenizer.vocab_size,
+        "eos_ids": tokenizer.eos_tokens,
+        "special": special,
+        "single": {token_id: byte for byte, token_id in single.items()},
+    }
+    return json.dumps(found).encode() + b"\n"
+
+
+class _Vocabulary:
+    """A tokenizer in the form that `LLTokenizer` takes, from the text of `vocabulary_of`."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, line: bytes) -> None:
+        read = json.loads(line)
+        self.eos_ids: list[int] = read["eos_ids"]
+        self.eos_token_id = self.eos_ids[0]
+        self.tokens = [b""] * read["ids"]
+        self.special_token_ids = [int(token_id) for token_id in read["special"]]
+        self._ids = {byte: int(token_id) for token_id, byte in read["single"].items()}
+        for token_id, text in read["special"].items():
+            self.tokens[int(token_id)] = text.encode("latin-1")
+        for byte, token_id in self._ids.items():
+            self.tokens[token_id] = bytes([byte])
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        given = text.encode() if isinstance(text, str) else text
+        return [self._ids[byte] for byte in given if byte in self._ids]
+
+    def loaded(self) -> llguidance.LLTokenizer:
+        return llguidance.LLTokenizer(self, eos_token=self.eos_ids, slices=[])  # type: ignore
+
+
 def fault(tokenizer: llguidance.LLTokenizer, text: str) -> str:
     """Compiles a grammar and computes some masks. Returns a description of the error, or ""."""
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
-    draw = random.Random(0)
+    draw, ends = random.Random(0), frozenset(tokenizer.eos_tokens)
     for _ in range(WALK_TOKENS):
         if matcher.is_error() or matcher.is_stopped():
             break
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        # Ids above 255 are special tokens, such as the end of the text.
-        allowed = [byte for byte in range(256) if mask >> byte & 1]
+        mask = matcher.compute_bitmask()
+        allowed = [
+            8 * at + bit
+            for at, byte in enumerate(mask)
+            if byte
+            for bit in range(8)
+            if byte >> bit & 1
+        ]
+        allowed = [token_id for token_id in allowed if token_id not in ends]
         if not allowed:
             break
         matcher.consume_token(draw.choice(allowed))
@@ -45,8 +100,8 @@ def fault(tokenizer: llguidance.LLTokenizer, text: str) -> str:
 
 
 def main() -> None:
+    tokenizer = _Vocabulary(sys.stdin.buffer.readline()).loaded()
     text = sys.stdin.buffer.read().decode()
-    tokenizer = llguidance.LLTokenizer("byte")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)

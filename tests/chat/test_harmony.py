@@ -117,8 +117,9 @@ def test_nothing_that_was_said_is_lost_where_a_marker_is_damaged(
         # tools of gpt-oss itself, which it was not given
         ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "", "1 + 1", []),
         ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", "{}", "", []),
-        # a function that nobody knows is called all the same, as in other forms
-        ("<|channel|>commentary to=functions.f<|message|>{}", "", "", [["f", "{}"]]),
+        # a function that the request does not have
+        ("<|channel|>commentary to=functions.f<|message|>{}", "{}", "", []),
+        ("<|channel|>commentary to=functions.run_1<|message|>{}", "", "", [["run", "{}"]]),
     ],
 )
 def test_what_gpt_oss_writes_beside_its_form_is_understood_or_words(

@@ -153,6 +153,8 @@ def test_what_is_held_back_is_bounded(name: str) -> None:
         ("NaN", {"type": "number"}, '"NaN"'),
         ('"\\ud800"', None, '"\\"\\\\ud800\\""'),
         ("True", {"type": "boolean"}, "true"),
+        ("FALSE", {"type": ["boolean", "null"]}, "false"),
+        ("[1,2]", {"type": "array"}, "[1,2]"),
         # What may be a string is one, unless it is of another type that it may have.
         ("12", {"type": ["string", "null"]}, '"12"'),
         ("null", {"type": ["string", "null"]}, "null"),
@@ -170,6 +172,30 @@ def test_a_value_between_tags_has_a_type_of_the_schema(
     for name in ("glm45", "qwen3_coder"):
         text = WRITERS[name][0]([("run", {"x": value})])
         assert read(TOOL_PARSERS[name](schemas), [text]).calls == [["run", f'{{"x": {argument}}}']]
+
+
+@FORMS
+@pytest.mark.parametrize("called", ["functions_run_1", "functions.run:0", "tools/run", "run_12"])
+def test_a_name_with_a_models_own_words_around_it_is_that_of_the_tool(
+    name: str, write: Callable[[list[Call]], str], called: str
+) -> None:
+    answer = read(TOOL_PARSERS[name](SCHEMAS), write([(called, {"x": 1})]))
+    untagged = name == "llama3_json"
+    assert answer.parsed() == [("run", {"x": 1})] and (untagged or not answer.content)
+
+
+@FORMS
+@pytest.mark.parametrize("called", ["call00003", "functions.nope:0", "runs", "run2", "functions."])
+def test_a_call_of_no_tool_stays_text(
+    name: str, write: Callable[[list[Call]], str], called: str
+) -> None:
+    text = "Then: " * (name != "llama3_json") + write([(called, {"x": 1})])
+    answer = read(TOOL_PARSERS[name](SCHEMAS), text)
+    assert (answer.content, answer.calls) == (text, [])
+    more = write([("run", {"x": 1})])
+    if name not in ("llama3_json", "mistral"):
+        both = read(TOOL_PARSERS[name](SCHEMAS), text + more)
+        assert both.parsed() == [("run", {"x": 1})] and both.content.startswith(text[:10])
 
 
 @PARSERS
@@ -219,7 +245,7 @@ def test_an_answer_without_calls_is_passed_on_at_once(name: str) -> None:
 def test_what_models_write_beside_their_form_is_understood_or_words(
     name: str, text: str, calls: list[list[str]]
 ) -> None:
-    answer = read(TOOL_PARSERS[name](SCHEMAS), text)
+    answer = read(TOOL_PARSERS[name]({**SCHEMAS, "f": {}}), text)
     assert answer.calls == calls
     assert answer.content == ("" if calls else text)
 

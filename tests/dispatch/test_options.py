@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.dispatch.options import SamplingOptions, restricted
+from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, SamplingOptions, restricted
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Grammar, GrammarKind
 from tests.grammar.test_grammars import EOS, allowed, begin, ids_of, text, walk
@@ -23,6 +23,11 @@ def test_allowed_tokens_are_all_that_come() -> None:
     grammar = grammar_of(allowed_token_ids=IDS)
     assert set(allowed(begin(grammar, ignore_eos=True))) == set(IDS)
     assert set(allowed(begin(grammar, [70, 9], ignore_eos=True))) == set(IDS)
+
+
+def test_as_many_tokens_as_may_be_allowed_fit_a_grammar() -> None:
+    most = range(100_000, 100_000 + 2 * MAX_ALLOWED_TOKENS, 2)
+    assert grammar_of(allowed_token_ids=most).text.count(",") == MAX_ALLOWED_TOKENS - 1
 
 
 def test_an_answer_ends_where_the_token_that_ends_it_is_allowed() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar import compiler
-from jdisagg.grammar.compiler import GrammarCompiler, validate
+from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText, validate
 from jdisagg.grammar.matcher import TokenMatcher, mask_words
+from jdisagg.grammar.trial import vocabulary_of
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 from launch.grammars import grammar_compiler
 from models.tokenizer import Tokenizer
@@ -186,6 +187,38 @@ async def test_what_is_no_grammar_is_refused_with_the_reason(name: str) -> None:
         await COMPILER.admit(REFUSED[name], seconds(60))
 
 
+# What only the served model's vocabulary can judge: ids that a byte has none for, special tokens.
+OF_THE_MODEL = ["start: <[300-310]>", "start: <[1279]>", 'start: "a" <|end|>', "start: <[^5]>+ <s>"]
+NOT_OF_THE_MODEL = {"start: <[1280]>": "too large", "start: <|im_end|>": "unknown special token"}
+
+
+@pytest.mark.parametrize("written", OF_THE_MODEL)
+async def test_a_grammar_may_name_every_token_of_the_model(written: str) -> None:
+    await COMPILER.admit(Grammar(GrammarKind.LARK, written), seconds(60))
+
+
+@pytest.mark.parametrize("written", NOT_OF_THE_MODEL)
+async def test_a_token_that_the_model_lacks_is_refused(written: str) -> None:
+    with pytest.raises(InvalidRequestError, match=NOT_OF_THE_MODEL[written]):
+        await COMPILER.admit(Grammar(GrammarKind.LARK, written), seconds(60))
+
+
+async def test_an_id_without_a_token_comes_only_where_it_is_named() -> None:
+    """A model may have more ids than its tokenizer, as padding."""
+    text = TokenizerText((LLAMA / "tokenizer.json").read_text(), EOS, vocabulary=1300)
+    padded = GrammarCompiler(lambda: text)
+    named, words = (
+        Grammar(GrammarKind.LARK, "start: <[1290-1299]>"),
+        Grammar(GrammarKind.REGEX, ".*"),
+    )
+    for grammar, expected in ((named, set(range(1290, 1300))), (words, set())):
+        await padded.admit(grammar, seconds(60))
+        mask = np.zeros(mask_words(1300), np.uint32)
+        padded.matcher(grammar, SamplingParams(grammar=grammar), EOS, []).fill(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        assert {int(one) for one in np.flatnonzero(bits) if one >= 1280} == expected
+
+
 def chain(rules: int, middle: str) -> str:
     """Rules of which each asks for the next."""
     some = "\n".join(middle.format(this=f"r{at}", next=f"r{at + 1}") for at in range(rules))
@@ -226,7 +259,7 @@ async def test_while_grammars_wait_known_ones_are_served_and_too_many_are_refuse
 ) -> None:
     gate, begun = asyncio.Event(), 0
 
-    async def slow(text: str, seconds: float) -> str:
+    async def slow(text: str, vocabulary: bytes, seconds: float) -> str:
         nonlocal begun
         begun += 1
         await gate.wait()
@@ -285,4 +318,4 @@ async def test_a_worker_turns_no_grammar_away_that_a_door_has_admitted(
 
 async def test_who_no_longer_waits_leaves_no_child_process() -> None:
     with pytest.raises(TimeoutError):
-        await validate("start: /x/", 0.0)
+        await validate("start: /x/", vocabulary_of(COMPILER.load()), 0.0)

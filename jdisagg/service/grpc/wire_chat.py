@@ -78,7 +78,7 @@ def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
     return build(
         pb.ChatMessage,
         role=message.role,
-        content=message.content,
+        content=message.text,
         reasoning=message.reasoning,
         tool_calls=[
             build(pb.ToolCall, id=call.id, name=call.name, arguments_json=call.arguments)

@@ -2,6 +2,8 @@
 
 This module checks only the types of the fields. The `Frontend` validates the chat."""
 
+import contextlib
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -9,16 +11,34 @@ import msgspec
 from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.fields import ANYTHING, PLAIN_OBJECT, TEXT, YES, FieldKind, Fields, shown
+from jdisagg.service.http.fields import (
+    ANYTHING,
+    PLAIN_OBJECT,
+    TEXT,
+    TEXT_OR_JSON,
+    YES,
+    FieldKind,
+    Fields,
+    shown,
+)
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "function_call": (([],), "send it as tool_calls"),
     "audio": (([],), "only text is supported; put it into content"),
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
+_CHOICES["any"] = ToolChoice.REQUIRED  # the name in other APIs
+_CHOICE_KINDS = ("function", "tool", "allowed_tools")
 _MODES = ("auto", "required")
 _TextKind = Literal["text", "input_text", "output_text"]
-_TEXT_KINDS = get_args(_TextKind)
+# Types of parts, and the field of each that holds its text.
+_TEXT_FIELDS = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusal"}
+_THOUGHT_FIELDS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
+# OpenAI's newer name for the system role, and its older one for results of tools.
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+_DOCUMENTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, object]]).decode)
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
@@ -32,6 +52,8 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     if effort := fields.read("reasoning_effort", TEXT):  # a variable of some templates
         arguments.setdefault("reasoning_effort", effort)
+    if (documents := fields.read("documents", _DOCUMENTS)) is not None:
+        arguments.setdefault("documents", documents)
     several = fields.read("parallel_tool_calls", YES)
     offered = offered_tools(fields)
     return ChatPrompt(
@@ -47,16 +69,16 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
 
 
 def chat_message(message: Fields) -> ChatMessage:
-    """Reads one message. `developer` is OpenAI's newer name for the system role. Several text parts
-    are joined by newlines, as in vLLM."""
+    """Reads one message. Text parts stay apart, because some templates render each on its own."""
     role = message.given("role", TEXT)
     message.refuse(_REFUSED)
-    content = text_of(message, "content")
-    reasoning = message.read("reasoning_content", TEXT) or message.read("reasoning", TEXT)
+    content, thoughts = _content_of(message)
+    for name in ("reasoning_content", "reasoning"):
+        thoughts = thoughts or text_of(message, name)
     return ChatMessage(
-        "system" if role == "developer" else role,
+        _ROLES.get(role, role),
         content,
-        reasoning=reasoning or "",
+        reasoning=thoughts,
         tool_calls=tuple(map(_call, message.parts("tool_calls") or ())),
         tool_call_id=message.read("tool_call_id", TEXT) or "",
         name=message.read("name", TEXT) or "",
@@ -65,34 +87,58 @@ def chat_message(message: Fields) -> ChatMessage:
 
 def text_of(fields: Fields, name: str) -> str:
     """Reads a field that is a text or a list of text parts, which are joined by newlines."""
-    for kind in (TEXT, _TEXT_PARTS):
-        try:
-            return fields.read(name, kind) or ""
-        except InvalidRequestError:
-            continue
-    return "\n".join(map(_part, fields.parts(name) or []))
+    content = _read_content(fields, name, {})[0]
+    return "\n".join(content) if isinstance(content, tuple) else content or ""
+
+
+def _content_of(message: Fields) -> tuple[str | tuple[str, ...] | None, str]:
+    """Reads the content of a message, and the reasoning among its parts."""
+    content, thoughts = _read_content(message, "content", _THOUGHT_FIELDS)
+    if content is None and (refusal := message.read("refusal", TEXT)):
+        content = refusal
+    return content, "\n".join(thoughts)
+
+
+def _read_content(
+    fields: Fields, name: str, of_thoughts: Mapping[str, str]
+) -> tuple[str | tuple[str, ...] | None, list[str]]:
+    """Reads a field that is a text or a list of parts. `of_thoughts`: Further types of parts that
+    are accepted, and the field of each that holds its text."""
+    with contextlib.suppress(InvalidRequestError):
+        return fields.read(name, TEXT), []
+    with contextlib.suppress(InvalidRequestError):
+        return fields.read(name, _TEXT_PARTS), []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for part in fields.parts(name) or []:
+        kind = part.read("type", TEXT) or "text"
+        if kind in of_thoughts:
+            thoughts.append(part.given(of_thoughts[kind], TEXT))
+        else:
+            texts.append(_part(part, kind))
+    return tuple(texts), thoughts
 
 
 class _TextPart(msgspec.Struct):
-    type: _TextKind
     text: str
+    type: _TextKind = "text"
 
 
-_text_parts = msgspec.json.Decoder(list[_TextPart]).decode
+_text_parts = msgspec.json.Decoder(list[_TextPart | str]).decode
 # Decoded in one go, because there may be many parts. On an error they are read one by one, to find
 # the wrong part.
 _TEXT_PARTS = FieldKind(
-    "parts of text", lambda raw: "\n".join([part.text for part in _text_parts(raw)])
+    "parts of text",
+    lambda raw: tuple([one if isinstance(one, str) else one.text for one in _text_parts(raw)]),
 )
 
 
-def _part(part: Fields) -> str:
-    kind = part.given("type", TEXT)
-    if kind not in _TEXT_KINDS:
+def _part(part: Fields, kind: str) -> str:
+    if kind not in _TEXT_FIELDS:
         raise InvalidRequestError(
             f"content parts must have the type text, got {kind[:80]!r}; only text is supported"
         )
-    return part.given("text", TEXT)
+    return part.given(_TEXT_FIELDS[kind], TEXT)
 
 
 def _call(call: Fields) -> ToolCall:
@@ -100,7 +146,7 @@ def _call(call: Fields) -> ToolCall:
     function = call.part("function")
     return ToolCall(
         function.given("name", TEXT),
-        function.read("arguments", TEXT) or "",
+        function.read("arguments", TEXT_OR_JSON) or "",
         call.read("id", TEXT) or "",
     )
 
@@ -125,11 +171,11 @@ def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
     given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
-    if isinstance(chosen, str) and chosen in _CHOICES:
-        return OfferedTools(tools, _CHOICES[chosen], "")
-    kind = chosen.get("type") if isinstance(chosen, dict) else None
-    part = fields.part("tool_choice") if kind in ("function", "allowed_tools") else Fields({})
-    if kind == "function":
+    kind = chosen.get("type", "function") if isinstance(chosen, dict) else chosen
+    if isinstance(kind, str) and kind in _CHOICES:
+        return OfferedTools(tools, _CHOICES[kind], "")
+    part = fields.part("tool_choice") if kind in _CHOICE_KINDS else Fields({})
+    if kind in ("function", "tool"):
         return OfferedTools(tools, ToolChoice.REQUIRED, _function(part, nested).given("name", TEXT))
     if kind == "allowed_tools":
         return _allowed(part.part("allowed_tools") if nested else part, tools, nested)
@@ -158,6 +204,8 @@ def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> Offered
 
 
 def _function(tool: Fields, nested: bool) -> Fields:
+    """Returns the fields of a tool's function. Clients use the form of the other API, too."""
+    nested = tool.has("function") or (nested and not tool.has("name"))
     return tool.part("function") if nested else tool
 
 
@@ -168,6 +216,7 @@ def _chat_tool(tool: Fields, function: Fields) -> ChatTool:
         function.given("name", TEXT),
         function.read("description", TEXT) or "",
         function.read("parameters", PLAIN_OBJECT),
+        function.read("return", PLAIN_OBJECT),
     )
 
 

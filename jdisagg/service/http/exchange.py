@@ -54,9 +54,12 @@ class Exchange:
         if self.read_body is not None:
             return self.read_body
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        # A web page of another site can send other types without asking (CORS). Programs may omit
+        # the header or send curl's default.
+        if not kind.endswith(("/json", "+json")) and "origin" in self.headers:
             raise HttpRefusal(
-                f"content-type must be application/json, got {kind[:80]!r}; send the header"
+                f"content-type of a web page must be application/json, got {kind[:80]!r}; send the"
+                " header"
                 " `content-type: application/json`",
                 415,
                 "unsupported_media_type",

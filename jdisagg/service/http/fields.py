@@ -7,6 +7,7 @@ A wrong type raises an InvalidRequestError with the field, the rule and the valu
 counts as absent. `unread` lists the fields that no code has read. A field stays JSON text until it
 is read, so that an unused field costs next to nothing."""
 
+import codecs
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -46,20 +47,42 @@ def _whole(raw: msgspec.Raw) -> int:
         return int(number)
 
 
-_integer = msgspec.json.Decoder(int).decode
-_number = msgspec.json.Decoder(float).decode
+def _yes(raw: msgspec.Raw) -> bool:
+    """Decodes true or false. Other servers accept them as numbers and strings, too."""
+    known = _YES.get(bytes(raw).lower())
+    return _boolean(raw) if known is None else known
+
+
+def _text_or_json(raw: msgspec.Raw) -> str:
+    """Decodes a string. Any other value is returned as its JSON text."""
+    given = bytes(raw)
+    return _text(raw) if given.startswith(b'"') else given.decode()
+
+
+def _object_of(kind: type[T]) -> Callable[[msgspec.Raw], T]:
+    """Returns a decoder of an object type. Some languages cannot tell an empty object from an
+    empty list, and send []."""
+    decode = msgspec.json.Decoder(kind).decode
+    return lambda raw: decode(b"{}" if bytes(raw).translate(None, b" \t\r\n") == b"[]" else raw)
+
+
+_YES = {b"0": False, b"1": True, b'"false"': False, b'"true"': True}
+_boolean = msgspec.json.Decoder(bool).decode
+_text = msgspec.json.Decoder(str).decode
+# Not strict: numbers may be strings, as other servers accept them.
+_integer = msgspec.json.Decoder(int, strict=False).decode
+_number = msgspec.json.Decoder(float, strict=False).decode
 
 INTEGER = FieldKind("an integer", _whole)
 NUMBER = FieldKind("a number", _number)
-YES = FieldKind("true or false", msgspec.json.Decoder(bool).decode)
+YES = FieldKind("true or false", _yes)
+TEXT_OR_JSON = FieldKind("a string", _text_or_json)
 TEXT = FieldKind("a string", msgspec.json.Decoder(str).decode)
 TEXTS = FieldKind("a string or a list of strings", msgspec.json.Decoder(str | list[str]).decode)
 INTEGERS = FieldKind("a list of integers", msgspec.json.Decoder(list[int]).decode)
-BIASES = FieldKind(
-    "an object of token ids and numbers", msgspec.json.Decoder(dict[int, float]).decode
-)
-OBJECT = FieldKind("an object", _object.decode)
-PLAIN_OBJECT = FieldKind("an object", msgspec.json.Decoder(dict[str, object]).decode)
+BIASES = FieldKind("an object of token ids and numbers", _object_of(dict[int, float]))
+OBJECT = FieldKind("an object", _object_of(dict[str, msgspec.Raw]))
+PLAIN_OBJECT = FieldKind("an object", _object_of(dict[str, object]))
 _RULE_OF_PARTS = "a list of objects"
 _LIST = FieldKind(_RULE_OF_PARTS, msgspec.json.Decoder(list[msgspec.Raw]).decode)
 ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
@@ -78,6 +101,7 @@ class Fields:
     def of(cls, body: bytes) -> "Fields":
         """Parses a request body. Raises InvalidRequestError if the body is not a JSON object."""
         try:
+            body = body.removeprefix(codecs.BOM_UTF8)
             body.decode("utf-8")
             read = _object.decode(body)
             at_most("fields of the body", len(read), MAX_FIELDS)

@@ -13,7 +13,7 @@ import msgspec
 from jdisagg.dispatch.frontend import Prompt, TokenPrompt
 from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import InvalidRequestError
-from jdisagg.request import at_most
+from jdisagg.request import MAX_SEED, at_most
 from jdisagg.service.grpc.wire_generation import MAX_IDS
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.fields import (
@@ -52,7 +52,6 @@ _REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
     "modalities": ((["text"],), "only text is generated"),
     "web_search_options": ((), "the server has no web search"),
     "chat_template": ((), "the model's own template is used"),
-    "documents": (([],), "put them into a message"),
     "echo": ((False,), "join the last message and the answer yourself"),
 }
 _WITHOUT_MEANING = (
@@ -63,6 +62,17 @@ _PROMPT = FieldKind(
     "a string, a list of strings, a list of token ids or a list of such lists",
     msgspec.json.Decoder(str | list[str | int | list[int]]).decode,
 )
+
+
+def _count(raw: msgspec.Raw) -> int | None:
+    """Decodes a number of log-probabilities. Chats have true and false in a field of this name."""
+    given = bytes(raw)
+    if given in (b"true", b"false"):
+        return 1 if given == b"true" else None
+    return INTEGER.decode(raw)
+
+
+_COUNT = FieldKind("an integer", _count)
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -133,8 +143,8 @@ def completion_from(fields: Fields) -> Asked:
     """Reads the request body of /v1/completions. Raises InvalidRequestError with the invalid
     field."""
     options = sampling_options(fields)
-    options["max_tokens"] = most = fields.read("max_tokens", INTEGER)
-    options["logprobs"] = fields.read("logprobs", INTEGER)
+    options["max_tokens"] = most = most_tokens(fields)
+    options["logprobs"] = fields.read("logprobs", _COUNT)
     echo = bool(fields.read("echo", YES))
     told, scored = options.get("prompt_logprobs"), options["logprobs"] if echo else None
     answerless = echo and most == 0
@@ -153,9 +163,7 @@ def chat_from(fields: Fields) -> Asked:
     """Reads the request body of /v1/chat/completions. Raises InvalidRequestError with the invalid
     field."""
     options = sampling_options(fields)
-    most = fields.read("max_completion_tokens", INTEGER)
-    older = fields.read("max_tokens", INTEGER)
-    options["max_tokens"] = older if most is None else most
+    options["max_tokens"] = most_tokens(fields)
     top = fields.read("top_logprobs", INTEGER)
     if fields.read("logprobs", YES):
         options["logprobs"] = top or 0
@@ -163,6 +171,14 @@ def chat_from(fields: Fields) -> Asked:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs; set logprobs to true")
     fields.refuse(_REFUSED_OF_CHATS)
     return asked_from(fields, (chat_prompt(fields),), options)
+
+
+def most_tokens(fields: Fields) -> int | None:
+    """Reads the limit of the answer's length. -1 means no limit but the context's."""
+    most = fields.read("max_completion_tokens", INTEGER)
+    older = fields.read("max_tokens", INTEGER)
+    most = older if most is None else most
+    return None if most == -1 else most
 
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
@@ -213,6 +229,9 @@ def sampling_options(fields: Fields) -> SamplingOptions:
     integers = {name: fields.read(name, INTEGER) for name in _INTEGERS}
     if integers["top_k"] == -1:  # means all tokens, as in vLLM
         integers["top_k"] = 0
+    integers["seed"] = _seed(integers["seed"])
+    if numbers["top_p"] == 0:  # nothing but the most likely token
+        numbers["top_p"], numbers["temperature"] = None, 0.0
     best_of = fields.read("best_of", INTEGER)
     if best_of is not None and best_of != (integers["n"] or 1):
         raise InvalidRequestError(
@@ -221,6 +240,14 @@ def sampling_options(fields: Fields) -> SamplingOptions:
     fields.refuse(_REFUSED)
     fields.ignore(*_WITHOUT_MEANING)
     return SamplingOptions(**options, **numbers, **integers)
+
+
+def _seed(given: int | None) -> int | None:
+    """Returns the seed. -1 means a random one, as in vLLM. Other negative numbers are seeds of
+    their own."""
+    if given is None or given == -1:
+        return None
+    return given % (MAX_SEED + 1) if -MAX_SEED <= given < 0 else given
 
 
 def asked_from(

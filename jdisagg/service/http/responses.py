@@ -15,9 +15,18 @@ from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.chat import chat_message, offered_tools, text_of
 from jdisagg.service.http.errors import HttpRefusal
-from jdisagg.service.http.fields import INTEGER, OBJECT, TEXT, TEXTS, YES, FieldKind, Fields
+from jdisagg.service.http.fields import (
+    INTEGER,
+    OBJECT,
+    TEXT,
+    TEXT_OR_JSON,
+    TEXTS,
+    YES,
+    FieldKind,
+    Fields,
+)
 from jdisagg.service.http.grammar import grammar_of_response
-from jdisagg.service.http.requests import Asked, asked_from, sampling_options
+from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
 from jdisagg.service.http.response_store import Begun, Items, Keep, ResponseStore
 
 LOGPROBS = "message.output_text.logprobs"
@@ -70,7 +79,8 @@ def response_from(
         raise InvalidRequestError("background needs a stored response; set store to true")
     options = sampling_options(fields)
     options["grammar"] = grammar_of_response(fields) or options.get("grammar")
-    options["max_tokens"] = fields.read("max_output_tokens", INTEGER)
+    most = fields.read("max_output_tokens", INTEGER)
+    options["max_tokens"] = most_tokens(fields) if most is None else most
     top = fields.read("top_logprobs", INTEGER)
     included = fields.read("include", TEXTS) or []
     if LOGPROBS in included or top is not None:
@@ -136,7 +146,7 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
         item.ignore("id", "status")
         call = ToolCall(
             item.given("name", TEXT),
-            item.read("arguments", TEXT) or "",
+            item.read("arguments", TEXT_OR_JSON) or "",
             item.given("call_id", TEXT),
         )
         if not messages or messages[-1].role != "assistant":

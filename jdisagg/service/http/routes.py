@@ -15,7 +15,7 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
-from jdisagg.service.http.exchange import Exchange
+from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.service.http.fields import INTEGERS, TEXT, YES, Fields
 from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
@@ -30,6 +30,14 @@ from jdisagg.service.http.responses import response_from
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 OWNER = "jdisagg"
+
+# Names of the health endpoint among load balancers and platforms.
+_HEALTH = ("/health", "/ping", "/healthz", "/livez", "/readyz", "/v1/health")
+_OF_OTHER_MODELS = (
+    *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
+    *("/classify", "/v1/moderations", "/v1/images/generations", "/v1/audio/transcriptions"),
+    *("/v1/audio/translations", "/v1/audio/speech"),
+)
 
 _encode = msgspec.json.encode
 
@@ -94,7 +102,7 @@ class HttpRoutes:
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
             "/metrics": Endpoint(guard, "GET", self._metrics),
             "/version": Endpoint(guard, "GET", self._version),
-            "/health": Endpoint(guard, "GET", self._health, open=True),
+            **dict.fromkeys(_HEALTH, Endpoint(guard, ANY_METHOD, self._health, open=True)),
             "/openapi.json": Endpoint(guard, "GET", self._openapi, open=True),
             **self._page.endpoints(guard),
         }
@@ -103,7 +111,7 @@ class HttpRoutes:
             endpoints |= kept.endpoints(guard)
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
         unknown = Endpoint(guard, ANY_METHOD, self._unknown, open=True)
-        return Router(routes, redirect_slashes=False, default=unknown)
+        return _Router(routes, redirect_slashes=False, default=unknown)
 
     async def _models(self, exchange: Exchange) -> None:
         card = self._card()
@@ -204,12 +212,28 @@ class HttpRoutes:
 
     async def _unknown(self, exchange: Exchange) -> None:
         path = re.sub(r"[^\x20-\x7e]", "?", exchange.scope["path"])[:80]
+        if path in _OF_OTHER_MODELS:
+            raise HttpRefusal(
+                f"{path} is not served: the model generates text, and the path needs a model of"
+                " another kind; use another server for it",
+                404,
+                "not_found",
+            )
         raise HttpRefusal(
             f"Not found: {path}. The OpenAI-compatible API is under /v1, such as"
             " /v1/chat/completions, and the web page is at /",
             404,
             "not_found",
         )
+
+
+class _Router(Router):
+    """A router that ignores slashes at the end of a path and repeated slashes, which clients make
+    when they join a base address and a path."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = re.sub("/+", "/", scope["path"])
+        await super().__call__({**scope, "path": path.rstrip("/") or "/"}, receive, send)
 
 
 def _note_ignored(exchange: Exchange, fields: Fields) -> None:

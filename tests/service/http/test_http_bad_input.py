@@ -54,7 +54,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 0}, "max_tokens", "got 0"),
     ({"max_tokens": 10**30}, "max_tokens", "must be in [1, 2147483647]"),
     ({"top_k": [1]}, "top_k", "must be an integer, got [1]"),
-    ({"seed": -1}, "seed", "got -1"),
+    ({"seed": 2**64}, "seed", "must be in [0, "),
     ({"n": True}, "n", "must be an integer, got true"),
     ({"n": 65}, "n", "[1, 64]"),
     ({"stop": [1]}, "stop", "a string or a list of strings"),
@@ -84,6 +84,7 @@ WRONG_COMPLETIONS = [
     ({"prompt": [[]]}, "prompt", "at least one token"),
     ({"prompt": ["a", 1]}, "prompt", "mixes texts and token ids"),
     ({"prompt": {}}, "prompt", "a string, a list of strings"),
+    ({"prompt": ["a", ""]}, "prompt", "prompt is empty"),
     ({"prompt": [300]}, "prompt", "is not a token id"),
     ({"prompt": ["x"] * 257}, "prompt", "at most 256, got 257"),
     ({"prompt": "x" * 600}, "prompt", "the model's context of 512"),
@@ -117,7 +118,7 @@ WRONG_CHATS = [
     ({"messages": "hi"}, "messages", "a list of objects"),
     ({"messages": []}, None, "chat messages are empty"),
     ({"messages": [{"content": "x"}]}, "messages", "messages[0].role is missing"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages", "got 'king'"),
+    ({"messages": [{"role": "a king", "content": "x"}]}, "messages", "got 'a king'"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content must be"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -355,8 +356,6 @@ async def test_what_is_no_http_is_refused(door: HttpDoor, data: bytes) -> None:
         "/v1",
         "/web",
         "/web/../page.py",
-        "/v1/completions/",
-        "//v1/completions",
         "/v1/../v1/completions",
         "/v1/%2e%2e/etc/passwd",
         "/..%2f..%2fetc/passwd",
@@ -387,9 +386,12 @@ async def test_another_method_is_refused_with_the_one_to_use(
         assert answer.headers["allow"] == allowed
 
 
-async def test_a_form_is_refused_with_the_header_to_send(door: HttpDoor) -> None:
-    answer = await door.ask(COMPLETIONS, {"prompt": "x"}, content_type="text/plain")
-    named(answer, 415, "content-type must be application/json, got 'text/plain'")
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_page_of_another_site_cannot_send_a_form(door: HttpDoor, kind: str) -> None:
+    """A browser sends these types without asking the server first."""
+    answer = await door.ask(COMPLETIONS, {"prompt": 3}, content_type=kind, origin="http://evil")
+    named(answer, 415, f"must be application/json, got {kind!r}")
+    named(await door.ask(COMPLETIONS, {"prompt": 3}, content_type=kind), 400, "prompt must be")
 
 
 @pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nhost"], ids=["silent", "slow"])

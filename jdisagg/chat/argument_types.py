@@ -1,0 +1,308 @@
+"""Types of arguments that a model writes as text: which JSON types a tool's schema allows, and the
+conversion of a text to JSON of such a type.
+
+The schema is read as a whole: types and lists of types, `nullable`, constants and enumerations,
+references, and combinations of schemas. A text may be JSON, or what Python would print."""
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+from urllib.parse import unquote
+
+import msgspec
+
+Types = frozenset[str]
+TEXT: Types = frozenset({"string"})
+_NAMES = ("string", "integer", "number", "boolean", "object", "array", "null")
+# Names in schemas that are not JSON Schema's.
+_ALIASES = {
+    **{name: "string" for name in ("str", "text", "char", "varchar")},
+    **{name: "integer" for name in ("int", "uint", "long", "short")},
+    **{name: "number" for name in ("float", "double", "num")},
+    **{"bool": "boolean", "none": "null"},
+    **{name: "object" for name in ("dict", "map", "struct")},
+    **{name: "array" for name in ("list", "arr", "tuple", "sequence")},
+    **{name: name for name in _NAMES},
+}
+# Keywords that apply to one type only, for schemas without a type.
+_OF_TYPE = {
+    **{name: "object" for name in ("properties", "additionalProperties", "required")},
+    **{name: "array" for name in ("items", "prefixItems", "minItems", "maxItems")},
+    **{name: "string" for name in ("pattern", "minLength", "maxLength", "format")},
+    **{name: "number" for name in ("minimum", "maximum", "multipleOf")},
+}
+# Types by the first character of a JSON text. Any other character begins a number.
+_BY_FIRST = {
+    "{": "object",
+    "[": "array",
+    "t": "boolean",
+    "f": "boolean",
+    "n": "null",
+    '"': "string",
+}
+_WORDS = {"true": True, "false": False, "null": None}
+_INTEGER = re.compile(r"-?\d+")
+# Bounds of the work, because references may form circles.
+_MOST_SCHEMAS, _DEEPEST = 1000, 40
+_LONGEST_PYTHON = 64 << 10
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
+_string = msgspec.json.Decoder(str).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What an argument may be.
+
+    Attributes:
+        types: JSON types, or None for any type.
+        texts: Strings among the constants to which the schema limits the argument.
+    """
+
+    types: Types | None = None
+    texts: frozenset[str] = frozenset()
+
+    @property
+    def any_text(self) -> bool:
+        """Whether the argument is a string, whatever its text."""
+        return self.types == TEXT and not self.texts
+
+    def or_else(self, other: "Allowed") -> "Allowed":
+        some, more = self.types, other.types
+        return Allowed(
+            None if some is None or more is None else some | more, self.texts | other.texts
+        )
+
+    def and_also(self, other: "Allowed") -> "Allowed":
+        texts = self.texts & other.texts if self.texts and other.texts else self.texts | other.texts
+        if self.types is None or other.types is None:
+            return Allowed(other.types if self.types is None else self.types, texts)
+        both = {one for one in self.types if _fits(one, other.types)}
+        both |= {one for one in other.types if _fits(one, self.types)}
+        return Allowed(frozenset(both) or None, texts)  # a contradiction limits nothing
+
+
+ANY = Allowed()
+
+
+def allowed_of(parameters: Mapping[str, object], key: str) -> Allowed:
+    """Returns what the argument `key` of a tool may be. `parameters`: The tool's JSON schema."""
+    return _Schemas(parameters).argument(key)
+
+
+def as_json(text: str, allowed: Allowed) -> str:
+    """Returns an argument's text as JSON. The text stays unchanged if it is JSON of an allowed
+    type. Otherwise it becomes what it is in Python, if that has an allowed type, or a string."""
+    bare, types = text.strip(), allowed.types
+    for one in (text, bare):
+        if one in allowed.texts:
+            return _dumped(one)
+    if types == TEXT:
+        return _dumped(text)
+    made = _read(bare, types)
+    if made is None and (types is None or "string" not in types):
+        if (quoted := _unquoted(bare)) is not None:  # a value of another type within quotes
+            made = _read(quoted.strip(), types)
+        made = made or (bare if _json_type(bare) else from_python(bare, None))
+    return made or _dumped(text)
+
+
+def _read(bare: str, types: Types | None) -> str | None:
+    """Returns the text as JSON of one of the types, or None if it is no such value."""
+    kind = _json_type(bare)
+    if kind is not None and (types is None or _fits(kind, types)):
+        return bare
+    if kind == "number" and types and "integer" in types and float(bare).is_integer():
+        return str(int(float(bare)))
+    return from_python(bare, types) if kind is None else None
+
+
+def _json_type(bare: str) -> str | None:
+    """Returns the type of a JSON text, or None if the text is not JSON."""
+    try:
+        _skip(bare)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return None
+    number = "integer" if _INTEGER.fullmatch(bare) else "number"
+    return _BY_FIRST.get(bare[0], number)
+
+
+def _fits(kind: str, types: Types) -> bool:
+    return kind in types or (kind == "integer" and "number" in types)
+
+
+def _unquoted(bare: str) -> str | None:
+    try:
+        return _string(bare)
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return None
+
+
+def from_python(bare: str, types: Types | None) -> str | None:
+    """Returns the JSON of a text that Python would print for a value of one of the types, or None.
+    If any type is allowed, only containers and constants are values: the rest is rather text."""
+    if len(bare) > _LONGEST_PYTHON or not bare:
+        return None
+    only_case = bare.lower()
+    if types is not None and "string" not in types and only_case in ("true", "false"):
+        return only_case if "boolean" in types else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = _value(ast.parse(bare, mode="eval").body)
+        made = _dumped(value)
+        made.encode()
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    kind = _type_of(value)
+    if types is None:
+        return made if kind in ("object", "array", "boolean", "null") else None
+    if kind == "number" and "integer" in types and float(made).is_integer():
+        return str(int(float(made)))
+    return made if kind != "string" and _fits(kind, types) else None
+
+
+def _value(node: ast.expr) -> object:
+    """Returns the value of an expression of literals. Raises ValueError for any other."""
+    match node:
+        case ast.Constant(value=str() | int() | None):
+            return node.value
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            return number
+        case ast.Name(id="true" | "false" | "null"):
+            return _WORDS[node.id]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float())):
+            positive = _value(node.operand)
+            assert isinstance(positive, int | float)
+            return -positive if isinstance(node.op, ast.USub) else positive
+        case ast.List() | ast.Tuple():
+            return [_value(one) for one in node.elts]
+        case ast.Dict():
+            return dict(zip(map(_key, node.keys), map(_value, node.values), strict=True))
+    _no_literal()
+
+
+def _key(node: ast.expr | None) -> str:
+    if node is None:  # **other
+        _no_literal()
+    key = _value(node)
+    if isinstance(key, list | dict):
+        _no_literal()
+    return key if isinstance(key, str) else _dumped(key)
+
+
+def _no_literal() -> NoReturn:
+    raise ValueError("not a literal")
+
+
+def _type_of(value: object) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return "null"
+        case str():
+            return "string"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case Mapping():
+            return "object"
+    return "array"
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class _Schemas:
+    """Reads the schema `root` and the schemas within it."""
+
+    def __init__(self, root: Mapping[str, object]) -> None:
+        self._root = root
+        self._left = _MOST_SCHEMAS
+
+    def argument(self, key: str) -> Allowed:
+        found = self._properties(self._root, key, 0)
+        if not found:
+            more = self._root.get("additionalProperties")
+            found = [more] if isinstance(more, Mapping) else [True]
+        return self._any_of(found, 0)
+
+    def _properties(self, schema: object, key: str, depth: int) -> list[object]:
+        """Returns the schemas of the property `key` in an object's schema and its parts."""
+        if not isinstance(schema, Mapping) or not self._spend(depth):
+            return []
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            return [properties[key]]
+        parts = [one for name in ("allOf", "anyOf", "oneOf") for one in _list(schema.get(name))]
+        if "$ref" in schema:
+            parts.append(self._referred(schema["$ref"]))
+        return [one for part in parts for one in self._properties(part, key, depth + 1)]
+
+    def _of(self, schema: object, depth: int) -> Allowed:
+        if not isinstance(schema, Mapping) or not self._spend(depth):
+            return ANY
+        found = _stated(schema)
+        for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+            if isinstance(values, list) and values:
+                texts = frozenset(one for one in values if isinstance(one, str))
+                found = found.and_also(Allowed(frozenset(map(_type_of, values)), texts))
+        if "$ref" in schema:
+            found = found.and_also(self._of(self._referred(schema["$ref"]), depth + 1))
+        for part in _list(schema.get("allOf")):
+            found = found.and_also(self._of(part, depth + 1))
+        for name in ("anyOf", "oneOf"):
+            if parts := _list(schema.get(name)):
+                found = found.and_also(self._any_of(parts, depth + 1))
+        if found.types is None:
+            implied = frozenset(kind for name, kind in _OF_TYPE.items() if name in schema)
+            found = Allowed(implied or None, found.texts)
+        if schema.get("nullable") is True and found.types is not None:
+            found = Allowed(found.types | {"null"}, found.texts)
+        return found
+
+    def _referred(self, reference: object) -> object:
+        """Returns the schema at a reference within the root, or None if there is none."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        here: object = self._root
+        for part in reference[1:].split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(here, Mapping):
+                here = here.get(name)
+            elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
+                here = here[int(name)]
+            else:
+                return None
+        return here
+
+    def _any_of(self, schemas: Sequence[object], depth: int) -> Allowed:
+        first, *others = (self._of(schema, depth) for schema in schemas)
+        for other in others:
+            first = first.or_else(other)
+        return first
+
+    def _spend(self, depth: int) -> bool:
+        self._left -= 1
+        return self._left >= 0 and depth < _DEEPEST
+
+
+def _stated(schema: Mapping[str, object]) -> Allowed:
+    given = schema.get("type")
+    names = [given] if isinstance(given, str) else _list(given)
+    types = [_ALIASES.get(one.lower()) if isinstance(one, str) else None for one in names]
+    parts = [one for one in names if isinstance(one, Mapping)]  # a union of draft 3
+    if not types or None in types or parts:
+        return ANY
+    return Allowed(frozenset(one for one in types if one))
+
+
+def _list(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else ()

@@ -1,0 +1,157 @@
+"""Rewrites JSON schemas for llguidance, which refuses some words that change nothing, and some that
+have another form. What it cannot enforce stays as it is, and is refused by name.
+
+Pydantic, OpenAPI and Zod write such words: formats that are only annotations, `uniqueItems: false`,
+`nullable`, `propertyNames`. The order of members stays, because it is that of the answer."""
+
+import json
+from collections.abc import Callable, Mapping
+
+Json = dict[str, object]
+# Formats that llguidance enforces. Any other is an annotation.
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_OF_ANY_KEY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OF_ONE = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames"),
+    *("not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems"),
+)
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas")
+_NAMES_ONLY = frozenset(("type", "title", "description", "$comment"))
+_EMPTY: tuple[object, ...] = (True, {})
+# Values of a keyword with which it limits nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": _EMPTY,
+    "unevaluatedItems": _EMPTY,
+    "propertyNames": _EMPTY,
+    "nullable": (False,),
+}
+# Keywords that mean nothing without one of others.
+_NEEDS = {
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
+
+
+def for_llguidance(text: str) -> str:
+    """Returns the text of a JSON schema in llguidance's form. Text that is not a JSON object is
+    returned unchanged."""
+    try:
+        schema = json.loads(text)
+        made = schema_for_llguidance(schema) if isinstance(schema, dict) else schema
+        return text if made == schema else json.dumps(made, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text
+
+
+def schema_for_llguidance(schema: Mapping[str, object]) -> Json:
+    """Returns a JSON schema in llguidance's form. Raises RecursionError if it is nested too
+    deeply."""
+    made = _rewritten(schema, schema)
+    assert isinstance(made, dict)
+    return made
+
+
+def _rewritten(schema: object, root: Mapping[str, object]) -> object:
+    if not isinstance(schema, Mapping):
+        return schema
+    made: Json = {}
+    for name, value in schema.items():
+        if name in _OF_ANY_KEY and isinstance(value, Mapping):
+            value = {key: _rewritten(one, root) for key, one in value.items()}
+        elif name in _OF_LISTS and isinstance(value, list):
+            value = [_rewritten(one, root) for one in value]
+        elif name in _OF_ONE:
+            value = _rewritten(value, root)
+        made[name] = value
+    for name in [name for name in made if _without_effect(name, made)]:
+        del made[name]
+    for rewrite in _REWRITES:
+        rewrite(made, root)
+    return _or_null(made) if schema is not root else made
+
+
+def _without_effect(name: str, schema: Json) -> bool:
+    value = schema[name]
+    if name == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    if name == "$schema":
+        return not str(value).startswith(("http://json-schema.org/", "https://json-schema.org/"))
+    if name in _NEEDS:
+        return not any(other in schema for other in _NEEDS[name])
+    return any(value is one or (value == one and value == {}) for one in _NEUTRAL.get(name, ()))
+
+
+def _contained(schema: Json, root: Mapping[str, object]) -> None:
+    """A list that needs no item of a kind may contain anything."""
+    if schema.get("minContains") == 0 and "maxContains" not in schema:
+        del schema["minContains"], schema["contains"]
+
+
+def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
+    """Without schemas that are combined, `unevaluated` is the same as `additional`."""
+    if any(name in schema for name in _COMBINING):
+        return
+    if "additionalProperties" not in schema and "unevaluatedProperties" in schema:
+        schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+    if "prefixItems" in schema and "items" not in schema and "unevaluatedItems" in schema:
+        schema["items"] = schema.pop("unevaluatedItems")
+
+
+def _named(schema: Json, root: Mapping[str, object]) -> None:
+    """Names that are listed, or match an expression, are properties of their own."""
+    names = schema.get("propertyNames")
+    while isinstance(names, dict) and set(names) - _NAMES_ONLY == {"$ref"}:
+        names, before = _referred(names["$ref"], root), names
+        if names == before:
+            return
+    if not isinstance(names, dict):
+        return
+    says, values = set(names) - _NAMES_ONLY, schema.get("additionalProperties", True)
+    listed = [names["const"]] if "const" in names else names.get("enum")
+    alone = not {"properties", "patternProperties"} & set(schema)
+    if not says and names.get("type", "string") == "string":
+        del schema["propertyNames"]
+    elif alone and says in ({"enum"}, {"const"}) and isinstance(listed, list):
+        del schema["propertyNames"]
+        schema["properties"] = {one: values for one in listed if isinstance(one, str)}
+        schema["additionalProperties"] = False
+    elif alone and says == {"pattern"}:
+        del schema["propertyNames"]
+        schema["patternProperties"] = {str(names["pattern"]): values}
+        schema["additionalProperties"] = False
+
+
+_REWRITES: tuple[Callable[[Json, Mapping[str, object]], None], ...] = (
+    _contained,
+    _evaluated,
+    _named,
+)
+
+
+def _or_null(schema: Json) -> Json:
+    """`nullable` is OpenAPI's word for a type that null is added to."""
+    if schema.get("nullable") is not True:
+        return schema
+    kept = {name: value for name, value in schema.items() if name != "nullable"}
+    return {"anyOf": [kept, {"type": "null"}]} if kept else {}
+
+
+def _referred(reference: object, root: Mapping[str, object]) -> object:
+    here: object = root
+    parts = str(reference).split("/")
+    for part in parts[1:] if parts[0] == "#" else ["\0"]:
+        here = (
+            here.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(here, dict) else None
+        )
+    return here

@@ -1,0 +1,316 @@
+"""What other servers serve is served: forms of fields, paths and headers that clients send, and
+histories that hold what a model wrote."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.service.doors import TEMPLATE
+from tests.service.http_doors import HttpDoor, http_door
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+HI: Any = [{"role": "user", "content": "hi"}]
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+# Shows all that a message may hold.
+FULL = (
+    "{% for t in tools or [] %}[{{ t.function.name }}{{ t.function.return or '' }}]{% endfor %}"
+    "{% for d in documents or [] %}({{ d.text }}){% endfor %}"
+    "{% for m in messages %}{% if m.role in ['user', 'assistant', 'tool', 'system', 'critic'] %}"
+    "<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% elif m.content %}{% for p in m.content %}"
+    "|{{ p.text }}|{% endfor %}{% elif m.content is none %}~{% endif %}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "</tool_call>{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def door() -> AsyncIterator[HttpDoor]:
+    async with http_door(template=FULL) as one:
+        yield one
+
+
+async def prompt_of(door: HttpDoor, messages: Any, **more: Any) -> str:
+    answer = await door.ask(CHATS, {"messages": messages, "max_tokens": 1, **more})
+    assert answer.status == 200, answer.body
+    return bytes(door.path.requests[-1].prompt_token_ids).decode()
+
+
+ODD: list[dict[str, Any]] = [
+    {"max_tokens": None},
+    {"max_tokens": -1},
+    {"max_tokens": "2"},
+    {"temperature": None},
+    {"temperature": "0.5"},
+    {"top_p": 0},
+    {"top_k": -1},
+    {"top_k": 20.0},
+    {"seed": -1},
+    {"seed": -(2**62)},
+    {"n": None},
+    {"n": 1.0},
+    {"stop": None},
+    {"stop": []},
+    {"stop_token_ids": []},
+    {"logit_bias": {}},
+    {"logit_bias": []},
+    {"logit_bias": None},
+    {"stream": 0},
+    {"stream": "false"},
+    {"stream": True, "stream_options": None},
+    {"stream": True, "stream_options": []},
+    {"user": None, "metadata": [], "store": True, "service_tier": "auto"},
+    {"response_format": None},
+    {"response_format": {"type": "text"}},
+    {"priority": 0.0},
+    {"model": None},
+    {"model": ""},
+]
+OF_CHATS: list[dict[str, Any]] = [
+    {"logprobs": False, "top_logprobs": 0},
+    {"tools": [], "tool_choice": "none"},
+    {"tools": None, "tool_choice": None, "parallel_tool_calls": None},
+    {"chat_template_kwargs": []},
+    {"reasoning_effort": None},
+    {"max_completion_tokens": None},
+    {"functions": [], "function_call": "none"},
+]
+OF_COMPLETIONS: list[dict[str, Any]] = [
+    {"logprobs": False},
+    {"logprobs": True},
+    {"max_completion_tokens": 2},
+    {"suffix": None, "best_of": 1, "echo": None},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "odd"),
+    [
+        *((CHATS, odd) for odd in (*ODD, *OF_CHATS)),
+        *((COMPLETIONS, odd) for odd in (*ODD, *OF_COMPLETIONS)),
+        *((RESPONSES, odd) for odd in ODD if not {"n", "stream", "response_format"} & set(odd)),
+    ],
+    ids=str,
+)
+async def test_a_value_that_others_serve_is_served(
+    door: HttpDoor, path: str, odd: dict[str, Any]
+) -> None:
+    usual = {CHATS: {"messages": HI}, COMPLETIONS: {"prompt": "hi"}, RESPONSES: {"input": "hi"}}
+    answer = await door.ask(path, {"max_tokens": 2, **usual[path], **odd})
+    assert answer.status == 200, answer.body
+    assert "jdisagg-ignored-fields" not in answer.headers
+
+
+async def test_odd_values_mean_what_they_mean_elsewhere(door: HttpDoor) -> None:
+    async def sampled(**odd: Any) -> Any:
+        assert (await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2, **odd})).status == 200
+        return door.path.requests[-1].sampling
+
+    assert (await sampled(top_p=0)).temperature == 0
+    assert (await sampled(max_tokens=-1)).max_tokens == 256
+    assert (await sampled(max_completion_tokens=3)).max_tokens == 3
+    assert (await sampled(temperature="0.5")).temperature == 0.5
+    assert (await sampled(logprobs=True)).logprobs == 1
+    assert (await sampled(seed=-1)).seed != (await sampled(seed=-1)).seed
+    assert (await sampled(seed=-7)).seed == (await sampled(seed=-7)).seed
+    assert (await sampled(seed=-7)).seed != (await sampled(seed=-8)).seed
+
+
+CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def calling(**function: Any) -> list[dict[str, Any]]:
+    called = {"name": "f", "arguments": "{}"} | function
+    return [*HI, {"role": "assistant", "content": None, "tool_calls": [{"function": called}]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"x": 1}', '{"x": 1}'),
+        ('{"x": tr', "{}"),
+        ('{"x": 1, "y": [2, ', '{"x": 1, "y": [2]}'),
+        ('{"x": 1} and more', '{"x": 1}'),
+        ("null", "{}"),
+        ("", "{}"),
+        (None, "{}"),
+        ({"x": 1}, '{"x": 1}'),
+        ("Paris", '{"arguments": "Paris"}'),
+    ],
+)
+async def test_a_call_in_the_history_is_accepted_however_it_ended(
+    door: HttpDoor, arguments: Any, shown: str
+) -> None:
+    said = await prompt_of(door, calling(arguments=arguments))
+    assert said == f"<user>hi<assistant>~<tool_call>f{shown}</tool_call><assistant>"
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments},
+        {"type": "function_call_output", "call_id": "c1", "output": "ok"},
+    ]
+    assert (await door.ask(RESPONSES, {"input": items, "max_output_tokens": 1})).status == 200
+    told = bytes(door.path.requests[-1].prompt_token_ids).decode()
+    assert f"<tool_call>f{shown}</tool_call><tool>ok" in told
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": []}, "<assistant>~"),
+        ({"role": "assistant", "content": "a", "tool_calls": None}, "<assistant>a"),
+        ({"role": "assistant"}, "<assistant>~"),
+        ({"role": "assistant", "content": ""}, "<assistant>"),
+        ({"role": "assistant", "content": [], "refusal": None}, "<assistant>"),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "<assistant>No."),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            "<assistant>|No.|",
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning_content": None, "reasoning": "hm"},
+            "<assistant><think>hm</think>a",
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "hm", "reasoning_content": "hm"},
+            "<assistant><think>hm</think>a",
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}],
+            },
+            "<assistant><think>hm</think>|a|",
+        ),
+        (
+            {"role": "assistant", "content": "a", "audio": None, "function_call": None},
+            "<assistant>a",
+        ),
+        ({"role": "assistant", "content": "a", "annotations": [], "index": 0}, "<assistant>a"),
+        ({"role": "tool", "content": "r", "tool_call_id": None, "name": None}, "<tool>r"),
+        ({"role": "tool", "content": [{"type": "text", "text": "r"}]}, "<tool>|r|"),
+        ({"role": "function", "name": "f", "content": "r"}, "<tool>r"),
+        ({"role": "developer", "content": "s"}, "<system>s"),
+        ({"role": "critic", "content": "s"}, "<critic>s"),
+        ({"role": "user", "content": ["a", "b"]}, "<user>|a||b|"),
+        (
+            {"role": "user", "content": [{"text": "a"}, {"type": "text", "text": "b"}]},
+            "<user>|a||b|",
+        ),
+        ({"role": "user", "content": "a", "name": "Bob"}, "<user>a"),
+    ],
+)
+async def test_a_message_may_have_every_form_that_clients_send(
+    door: HttpDoor, message: dict[str, Any], shown: str
+) -> None:
+    assert await prompt_of(door, [*HI, message]) == f"<user>hi{shown}<assistant>"
+
+
+async def test_a_role_that_the_template_does_not_display_is_refused(door: HttpDoor) -> None:
+    messages = [*HI, {"role": "king", "content": "obey"}]
+    answer = await door.ask(CHATS, {"messages": messages})
+    assert answer.status == 400 and "no message of the role 'king'" in answer.error["message"]
+
+
+async def test_documents_and_a_tools_result_reach_the_template(door: HttpDoor) -> None:
+    documents = [{"title": "t", "text": "facts"}]
+    assert (await prompt_of(door, HI, documents=documents)).startswith("(facts)<user>")
+    described = {**TOOL, "return": {"type": "string"}}
+    asked = {"tools": [{"type": "function", "function": described}]}
+    assert (await prompt_of(door, HI, **asked)).startswith("[f{'type': 'string'}]<user>")
+
+
+@pytest.mark.parametrize(
+    "tool", [{"type": "function", "function": TOOL}, {"type": "function", **TOOL}]
+)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        "any",
+        {"type": "any"},
+        {"type": "required"},
+        {"type": "function", "function": {"name": "f"}},
+        {"type": "function", "name": "f"},
+        {"function": {"name": "f"}},
+        {"type": "tool", "name": "f"},
+    ],
+    ids=str,
+)
+async def test_a_call_may_be_required_in_every_form(
+    door: HttpDoor, tool: dict[str, Any], choice: Any
+) -> None:
+    await prompt_of(door, HI, tools=[tool], tool_choice=choice)
+    grammar = door.path.requests[-1].sampling.grammar
+    assert grammar is not None and '"const": "f"' in grammar.text
+    await prompt_of(door, HI, tools=[tool], tool_choice={"type": "auto"})
+    assert door.path.requests[-1].sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/", "/ping", "/ping/", "/healthz", "/livez", "/readyz", "//health"]
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+async def test_health_has_the_paths_of_others(door: HttpDoor, path: str, method: str) -> None:
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+    answer = await door.send(head.encode())
+    assert answer.status == 200 and (answer.body == b"") == (method == "HEAD")
+
+
+async def test_slashes_too_many_change_no_path(door: HttpDoor) -> None:
+    for path in (COMPLETIONS + "/", "/" + COMPLETIONS, "//v1//completions//"):
+        assert (await door.ask(path, {"prompt": "x", "max_tokens": 1})).status == 200
+    assert (await door.ask("/v1/models/")).fields["object"] == "list"
+    assert (await door.ask("/v1/models/tiny/")).fields["id"] == "tiny"
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/vnd.api+json"])
+async def test_json_has_many_names(door: HttpDoor, kind: str) -> None:
+    body = b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 1}'
+    for more in ({}, {"origin": "http://here"}):
+        assert (await door.ask(COMPLETIONS, raw=body, content_type=kind, **more)).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/moderations"])
+async def test_what_needs_a_model_of_another_kind_is_refused_by_name(
+    door: HttpDoor, path: str
+) -> None:
+    answer = await door.ask(path, {"input": "x", "model": "tiny"})
+    assert answer.status == 404 and f"{path} is not served: the model generates" in str(answer.body)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "phone"},
+        {"type": "object", "properties": {"format": {"type": "string", "format": "password"}}},
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+    ],
+    ids=str,
+)
+async def test_a_schema_with_words_of_pydantic_and_openapi_is_served(
+    door: HttpDoor, schema: dict[str, Any]
+) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    await prompt_of(door, HI, response_format=wanted)
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    asked = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    await prompt_of(door, HI, **asked)
+
+
+async def test_an_empty_text_is_a_prompt_where_the_tokenizer_adds_a_token() -> None:
+    async with http_door(template=TEMPLATE) as door:
+        codec: Any = door.frontend._codec
+        encode = codec.encode
+        codec.encode = lambda text, add_special_tokens=True: [0, *encode(text)]
+        for prompt, expected in (("", [(0,)]), (["a", "", "b"], [(0, 97), (0,), (0, 98)])):
+            door.path.requests.clear()
+            answer = await door.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+            assert answer.status == 200, answer.body
+            prompts = [request.prompt_token_ids for request in door.path.requests]
+            assert sorted(prompts) == sorted(expected)
+        assert (await door.ask("/tokenize", {"prompt": ""})).fields["tokens"] == [0]
