@@ -71,7 +71,7 @@ def message_prompt(fields: Fields) -> ChatPrompt:
         for message in _messages(one):
             _add(messages, message)
     last = messages[-1] if messages else None
-    goes_on = last is not None and last.role == "assistant" and bool(last.content)
+    goes_on = last is not None and last.role == "assistant" and bool(last.text)
     goes_on = goes_on and last is not None and not last.tool_calls
     _check_context(fields.part("context_management"))
     offered, several = _offered(fields)
@@ -125,7 +125,7 @@ def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
         return
     messages[-1] = replace(
         before,
-        content=_joined(before.content, message.content),
+        content=_joined(before.text, message.text),
         reasoning=_joined(before.reasoning, message.reasoning),
         tool_calls=before.tool_calls + message.tool_calls,
     )
