@@ -50,6 +50,10 @@ class FakeCodec:
 
     eos_ids: tuple[int, ...] = ()
     sampling_defaults = SamplingDefaults()
+    special_ids: tuple[int, ...] = ()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return WORD.encode()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [1]

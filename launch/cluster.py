@@ -31,6 +31,7 @@ from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
 from jdisagg.node.gpus import gpus_of_host, parse_gpus
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
+from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
 from launch.console import run
 from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
@@ -52,6 +53,8 @@ flags = define(
 
 
 def main() -> int:
+    if flags.log_format == "json":
+        start_logging("json", "cluster")
     config = cluster_config()
     with tempfile.TemporaryDirectory(prefix="jdisagg-") as folder:
         return asyncio.run(_run(plan(config, Path(folder))))

@@ -47,13 +47,16 @@ flags = define(
 
 
 def main() -> None:
+    if not flags.config_file:  # so that errors of the configuration are logged in this format
+        start_logging(flags.log_format, "router")
     config = (
         read_config(flags.config_file, RouterProcessConfig) if flags.config_file else _of_flags()
     )
     check_address(config.router.service)
     config.observe.check_ports()
     tokenizer = Tokenizer.from_directory(config.model)
-    start_logging(config.observe.log_format, "router")
+    if flags.config_file:
+        start_logging(config.observe.log_format, "router")
     log = DecisionLog(config.decision_log) if config.decision_log else contextlib.nullcontext()
     keep_for_good()
     with log as decisions:

@@ -39,12 +39,12 @@ flags = define(*ENGINE, *SERVICE, *HTTP, *("devices", "decision_log", "record"),
 
 def main() -> None:
     end_at_once()
+    start_logging(flags.log_format, "serve")
     config = engine_config(flags)
     check_address(config.service)
     observe = replace(observe_config(flags), metrics=config.service.http_port is not None)
     observe.check_ports()
     prepare_engine(config, flags.devices)
-    start_logging(observe.log_format, "serve")
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()
     with log as decisions:
         broken = asyncio.run(_serve(config, observe, decisions))

@@ -15,6 +15,7 @@ from jdisagg.request import MAX_EOS_IDS, SamplingDefaults
 from models.chat_template import ChatTemplate
 from models.generation_config import read_object, read_sampling_defaults, stated_eos_ids
 from models.model_folder import check_model_folder
+from models.token_bytes import TokenBytes
 
 _FEW_TOKENS = 1024
 NO_WISHES = SamplingDefaults()
@@ -56,6 +57,7 @@ class Tokenizer:
         bos = special_tokens.get("bos_token")
         self.bos_id = backend.token_to_id(bos) if isinstance(bos, str) else None
         self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
+        self._bytes = TokenBytes(backend)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
@@ -120,6 +122,10 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the token as the vocabulary spells it, or None for an unknown id."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that the token adds to a text."""
+        return self._bytes(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

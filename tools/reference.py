@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from jdisagg.config import EngineConfig
+from jdisagg.observe.counter_texts import text_of
 from jdisagg.router.elastic import ElasticConfig
 from launch.__main__ import COMMANDS
 from launch.flags import GROUPS, Given, help_of, shown_default
@@ -162,9 +163,10 @@ def metrics() -> str:
         "Each is exported as `jdisagg_NAME_total` with the label `owner` (the worker or router)"
         " and the labels below.\n`handoffs_*` are one series `jdisagg_handoffs_total{result}`,"
         " `pulls_failed` and `pulls_timed_out` are\n`jdisagg_pull_failures_total{cause}`.\n",
-        _table(("counter", "labels"), counters),
-        "## Limitations\n\nA series appears with its first event, so that a fresh process exports"
-        " few of them.\n",
+        _table(("counter", "labels", "meaning"), counters),
+        "## Limitations\n\nCounters of components and series of requests exist from the start,"
+        " with the value 0. Series with further\nlabels, such as those of links and commands,"
+        " appear with their first event.\n",
     ]
     return "\n".join(lines)
 
@@ -207,9 +209,9 @@ def _metric(name: str, kind: str, labels: list[str], text: str) -> tuple[str, st
     return f"`{full}`", kind, ", ".join(labels), _sentence(text)
 
 
-def _counter_rows() -> Iterator[tuple[str, str]]:
-    """Yields the name and the labels of each counter in `jdisagg.telemetry.Counters`. Finds
-    counters by the calls that add to them."""
+def _counter_rows() -> Iterator[tuple[str, str, str]]:
+    """Yields the name, the labels and the meaning of each counter in `jdisagg.telemetry.Counters`.
+    Finds counters by the calls that add to them."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "jdisagg").rglob("*.py")):
         if "simulator" in path.parts:
@@ -226,7 +228,7 @@ def _counter_rows() -> Iterator[tuple[str, str]]:
     for name, labels in found.items():
         if name in NOT_EXPORTED:
             continue
-        yield f"`{name}`", ", ".join(sorted(labels))
+        yield f"`{name}`", ", ".join(sorted(labels)), text_of(name)
 
 
 def _of(found: dict[str, list[str]]) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Unpack
 
@@ -87,7 +87,9 @@ class ServingPath(Protocol):
 
 
 class ChatTokenizer(Protocol):
-    """The model's tokenizer. `encode` adds the BOS token unless `add_special_tokens` is False."""
+    """The model's tokenizer. `encode` adds the BOS token unless `add_special_tokens` is False.
+    `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens that
+    `decode` omits."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -95,6 +97,9 @@ class ChatTokenizer(Protocol):
     def sampling_defaults(self) -> SamplingDefaults: ...
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def special_ids(self) -> Collection[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
@@ -287,6 +292,12 @@ class Frontend:
     def piece(self, token_id: int) -> str:
         """Returns the text of one token. Incomplete characters become U+FFFD."""
         return self._codec.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
+        """Returns the bytes that one token adds to a text."""
+        if skip_special_tokens and token_id in self._codec.special_ids:
+            return b""
+        return self._codec.token_bytes(token_id)
 
     def stream(
         self, request: Request, chat: ChatPrompt | None = None

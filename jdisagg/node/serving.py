@@ -41,6 +41,8 @@ async def serve_until_signalled(
     scrape = observer.metrics.scrape if observer else None
     page = page_sources(observer, config)
     server = GenerationServer(frontend, config.alone, (), log, scrape, page)
+    if observer is not None:
+        observer.metrics.watch_ready(lambda: server.ready)
     signals = StopSignals(server.force)
     stopping = asyncio.ensure_future(signals.first())
     breaking = asyncio.ensure_future(broken()) if broken else None

@@ -14,9 +14,11 @@ import time
 _NATIVE = re.compile(r"^([IWEF])\d{4} [\d:.]+ +\d+ ")
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
+_USUAL = {"stderr": "WARNING", "stdout": "INFO"}
 
-def wrapped(line: str, process: str, now: float) -> str:
-    """Converts a log line to a JSON object, unless it is one already."""
+
+def wrapped(line: str, process: str, now: float, stream: str = "stderr") -> str:
+    """Converts a line of stderr or stdout to a JSON object, unless it is one already."""
     try:
         if isinstance(json.loads(line), dict):
             return line
@@ -27,22 +29,22 @@ def wrapped(line: str, process: str, now: float) -> str:
     return json.dumps(
         {
             "time": f"{at}.{int(now % 1 * 1000):03d}Z",
-            "level": _LEVELS[severity[1]] if severity else "WARNING",
-            "logger": "stderr",
+            "level": _LEVELS[severity[1]] if severity else _USUAL[stream],
+            "logger": stream,
             "message": line,
             "process": process,
         }
     )
 
 
-def main(process: str) -> None:
+def main(process: str, stream: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for data in sys.stdin.buffer:
         for line in data.decode("utf-8", "replace").replace("\r", "\n").splitlines():
             if line.strip():
-                print(wrapped(line, process, time.time()), flush=True)
+                print(wrapped(line, process, time.time(), stream), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

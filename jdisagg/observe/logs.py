@@ -118,31 +118,39 @@ def configure_logging(
 
 def start_logging(log_format: str, process: str) -> None:
     """Configures logging for an entry point (`configure_logging`). With "json", everything else
-    that the process writes to stderr is converted to JSON, too."""
+    that the process writes to stderr and stdout is converted to JSON, too."""
     handler = configure_logging(log_format, process)
     if log_format == "json" and isinstance(handler, logging.StreamHandler):
         _wrap_foreign_lines(handler, process)
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
-    """Converts each line that this process writes to stderr to a JSON object. Lines of `handler`
-    are JSON already and stay unchanged. Other lines become messages of the logger "stderr".
+    """Converts each line that this process writes to stderr or stdout to a JSON object. Lines of
+    `handler` are JSON already and stay unchanged. Other lines become messages of the loggers
+    "stderr" and "stdout"."""
+    own = _through_reader(2, process, "stderr")
+    sys.stdout.flush()
+    os.close(_through_reader(1, process, "stdout"))
+    handler.setStream(os.fdopen(own, "w", encoding="utf-8", errors="replace", buffering=1))
 
-    The lines pass through a child process, so that the last lines of a crashing process are not
-    lost. The child ends with the last process that writes to its input."""
-    own = os.dup(2)
+
+def _through_reader(descriptor: int, process: str, name: str) -> int:
+    """Passes what this process writes to a file descriptor through a child process, so that the
+    last lines of a crashing process are not lost. The child ends with the last process that writes
+    to its input. Returns a descriptor of the original output."""
+    own = os.dup(descriptor)
     program = str(Path(__file__).with_name("foreign_lines.py"))
     reader = subprocess.Popen(
-        [sys.executable, "-I", "-S", program, process],
+        [sys.executable, "-I", "-S", program, process, name],
         stdin=subprocess.PIPE,
         stdout=own,
         stderr=own,
         start_new_session=True,
     )
     assert reader.stdin is not None
-    os.dup2(reader.stdin.fileno(), 2)
+    os.dup2(reader.stdin.fileno(), descriptor)
     reader.stdin.close()
-    handler.setStream(os.fdopen(own, "w", encoding="utf-8", errors="replace", buffering=1))
+    return own
 
 
 def _utc(created: float) -> str:

@@ -3,7 +3,8 @@ scrape from the objects that hold the values, their owners.
 
 Each process has one `Metrics` with its own registry, so that several clusters fit into one test
 process. Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions).
-A group is created at its first use, so a worker exports no empty request histograms. The wrappers
+A group is created at its first use, so a worker exports no empty request histograms; a process that
+answers requests creates theirs at its start. The wrappers
 of this package update the groups once per span of tokens or per command, never per token. Counters,
 worker statuses and numbers of compilations are read at the scrape (`sources.py`). They are read on
 the event loop of their owners, although `prometheus_client` serves from its own threads. Names are
@@ -35,8 +36,10 @@ from jdisagg.observe.sources import (
     build_families,
     canary_families,
     reading_families,
+    ready_families,
     routing_families,
 )
+from jdisagg.request import CachedTokens, FinishReason
 from jdisagg.telemetry import Counters
 
 prometheus_client.disable_created_metrics()
@@ -130,6 +133,12 @@ class RequestMetrics(MetricGroup):
         self.call_failures = self._counter(
             "call_failures", "Failed calls of workers.", "worker", "call", "error"
         )
+        # Series that exist from the start.
+        for result in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED):
+            self.finished.labels(result.value)
+            self.seconds.labels(result.value)
+        for tier in CachedTokens().by_tier():
+            self.cached_tokens.labels(tier)
 
 
 class TransferMetrics(MetricGroup):
@@ -255,6 +264,10 @@ class Metrics(NoRouterEvents):
 
     def watch_canary(self, canary: Canary, now: Callable[[], float]) -> None:
         self._read_at_scrape.append(lambda: canary_families(canary, now()))
+
+    def watch_ready(self, ready: Callable[[], bool]) -> None:
+        """Exports whether the server accepts requests."""
+        self._read_at_scrape.append(lambda: ready_families(ready()))
 
     def watch_advice(self, advice: Callable[[], AdviceReport]) -> None:
         self._read_at_scrape.append(lambda: advice_families(advice()))

@@ -3,7 +3,8 @@ elastic controller's advice.
 
 Names of metrics are derived from names of counters: `leases_expired` of worker `decode-0` becomes
 `jdisagg_leases_expired_total{owner="decode-0"}`. A new counter therefore needs no change in this
-module. `_SPLIT` lists counters that are exported together as one metric with a label.
+module; its meaning is in `counter_texts.py`. `_SPLIT` lists counters that are exported together as
+one metric with a label.
 `_TOLD_ELSEWHERE` lists counters whose value another metric already has. If a worker does not answer
 in time, only `jdisagg_worker_up` is exported for it, with value 0. A router's metrics about its
 workers have names of their own (`jdisagg_router_worker_*`), so that sums over all processes count
@@ -22,6 +23,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.roles import AdviceReport
 from jdisagg.messages.worker_status import KeptTier, WorkerStatus
 from jdisagg.observe.canary import Canary
+from jdisagg.observe.counter_texts import names_of, text_of
 from jdisagg.telemetry import Counters, Labels
 
 StatusOf = Callable[[], Awaitable[WorkerStatus]]
@@ -79,6 +81,10 @@ class Watched:
             pass
         labelled = self.counters.labelled() if self.counters else {}
         counts = tuple((name, labels, value) for (name, labels), value in labelled.items())
+        if self.counters is not None:
+            counted = {name for name, _ in labelled}
+            known = names_of(self.owner, self.status is not None)
+            counts += tuple((name, (), 0) for name in known if name not in counted)
         compilations = self.compilations() if self.compilations else None
         return Reading(self.owner, counts, up, statuses, compilations)
 
@@ -109,6 +115,7 @@ def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
 
 def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
     samples: dict[str, list[tuple[dict[str, str], int]]] = {}
+    texts: dict[str, str] = {}
     for reading in readings:
         for name, labels, value in reading.counts:
             if name in _TOLD_ELSEWHERE:
@@ -120,6 +127,7 @@ def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
                 **({extra[0]: extra[1]} if extra else {}),
             }
             samples.setdefault(f"jdisagg_{metric}", []).append((named, value))
+            texts[f"jdisagg_{metric}"] = text_of(name)
     for metric, members in samples.items():
         # All samples of a family need the same label names. A missing label is empty, which
         # Prometheus treats as absent.
@@ -127,8 +135,7 @@ def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
         rows = [
             (tuple(named.get(label, "") for label in labels), count) for named, count in members
         ]
-        text = f"Counter {metric.removeprefix('jdisagg_')} of its owner."
-        yield _family(CounterMetricFamily, metric, text, labels, rows)
+        yield _family(CounterMetricFamily, metric, texts[metric], labels, rows)
 
 
 def _family(
@@ -220,14 +227,18 @@ def build_families(process: str, model: str, version: str, jax: str) -> Iterator
     )
 
 
+def ready_families(ready: bool) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "jdisagg_ready",
+        "1 if the server accepts requests; at a router: if KV reaches decode from prefill.",
+        value=int(ready),
+    )
+
+
 def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
     """Yields metrics of the cluster's readiness: whether it is ready, and the age of the last KV
     transfer between each pair of workers."""
-    yield GaugeMetricFamily(
-        "jdisagg_ready",
-        "1 if KV was recently transferred from prefill to decode.",
-        value=int(canary.readiness(now).ready),
-    )
+    yield from ready_families(canary.readiness(now).ready)
     ages = [((pair.prefill, pair.decode), canary.age_seconds(pair, now)) for pair in canary.pairs]
     yield _gauge(
         "jdisagg_canary_age_seconds",

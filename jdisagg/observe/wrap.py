@@ -87,11 +87,9 @@ def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int
     """Creates the request log of an API. An observer also exports its numbers as metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
-    metrics = observer.metrics
-    metrics.watch_waiting(waiting)
-    return RequestLog(
-        each, lambda code, error: metrics.requests.errors.labels(code, error).inc(), waiting
-    )
+    observer.metrics.watch_waiting(waiting)
+    errors = observer.metrics.requests.errors
+    return RequestLog(each, lambda code, error: errors.labels(code, error).inc(), waiting)
 
 
 def served(protocol: type[P], worker: str, port: P, observer: Observer | None) -> P:

@@ -18,6 +18,7 @@ Tokens = tuple[str, ...] | Callable[[], tuple[str, ...]]
 """Lines of a token file, or a function that returns the latest ones. Without any, all may call."""
 
 _FIELD = re.compile(r"(?P<before>.*\S)\s+(?P<name>[a-z_]+)=(?P<value>\S.*)")
+_SCHEME = re.compile(r"^bearer +", re.IGNORECASE)
 _FIELDS = ("tenant", "streams", "requests_per_second", "tokens_per_second")
 
 
@@ -31,7 +32,7 @@ def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
     known = _known(tokens() if callable(tokens) else tokens)
     if not known:
         return Caller()
-    digest = _digest(shown.removeprefix("Bearer ") if isinstance(shown, str) else "")
+    digest = _digest(_SCHEME.sub("", shown, count=1) if isinstance(shown, str) else "")
     found = [caller for own, caller in known if hmac.compare_digest(digest, own)]
     return found[0] if found else None
 

@@ -165,6 +165,8 @@ class GenerationServer(GrpcServer):
         page: Further data sources of the web page.
     """
 
+    ready = False  # whether the health service reports SERVING
+
     def __init__(
         self,
         frontend: Frontend,
@@ -203,6 +205,7 @@ class GenerationServer(GrpcServer):
         return replace(self._config, port=self._port, http_port=http_port)
 
     async def set_ready(self, ready: bool) -> None:
+        self.ready = ready
         if self.http:
             self.http.set_ready(ready)
         await super().set_ready(ready)

@@ -111,14 +111,15 @@ logging.getLogger("jdisagg.x").info("ours", extra={"request_id": "r1"})
 os.write(2, b"I1122 19:18:35.123456   77 ssl_transport_security.cc:2563] Handshake failed\\n")
 print("printed", file=sys.stderr, flush=True)
 os.write(2, b"compiling:   3%|\\rcompiling:  90%|\\n")
+print("ready", flush=True)
 os.write(2, b"last words")
 os.abort()
 """
 
 
-def test_whatever_a_process_writes_to_stderr_is_json_its_last_words_too() -> None:
+def test_whatever_a_process_writes_is_json_its_last_words_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DYING], stderr=subprocess.PIPE, text=True, timeout=120
+        [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == -signal.SIGABRT
     lines = [json.loads(line) for line in done.stderr.splitlines()]
@@ -128,4 +129,6 @@ def test_whatever_a_process_writes_to_stderr_is_json_its_last_words_too() -> Non
     assert messages["ours"]["request_id"] == "r1" and messages["ours"]["logger"] == "jdisagg.x"
     (native,) = [line for message, line in messages.items() if "Handshake failed" in message]
     assert native["level"] == "INFO" and native["logger"] == "stderr"
+    (out,) = map(json.loads, done.stdout.splitlines())
+    assert (out["message"], out["logger"], out["level"]) == ("ready", "stdout", "INFO")
     assert {"printed", "compiling:   3%|", "compiling:  90%|", "last words"} <= set(messages)

@@ -11,17 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.membership import WorkerPorts
-from jdisagg.errors import ConfigError
+from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource, PeerPort
 from jdisagg.messages.registry import ModelCard, WorkerCard
-from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, Pair
+from jdisagg.observe.counter_texts import TEXTS
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.observe.wrap import request_log
+from jdisagg.service.server import GenerationServer
+from jdisagg.telemetry import Counters
 from tests import time_scale
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.virtual_time import VirtualClock, run_virtually
@@ -29,6 +34,8 @@ from tests.observe.test_metrics import at, parse
 from tests.observe.test_metrics_port import get
 from tests.observe.test_timeline import trace_of
 from tests.observe.trace_format import check
+from tests.service.doors import FakePath, make_frontend
+from tools.reference import _counter_rows
 
 
 async def test_metrics_are_there_from_start_to_end_and_the_timeline_is_written(
@@ -209,3 +216,49 @@ def test_the_script_merges_a_folder_into_one_trace(tmp_path: Path) -> None:
         [*command, "--request=r9"], capture_output=True, text=True, timeout=time_scale.seconds(60)
     )
     assert absent.returncode != 0 and "r9" in absent.stderr
+
+
+def test_every_counter_has_a_meaning_and_exists_from_the_start() -> None:
+    counted = {name.strip("`") for name, *_ in _counter_rows()}
+    known = {name for texts in TEXTS.values() for name in texts}
+    assert known == counted
+
+    async def main() -> None:
+        metrics = Observer("worker").metrics
+        counters = Counters()
+
+        async def status() -> WorkerStatus:
+            raise UnavailableError("later")
+
+        metrics.watch_counters("path", counters)
+        metrics.watch_worker("decode-0", status, Counters())
+        samples = parse(await metrics.scrape())
+        assert at(samples, "jdisagg_placements_total", owner="path") == 0
+        assert at(samples, "jdisagg_handoffs_total", owner="decode-0", result="failed") == 0
+        assert at(samples, "jdisagg_pull_failures_total", owner="decode-0", cause="timed_out") == 0
+        counters.add("placements", reason="load")
+        samples = parse(await metrics.scrape())
+        assert at(samples, "jdisagg_placements_total", owner="path", reason="load") == 1
+        assert b"HELP jdisagg_leases_expired_total Reservations of KV" in await metrics.scrape()
+
+    asyncio.run(main())
+
+
+async def test_a_server_that_takes_requests_exports_that_it_is_ready() -> None:
+    observer = Observer("serve")
+    log = request_log(False, observer, lambda: 0)
+    server = GenerationServer(
+        make_frontend(FakePath()), ServiceConfig(port=0, http_port=0), log=log
+    )
+    observer.metrics.watch_ready(lambda: server.ready)
+    assert at(parse(await observer.metrics.scrape()), "jdisagg_ready") == 0
+    await server.start()
+    try:
+        samples = parse(await observer.metrics.scrape())
+        assert at(samples, "jdisagg_ready") == 1
+        for name in ("generated_tokens_total", "time_to_first_token_seconds_count"):
+            assert at(samples, f"jdisagg_{name}") == 0
+        assert at(samples, "jdisagg_requests_finished_total", result="stop") == 0
+    finally:
+        server.force()
+        await server.drain()

@@ -540,7 +540,7 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
             "'f', which is not one of the tools",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "is not supported"),
-        ({"tools": [WEATHER], "tool_choice": "any"}, "is not supported"),
+        ({"tools": [WEATHER], "tool_choice": "all"}, "is not supported"),
         (
             {
                 "tools": [WEATHER],
@@ -573,8 +573,7 @@ ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function.name is missing"),
         ({"tools": [{"function": {"name": "a b"}}]}, r"tools\[0\].function.name"),
         ({"tools": [WEATHER, WEATHER]}, "twice"),
-        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "parameters must be"),
-        ({"messages": [{"role": "assistant", "tool_calls": [ARGUMENTS]}]}, "arguments must be"),
+        ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "parameters must be"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [ARGUMENTS]}]}, "assistant"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "function.name is missing"),
     ],

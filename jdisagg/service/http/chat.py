@@ -3,7 +3,7 @@
 This module checks only the types of the fields. The `Frontend` validates the chat."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -33,7 +33,11 @@ _MODES = ("auto", "required")
 _TextKind = Literal["text", "input_text", "output_text"]
 # Types of parts, and the field of each that holds its text.
 _TEXT_FIELDS = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusal"}
-_THOUGHT_FIELDS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}
+_THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
+# Variables of chat templates that switch reasoning on and off, and the values of a client's field
+# `thinking`.
+_SWITCHES = ("enable_thinking", "thinking")
+_THINKING = {"enabled": True, "disabled": False}
 # OpenAI's newer name for the system role, and its older one for results of tools.
 _ROLES = {"developer": "system", "function": "tool"}
 
@@ -49,9 +53,7 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
         raise InvalidRequestError("messages is missing: send a list of objects")
     goes_on = bool(fields.read("continue_final_message", YES))
     begins = fields.read("add_generation_prompt", YES)
-    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
-    if effort := fields.read("reasoning_effort", TEXT):  # a variable of some templates
-        arguments.setdefault("reasoning_effort", effort)
+    arguments = template_arguments(fields, fields.read("reasoning_effort", TEXT))
     if (documents := fields.read("documents", _DOCUMENTS)) is not None:
         arguments.setdefault("documents", documents)
     several = fields.read("parallel_tool_calls", YES)
@@ -66,6 +68,22 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
         parallel_tool_calls=several is not False,
         tool_name=offered.name,
     )
+
+
+def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
+    """Reads the variables of the chat template. `effort`: How much the client wants the model to
+    reason."""
+    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
+    thinks = fields.read("enable_thinking", YES)
+    wanted = fields.read("thinking", ANYTHING)
+    if isinstance(wanted, dict):
+        wanted = _THINKING.get(str(wanted.get("type")))
+    for given in (thinks, wanted, False if effort == "none" else None):
+        for name in _SWITCHES if isinstance(given, bool) else ():
+            arguments.setdefault(name, given)
+    if effort:
+        arguments.setdefault("reasoning_effort", effort)
+    return arguments
 
 
 def chat_message(message: Fields) -> ChatMessage:
@@ -87,23 +105,23 @@ def chat_message(message: Fields) -> ChatMessage:
 
 def text_of(fields: Fields, name: str) -> str:
     """Reads a field that is a text or a list of text parts, which are joined by newlines."""
-    content = _read_content(fields, name, {})[0]
+    content = _read_content(fields, name, ())[0]
     return "\n".join(content) if isinstance(content, tuple) else content or ""
 
 
 def _content_of(message: Fields) -> tuple[str | tuple[str, ...] | None, str]:
     """Reads the content of a message, and the reasoning among its parts."""
-    content, thoughts = _read_content(message, "content", _THOUGHT_FIELDS)
+    content, thoughts = _read_content(message, "content", _THOUGHT_KINDS)
     if content is None and (refusal := message.read("refusal", TEXT)):
         content = refusal
     return content, "\n".join(thoughts)
 
 
 def _read_content(
-    fields: Fields, name: str, of_thoughts: Mapping[str, str]
+    fields: Fields, name: str, of_thoughts: Collection[str]
 ) -> tuple[str | tuple[str, ...] | None, list[str]]:
-    """Reads a field that is a text or a list of parts. `of_thoughts`: Further types of parts that
-    are accepted, and the field of each that holds its text."""
+    """Reads a field that is a text or a list of parts. `of_thoughts`: Types of parts that are
+    reasoning."""
     with contextlib.suppress(InvalidRequestError):
         return fields.read(name, TEXT), []
     with contextlib.suppress(InvalidRequestError):
@@ -113,7 +131,7 @@ def _read_content(
     for part in fields.parts(name) or []:
         kind = part.read("type", TEXT) or "text"
         if kind in of_thoughts:
-            thoughts.append(part.given(of_thoughts[kind], TEXT))
+            thoughts.append(part.given("thinking" if part.has("thinking") else "text", TEXT))
         else:
             texts.append(_part(part, kind))
     return tuple(texts), thoughts

@@ -8,7 +8,7 @@ counts as absent. `unread` lists the fields that no code has read. A field stays
 is read, so that an unused field costs next to nothing."""
 
 import codecs
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -199,6 +199,12 @@ class Fields:
 
     def unread(self) -> list[str]:
         return [name for name in self._raw if name not in self._read]
+
+
+def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:
+    """Returns the value of the first of several fields that is given. All are checked."""
+    given = [fields.read(name, kind) for name in names]
+    return next((value for value in given if value is not None), None)
 
 
 def shown(raw: msgspec.Raw) -> str:

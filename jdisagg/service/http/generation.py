@@ -30,18 +30,12 @@ from jdisagg.service.http.fields import Fields
 from jdisagg.service.http.grammar import named_as_sent
 from jdisagg.service.http.message_replies import MessageReply
 from jdisagg.service.http.messages import message_from
-from jdisagg.service.http.replies import (
-    ChatReply,
-    CompletionReply,
-    Heading,
-    Pieces,
-    Reply,
-    ReplyChoice,
-)
+from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
 from jdisagg.service.http.requests import Asked, chat_from, completion_from, ignored_header
 from jdisagg.service.http.response_replies import ResponseReply
 from jdisagg.service.http.response_store import Begun, ResponseStore
 from jdisagg.service.http.responses import response_from
+from jdisagg.service.http.token_texts import Pieces
 
 COMMENT_SECONDS = 10.0
 THREAD_ABOVE_TOKENS = 64
@@ -134,7 +128,10 @@ class HttpGeneration:
                     asked.told,
                     asked.keep,
                 )
-                pieces = Pieces(self._frontend.piece, self._pieces, asked.tokens_as_ids)
+                given = functools.partial(
+                    self._frontend.token_bytes, skip_special_tokens=runs[0].skips_special_tokens
+                )
+                pieces = Pieces(self._frontend.piece, given, self._pieces, asked.tokens_as_ids)
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)
                 reply.begin()
                 if asked.streaming:
@@ -212,6 +209,10 @@ class _Run:
         self._echo = echo
         self._answerless = asked.answerless
         self._begun: set[int] = set()
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        return self._request.sampling.skip_special_tokens
 
     @property
     def usage(self) -> Usage:

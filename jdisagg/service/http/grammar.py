@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import without
@@ -18,7 +19,7 @@ from jdisagg.service.http.fields import ANYTHING, TEXT, YES, FieldKind, Fields
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_TEXT, MESSAGE_OUTPUT = "text", "output_config"
 _GUIDED = tuple(f"guided_{name}" for name in ("json", "regex", "choice", "grammar"))
-_FIELDS = (RESPONSE_FORMAT, STRUCTURED_OUTPUTS, *_GUIDED)
+_FIELDS = (RESPONSE_FORMAT, STRUCTURED_OUTPUTS, *_GUIDED, "regex", "json_schema", "ebnf")
 _NAMES = (*_FIELDS, RESPONSE_TEXT, MESSAGE_OUTPUT)
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
@@ -47,6 +48,13 @@ _STRUCTURAL = ("structures", "triggers", "format")
 _CHOICES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 # Kinds by their name in `structured_outputs`, and by their name after `guided_`.
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.LARK}
+# SGLang's fields beside `response_format`. Its and vLLM's grammars may be in EBNF.
+_OF_SGLANG = {
+    "regex": GrammarKind.REGEX,
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "ebnf": GrammarKind.LARK,
+}
+_LONGEST_EBNF = 16 << 10
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "whitespace_pattern": ((), "the model chooses the whitespace within JSON"),
     "disable_additional_properties": ((False,), "write additionalProperties into the schema"),
@@ -62,6 +70,9 @@ def grammar_from(fields: Fields) -> Grammar | None:
             STRUCTURED_OUTPUTS: _of_structured(fields.part(STRUCTURED_OUTPUTS), ""),
             "guided_": _of_structured(fields, "guided_"),
         }
+        for name, kind in _OF_SGLANG.items():
+            text = fields.read(name, _SCHEMA if name == "json_schema" else TEXT)
+            found[name] = None if text is None else _of_text(kind, text)
     asked = [(name, grammar) for name, grammar in found.items() if grammar is not None]
     if len(asked) > 1:
         raise InvalidRequestError(
@@ -103,9 +114,12 @@ def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Grammar(GrammarKind.JSON_OBJECT)
+        schema = format.read("schema", _SCHEMA)  # as in llama.cpp and others
+        return Grammar(
+            GrammarKind.JSON_OBJECT if schema is None else GrammarKind.JSON_SCHEMA, schema or ""
+        )
     if kind == "json_schema":
-        part = format.part("json_schema") if nested else format
+        part = format.part("json_schema") if nested and not format.has("schema") else format
         # `strict` has no effect, because answers always follow the schema.
         part.ignore("name", "description", "strict")
         return Grammar(GrammarKind.JSON_SCHEMA, part.given("schema", _SCHEMA))
@@ -121,7 +135,7 @@ def _of_structured(fields: Fields, prefix: str) -> Grammar | None:
     for name, kind in _KINDS.items():
         text = fields.read(prefix + name, _SCHEMA if name == "json" else TEXT)
         if text is not None:
-            found.append(Grammar(kind, text))
+            found.append(_of_text(kind, text))
     choices = fields.read(f"{prefix}choice", _CHOICES)
     if choices is not None:
         found.append(Grammar.of_choices(choices))
@@ -138,6 +152,17 @@ def _of_structured(fields: Fields, prefix: str) -> Grammar | None:
             " of them"
         )
     return found[0] if found else None
+
+
+def _of_text(kind: GrammarKind, text: str) -> Grammar:
+    if kind is GrammarKind.LARK and "::=" in text and len(text) <= _LONGEST_EBNF:
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # whatever a text that is no grammar does to the converter
+            raise InvalidRequestError(
+                f"grammar: the EBNF {text[:64]!r} cannot be converted to Lark: {error}; send Lark"
+            ) from None
+    return Grammar(kind, text)
 
 
 def _of_tag(tag: Mapping[str, object], path: str) -> Grammar:

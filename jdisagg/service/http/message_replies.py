@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jdisagg.request import FinishReason, StreamEvent, ToolCallDelta, Usage
-from jdisagg.service.http.replies import Heading, Json, Pieces, Reply, ReplyChoice
+from jdisagg.service.http.replies import Heading, Json, Reply, ReplyChoice
 from jdisagg.service.http.requests import Streaming
+from jdisagg.service.http.token_texts import Pieces
 
 _encode = msgspec.json.encode
 _an_object = msgspec.json.Decoder(dict[str, object]).decode

@@ -135,7 +135,10 @@ _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
     "/detokenize": {"post": ("Converts tokens to text.", _DETOKENIZE, ("tokens",))},
     "/metrics": {"get": ("Metrics in Prometheus' text format.", {}, ())},
     "/version": {"get": ("The server's version.", {}, ())},
-    "/health": {"get": ("200 if the server is ready, else 503. Needs no key.", {}, ())},
+    "/health": {
+        method: ("200 if the server is ready, else 503. Needs no key.", {}, ())
+        for method in ("get", "post")
+    },
 }
 
 

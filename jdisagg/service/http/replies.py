@@ -11,37 +11,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jdisagg.chat.reasoning_count import token_places
 from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
 from jdisagg.service.http.requests import OfPrompt, Streaming
 from jdisagg.service.http.response_store import Keep
+from jdisagg.service.http.token_texts import Pieces, Placed, TextOfTokens
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
-UNREADABLE = "\ufffd"
 
 Json = dict[str, object]
 _encode = msgspec.json.encode
 _FINISHED = {reason: _encode(reason) for reason in FinishReason}
-
-
-class Pieces:
-    """Returns, and caches, the text of single tokens. With `as_ids`, returns "token_id:N" as vLLM
-    does."""
-
-    def __init__(self, text_of: Callable[[int], str], known: dict[int, str], as_ids: bool) -> None:
-        self._text_of = text_of
-        self._known = known
-        self._as_ids = as_ids
-
-    def __call__(self, token_id: int) -> str:
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        text = self._known.get(token_id)
-        if text is None:
-            text = self._known[token_id] = self._text_of(token_id)
-        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +59,7 @@ class ReplyChoice:
         echo: Text of the prompt, if it precedes the answer.
         of_prompt: Which log-probabilities of the prompt to report.
         prompt_logprobs: Log-probabilities of the prompt, or None until the server has them.
-        offset: Position of the next token in the text, in characters.
+        placed: Text of the tokens so far, or None until a token's log-probability is reported.
     """
 
     index: int
@@ -86,7 +67,7 @@ class ReplyChoice:
     echo: str = ""
     of_prompt: OfPrompt = OfPrompt()
     prompt_logprobs: PromptLogprobs | None = None
-    offset: int = 0
+    placed: TextOfTokens | None = None
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -113,21 +94,46 @@ class ReplyChoice:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def echoed(self, piece: Callable[[int], str]) -> EchoedPrompt | None:
-        """Returns the `logprobs` entries of the echoed prompt, and sets `offset` to the end of the
-        prompt."""
+    def as_event(self) -> StreamEvent:
+        """Returns the whole answer as one event."""
+        return StreamEvent(
+            self.index,
+            0,
+            tuple(self.token_ids),
+            self.text.removeprefix(self.echo),
+            logprobs=tuple(self.logprobs),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def echoed(self, pieces: Pieces) -> EchoedPrompt | None:
+        """Returns the `logprobs` entries of the echoed prompt, after which the answer's tokens are
+        placed."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
-        self.offset = len(self.echo)
-        return _echoed_prompt(self.prompt, self.echo, found, top, piece)
+        self.placed = TextOfTokens(pieces)
+        return _echoed_prompt(self.placed.whole(self.prompt, self.echo), found, top, pieces)
 
-    def told(self, piece: Callable[[int], str]) -> Json:
+    def places(
+        self, token_ids: Sequence[int], text: str | None, pieces: Pieces, *, last: bool
+    ) -> list[Placed]:
+        """Returns the places of new tokens in the text.
+
+        Args:
+            text: Text that came with the tokens, if it is the beginning of theirs.
+            last: Whether no token follows.
+        """
+        if self.placed is None:
+            self.placed = TextOfTokens(pieces)
+            self.placed.follow(self.prompt, self.echo)
+        return self.placed.add(token_ids, text, last=last)
+
+    def told(self, pieces: Pieces) -> Json:
         """Returns the field `prompt_logprobs` if the client requested it."""
         found, top = self.prompt_logprobs, self.of_prompt.told
         if found is None or top is None:
             return {}
-        return {"prompt_logprobs": _prompt_logprobs_field(self.prompt, found, top, piece)}
+        return {"prompt_logprobs": _prompt_logprobs_field(self.prompt, found, top, pieces)}
 
 
 class Reply:
@@ -185,9 +191,7 @@ class Reply:
             b"%d," % choice.index,
             self._new(event, first),
             b',"logprobs":',
-            _encode(self._logprobs(event.token_ids, some, choice, echoed))
-            if some or echoed
-            else b"null",
+            _encode(self._logprobs(event, choice, echoed)) if some or echoed else b"null",
             b',"finish_reason":',
             _FINISHED[reason] if reason is not None else b"null",
         ]
@@ -230,11 +234,7 @@ class Reply:
         raise NotImplementedError
 
     def _logprobs(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        choice: ReplyChoice,
-        echoed: EchoedPrompt | None,
+        self, event: StreamEvent, choice: ReplyChoice, echoed: EchoedPrompt | None
     ) -> Json:
         raise NotImplementedError
 
@@ -244,7 +244,7 @@ class Reply:
             "index": choice.index,
             **self._said(choice),
             "logprobs": (
-                self._logprobs(choice.token_ids, some, choice, echoed) if some or echoed else None
+                self._logprobs(choice.as_event(), choice, echoed) if some or echoed else None
             ),
             "finish_reason": choice.finish_reason,
         }
@@ -286,27 +286,28 @@ class ChatReply(Reply):
         return {"message": message}
 
     def _logprobs(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        choice: ReplyChoice,
-        echoed: EchoedPrompt | None,
+        self, event: StreamEvent, choice: ReplyChoice, echoed: EchoedPrompt | None
     ) -> Json:
-        return {"content": self._tokens(token_ids, logprobs), "refusal": None}
+        return {"content": self._tokens(choice, event), "refusal": None}
 
-    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Json]:
-        return [
-            {
-                **self._token(token_id, one.logprob),
-                "top_logprobs": [self._token(other, value) for other, value in one.top],
-            }
-            for token_id, one in zip(token_ids, logprobs, strict=False)
-        ]
+    def _tokens(self, choice: ReplyChoice, event: StreamEvent) -> list[Json]:
+        """Returns a row for each token. The bytes of all rows, joined, are the answer's text, which
+        the parser of the answer may have separated into reasoning, content and calls."""
+        if not event.logprobs:
+            return []
+        ended = event.finish_reason is not None
+        places = choice.places(event.token_ids, None, self._pieces, last=ended)
+        return [self._row(*one) for one in zip(places, event.logprobs, strict=False)]
 
-    def _token(self, token_id: int, logprob: float) -> Json:
-        text = self._pieces(token_id)
-        known = None if UNREADABLE in text else list(text.encode("utf-8", "replace"))
-        return {"token": text, "logprob": logprob, "bytes": known}
+    def _row(self, placed: Placed, one: TokenLogprobs) -> Json:
+        def token(token_id: int, logprob: float) -> Json:
+            own = token_id == placed.token_id
+            name = placed.name if own else self._pieces.name(token_id)
+            given = placed.given if own else self._pieces.given(token_id)
+            return {"token": name, "logprob": logprob, "bytes": list(given)}
+
+        top = [token(other, value) for other, value in one.top]
+        return {**token(placed.token_id, one.logprob), "top_logprobs": top}
 
 
 class CompletionReply(Reply):
@@ -322,27 +323,19 @@ class CompletionReply(Reply):
         return {"text": choice.text}
 
     def _logprobs(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        choice: ReplyChoice,
-        echoed: EchoedPrompt | None,
+        self, event: StreamEvent, choice: ReplyChoice, echoed: EchoedPrompt | None
     ) -> Json:
-        tokens = [self._pieces(token_id) for token_id in token_ids]
-        offsets: list[int] = []
-        for text in tokens:
-            offsets.append(choice.offset)
-            choice.offset += len(text)
+        ended = event.finish_reason is not None
+        places = choice.places(event.token_ids, event.text, self._pieces, last=ended)
         top = [
-            _top_by_text(text, one.logprob, one.top, self._pieces)
-            for text, one in zip(tokens, logprobs, strict=True)
+            _top_by_text(placed, one.logprob, one.top, self._pieces)
+            for placed, one in zip(places, event.logprobs, strict=True)
         ]
-        values = [one.logprob for one in logprobs]
         before = echoed or EchoedPrompt([], [], [], [])
         return {
-            "text_offset": before.offsets + offsets,
-            "token_logprobs": [*before.logprobs, *values],
-            "tokens": before.tokens + tokens,
+            "text_offset": [*before.offsets, *(placed.offset for placed in places)],
+            "token_logprobs": [*before.logprobs, *(one.logprob for one in event.logprobs)],
+            "tokens": [*before.tokens, *(placed.name for placed in places)],
             "top_logprobs": [*before.top, *top],
         }
 
@@ -386,48 +379,52 @@ def usage_of(usage: Usage) -> Json:
 
 
 def _prompt_logprobs_field(
-    prompt: Sequence[int], found: PromptLogprobs, top: int, piece: Callable[[int], str]
+    prompt: Sequence[int], found: PromptLogprobs, top: int, pieces: Pieces
 ) -> msgspec.Raw:
     """Returns the value of vLLM's field `prompt_logprobs` as JSON text. The first prompt token has
     null. Each further token has an object with token ids as keys, the token itself first."""
 
-    def entry(token_id: int, logprob: float, rank: int) -> bytes:
-        shown = _encode({"logprob": logprob, "rank": rank, "decoded_token": piece(token_id)})
+    def entry(token_id: int, text: str, logprob: float, rank: int) -> bytes:
+        shown = _encode({"logprob": logprob, "rank": rank, "decoded_token": text})
         return b'"%d":%b' % (token_id, shown)
 
-    def token(token_id: int, one: PromptToken) -> bytes:
+    def token(placed: Placed, one: PromptToken) -> bytes:
         likely = [
-            entry(other, logprob, rank)
+            entry(other, pieces.name(other), logprob, rank)
             for rank, (other, logprob) in enumerate(one.top[:top], 1)
-            if other != token_id
+            if other != placed.token_id
         ]
-        return b"{%b}" % b",".join([entry(token_id, one.logprob, one.rank), *likely])
+        own = entry(placed.token_id, placed.name, one.logprob, one.rank)
+        return b"{%b}" % b",".join([own, *likely])
 
-    entries = [b"null", *(token(*one) for one in zip(prompt[1:], found, strict=True))]
+    places = TextOfTokens(pieces).add(prompt, None, last=True)
+    entries = [b"null", *(token(*one) for one in zip(places[1:], found, strict=True))]
     return msgspec.Raw(b"[%b]" % b",".join(entries))
 
 
 def _echoed_prompt(
-    prompt: Sequence[int], text: str, found: PromptLogprobs, top: int, piece: Callable[[int], str]
+    places: Sequence[Placed], found: PromptLogprobs, top: int, pieces: Pieces
 ) -> EchoedPrompt:
-    """Returns the `logprobs` entries of the prompt `text`. A token without text, such as a special
-    token or a part of a character, has the text offset of the next token."""
-    tokens = [piece(token_id) for token_id in prompt]
+    """Returns the `logprobs` entries of a prompt."""
     likely = [
-        msgspec.Raw(_encode(_top_by_text(own, one.logprob, one.top[:top], piece)))
-        for own, one in zip(tokens[1:], found, strict=True)
+        msgspec.Raw(_encode(_top_by_text(placed, one.logprob, one.top[:top], pieces)))
+        for placed, one in zip(places[1:], found, strict=True)
     ]
     return EchoedPrompt(
-        tokens,
-        [begin for begin, _ in token_places(tokens, text)],
+        [placed.name for placed in places],
+        [placed.offset for placed in places],
         [None, *(one.logprob for one in found)],
         [msgspec.Raw(b"null"), *likely],
     )
 
 
 def _top_by_text(
-    own: str, logprob: float, top: Sequence[tuple[int, float]], piece: Callable[[int], str]
+    own: Placed, logprob: float, top: Sequence[tuple[int, float]], pieces: Pieces
 ) -> dict[str, float]:
     """Returns the log-probabilities of the most likely tokens, keyed by text. Always includes the
     token itself, as OpenAI does. If two tokens have the same text, the more likely one is kept."""
-    return {own: logprob, **{piece(other): value for other, value in top[::-1]}}
+    named = {
+        own.name if other == own.token_id else pieces.name(other): value
+        for other, value in top[::-1]
+    }
+    return {own.name: logprob, **named}

@@ -26,9 +26,16 @@ from jdisagg.service.http.fields import (
     YES,
     FieldKind,
     Fields,
+    either,
 )
 from jdisagg.service.http.grammar import grammar_from
 from jdisagg.service.http.response_store import Keep
+from jdisagg.service.http.unsupported import (
+    REFUSED,
+    REFUSED_OF_CHATS,
+    REFUSED_OF_COMPLETIONS,
+    WITHOUT_MEANING,
+)
 
 MAX_PROMPTS = 256
 MAX_IGNORED_SHOWN = 16
@@ -36,28 +43,9 @@ MAX_IGNORED_SHOWN = 16
 _NUMBERS = ("temperature", "top_p", "min_p")
 _NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed", "min_tokens", "n", "prompt_logprobs")
-# Unsupported fields with their no-op values and a remedy.
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "suffix": (("",), "put all of the preceding text into the prompt"),
-    "use_beam_search": ((False,), "use n for several sampled answers"),
-    "length_penalty": ((1,), "omit it, since there is no beam search"),
-    "spaces_between_special_tokens": ((True, False), "omit it"),
-    "truncate_prompt_tokens": ((-1,), "truncate the prompt yourself; /tokenize counts its tokens"),
-    "logits_processors": (([],), "use logit_bias"),
-}
-_REFUSED_OF_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
-    "functions": (([],), "send them as tools"),
-    "function_call": (("none", "auto"), "send tool_choice"),
-    "audio": ((), "only text is generated"),
-    "modalities": ((["text"],), "only text is generated"),
-    "web_search_options": ((), "the server has no web search"),
-    "chat_template": ((), "the model's own template is used"),
-    "echo": ((False,), "join the last message and the answer yourself"),
-}
-_WITHOUT_MEANING = (
-    *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
-)
+# vLLM's and SGLang's names of the same.
+_WITH_STOP = ("include_stop_str_in_output", "no_stop_trim")
+_SALTS = ("cache_salt", "extra_key")
 _PROMPT = FieldKind(
     "a string, a list of strings, a list of token ids or a list of such lists",
     msgspec.json.Decoder(str | list[str | int | list[int]]).decode,
@@ -145,6 +133,7 @@ def completion_from(fields: Fields) -> Asked:
     options = sampling_options(fields)
     options["max_tokens"] = most = most_tokens(fields)
     options["logprobs"] = fields.read("logprobs", _COUNT)
+    fields.refuse(REFUSED_OF_COMPLETIONS)
     echo = bool(fields.read("echo", YES))
     told, scored = options.get("prompt_logprobs"), options["logprobs"] if echo else None
     answerless = echo and most == 0
@@ -169,15 +158,13 @@ def chat_from(fields: Fields) -> Asked:
         options["logprobs"] = top or 0
     elif top:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs; set logprobs to true")
-    fields.refuse(_REFUSED_OF_CHATS)
+    fields.refuse(REFUSED_OF_CHATS)
     return asked_from(fields, (chat_prompt(fields),), options)
 
 
 def most_tokens(fields: Fields) -> int | None:
     """Reads the limit of the answer's length. -1 means no limit but the context's."""
-    most = fields.read("max_completion_tokens", INTEGER)
-    older = fields.read("max_tokens", INTEGER)
-    most = older if most is None else most
+    most = either(fields, ("max_completion_tokens", "max_tokens"), INTEGER)
     return None if most == -1 else most
 
 
@@ -219,7 +206,7 @@ def sampling_options(fields: Fields) -> SamplingOptions:
         stop=fields.read("stop", TEXTS),
         stop_token_ids=fields.read("stop_token_ids", INTEGERS),
         ignore_eos=fields.read("ignore_eos", YES),
-        include_stop_str_in_output=fields.read("include_stop_str_in_output", YES),
+        include_stop_str_in_output=either(fields, _WITH_STOP, YES),
         skip_special_tokens=fields.read("skip_special_tokens", YES),
         grammar=grammar_from(fields),
         allowed_token_ids=fields.read("allowed_token_ids", INTEGERS),
@@ -233,12 +220,12 @@ def sampling_options(fields: Fields) -> SamplingOptions:
     if numbers["top_p"] == 0:  # nothing but the most likely token
         numbers["top_p"], numbers["temperature"] = None, 0.0
     best_of = fields.read("best_of", INTEGER)
-    if best_of is not None and best_of != (integers["n"] or 1):
+    if best_of not in (None, -1, integers["n"] or 1):
         raise InvalidRequestError(
             f"best_of={best_of} is not supported; request n answers and choose among them"
         )
-    fields.refuse(_REFUSED)
-    fields.ignore(*_WITHOUT_MEANING)
+    fields.refuse(REFUSED)
+    fields.ignore(*WITHOUT_MEANING)
     return SamplingOptions(**options, **numbers, **integers)
 
 
@@ -266,10 +253,10 @@ def asked_from(
         prompts=prompts,
         options=options,
         model=fields.read("model", TEXT) or "",
-        request_id=fields.read("request_id", TEXT) or "",
+        request_id=either(fields, ("request_id", "rid"), TEXT) or "",
         deadline_seconds=fields.read("deadline_seconds", NUMBER),
         tenant=fields.read("tenant", TEXT) or "",
-        cache_salt=fields.read("cache_salt", TEXT) or "",
+        cache_salt="/".join(filter(None, (fields.read(name, TEXT) for name in _SALTS))),
         priority=fields.read("priority", INTEGER) or 0,
         streaming=streaming if streams else None,
         token_ids=bool(fields.read("return_token_ids", YES)),

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jdisagg.request import FinishReason, StreamEvent, ToolCallDelta, Usage
-from jdisagg.service.http.replies import ChatReply, Heading, Json, Pieces, ReplyChoice, cached_of
+from jdisagg.service.http.replies import ChatReply, Heading, Json, ReplyChoice, cached_of
 from jdisagg.service.http.requests import Streaming
+from jdisagg.service.http.token_texts import Pieces
 
 _encode = msgspec.json.encode
 
@@ -59,7 +60,7 @@ class ResponseReply(ChatReply):
         says = self._open_kind is _Kind.MESSAGE and not others
         answered = any(item.kind is not _Kind.REASONING for item in self._items)
         empty = ended is not None and not answered and not event.tool_calls
-        tokens = self._held + self._tokens(event.token_ids, event.logprobs)
+        tokens = self._held + self._tokens(choice, event)
         self._held = []
         if event.text or says or empty:
             frames += self._message(event.text, tokens)
@@ -142,7 +143,7 @@ class ResponseReply(ChatReply):
         if choice.reasoning:
             self._items.append(_Item(self._item_id("rs"), _Kind.REASONING, None, choice.reasoning))
         if choice.text or not choice.calls:
-            tokens = self._tokens(choice.token_ids, choice.logprobs)
+            tokens = self._tokens(choice, choice.as_event())
             item = _Item(self._item_id("msg"), _Kind.MESSAGE, None, [choice.text], tokens)
             self._items.append(item)
         for call, arguments in choice.calls:

@@ -13,7 +13,7 @@ from jdisagg.chat.messages import ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import chat_message, offered_tools, text_of
+from jdisagg.service.http.chat import chat_message, offered_tools, template_arguments, text_of
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.fields import (
     INTEGER,
@@ -28,6 +28,7 @@ from jdisagg.service.http.fields import (
 from jdisagg.service.http.grammar import grammar_of_response
 from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
 from jdisagg.service.http.response_store import Begun, Items, Keep, ResponseStore
+from jdisagg.service.http.unsupported import REFUSED_OF_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -68,6 +69,7 @@ def response_from(
         begun: Called once the request was found valid, if its response is kept.
     """
     fields.refuse(_REFUSED if store is not None else _OF_STORES | _REFUSED)
+    fields.refuse(REFUSED_OF_RESPONSES)
     fields.ignore("max_tool_calls", "background")
     instructions = fields.read("instructions", TEXT)
     messages = [ChatMessage("system", instructions)] if instructions else []
@@ -123,7 +125,7 @@ def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
     effort = fields.part("reasoning").read("effort", TEXT)
     return ChatPrompt(
         tuple(messages),
-        arguments={"reasoning_effort": effort} if effort else {},
+        arguments=template_arguments(fields, effort),
         tools=offered.tools,
         tool_choice=offered.choice,
         parallel_tool_calls=fields.read("parallel_tool_calls", YES) is not False,

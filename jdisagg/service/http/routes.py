@@ -26,13 +26,14 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
+from jdisagg.service.http.unsupported import REFUSED_OF_CHATS, REFUSED_OF_COMPLETIONS
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 OWNER = "jdisagg"
 
-# Names of the health endpoint among load balancers and platforms.
-_HEALTH = ("/health", "/ping", "/healthz", "/livez", "/readyz", "/v1/health")
+# Other names of /health among load balancers and platforms.
+_HEALTH = ("/ping", "/healthz", "/livez", "/readyz", "/v1/health")
 _OF_OTHER_MODELS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
     *("/classify", "/v1/moderations", "/v1/images/generations", "/v1/audio/transcriptions"),
@@ -102,7 +103,7 @@ class HttpRoutes:
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
             "/metrics": Endpoint(guard, "GET", self._metrics),
             "/version": Endpoint(guard, "GET", self._version),
-            **dict.fromkeys(_HEALTH, Endpoint(guard, ANY_METHOD, self._health, open=True)),
+            "/health": Endpoint(guard, "GET, POST", self._health, open=True),
             "/openapi.json": Endpoint(guard, "GET", self._openapi, open=True),
             **self._page.endpoints(guard),
         }
@@ -140,8 +141,10 @@ class HttpRoutes:
     async def _tokenize(self, exchange: Exchange) -> None:
         fields = await self._fields(exchange)
         if fields.has("messages"):
+            fields.refuse(REFUSED_OF_CHATS)
             prompt = chat_prompt(fields)
         else:
+            fields.refuse(REFUSED_OF_COMPLETIONS)
             prompts = completion_prompts(fields)
             prompt = prompts[0]
         strings = fields.read("return_token_strs", YES)
@@ -228,12 +231,13 @@ class HttpRoutes:
 
 
 class _Router(Router):
-    """A router that ignores slashes at the end of a path and repeated slashes, which clients make
-    when they join a base address and a path."""
+    """A router that accepts other names of /health, and ignores slashes at the end of a path and
+    repeated slashes, which clients make when they join a base address and a path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = re.sub("/+", "/", scope["path"])
-        await super().__call__({**scope, "path": path.rstrip("/") or "/"}, receive, send)
+        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
+        path = "/health" if path in _HEALTH else path
+        await super().__call__({**scope, "path": path}, receive, send)
 
 
 def _note_ignored(exchange: Exchange, fields: Fields) -> None:

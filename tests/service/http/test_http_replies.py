@@ -12,18 +12,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from jdisagg.request import FinishReason, StreamEvent, Usage
-from jdisagg.service.http.replies import (
-    ChatReply,
-    CompletionReply,
-    Heading,
-    Pieces,
-    Reply,
-    ReplyChoice,
-)
+from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
 from jdisagg.service.http.requests import Streaming
+from jdisagg.service.http.token_texts import Pieces
 from tests.service.doors import CACHED, TEMPLATE, FakePath, expected_tokens, text_of
 from tests.service.http_doors import HttpDoor, events, http_door
 
+NO_TEXT = Pieces(lambda one: "", lambda one: b"", {})
 CHAT: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -50,9 +45,7 @@ def test_a_frame_is_the_same_to_the_byte_whatever_it_has_to_say(
 ) -> None:
     """Held against the object written down as a whole."""
     streaming = Streaming(usage is not None, bool(usage))
-    reply = kind(
-        Heading("x-1", 7, "tiny", None), streaming, Pieces(lambda one: "", {}, False), token_ids
-    )
+    reply = kind(Heading("x-1", 7, "tiny", None), streaming, NO_TEXT, token_ids)
     choice = ReplyChoice(2, (3, 4))
     for number, (text, reason) in enumerate(
         [(" a", None), (' "\n\u00e4', None), ("", None), ("z", FinishReason.STOP)]

@@ -1,0 +1,95 @@
+"""What each counter of a component means, for operators, and which components have it. The scrape
+exports these counters from the start, with the value 0."""
+
+from collections.abc import Mapping
+
+PATH, ROLES, WORKER, KV_LINK = "path", "roles", "worker", "kv_link"
+
+_OF_PATH = {
+    "attempts_failed": "Attempts at requests that failed; the router then tries another worker.",
+    "moves_failed": "Running sequences that could not be moved to another decode worker.",
+    "placements": "Requests placed on a pair of workers, by the reason of the choice.",
+    "preemptions": "Sequences that lost their KV pages to others and were computed again.",
+    "rejections": "Requests refused by the router, by cause: full queue, deadline, quota.",
+    "requests_held": "Requests that waited at the router because all workers were full.",
+    "requests_resumed": "Requests that clients continued after their stream broke.",
+    "waits_for_overloaded_workers": "Waits of a request because the chosen worker was full.",
+}
+_OF_ROLES = {
+    "role_switches_failed": "Workers that could not change between prefill and decode.",
+    "roles_switched": "Workers that changed between prefill and decode.",
+}
+_OF_KV_LINK = {
+    "kv_messages_lost": "Control messages about KV transfers that did not arrive.",
+    "kv_messages_misdirected": "Control messages for an earlier start of this worker, dropped.",
+    "kv_messages_received": "Control messages about KV transfers received.",
+    "kv_messages_sent": "Control messages about KV transfers sent.",
+}
+_OF_WORKERS = {
+    "attempts_superseded": "Attempts that ended because the router began a newer one.",
+    "blocks_pulled_again": "KV blocks transferred again after a failure or a wrong checksum.",
+    "checksums_mismatched": "KV blocks that arrived damaged. They are transferred again.",
+    "chunks_held_back": "Prefill chunks that waited until earlier KV had been transferred.",
+    "disk_blocks_dropped": "Prefix-cache blocks removed from disk, by cause.",
+    "disk_blocks_found": "Prefix-cache blocks on disk at the worker's start.",
+    "disk_blocks_read": "Prefix-cache blocks read from disk.",
+    "disk_blocks_skipped": "Prefix-cache blocks not written to disk, which has them or is busy.",
+    "disk_blocks_written": "Prefix-cache blocks written to disk.",
+    "disk_bytes_read": "Bytes of prefix cache read from disk.",
+    "disk_bytes_written": "Bytes of prefix cache written to disk.",
+    "disk_errors": "Failed reads and writes of the prefix cache on disk, by cause.",
+    "drains_cut_short": "Shutdowns that ended running sequences, because the drain took too long.",
+    "forced_tokens": "Tokens that a grammar determined, which needed no decode step.",
+    "handoffs_aborted": "Hand-offs of a prompt's KV from prefill to decode, by result.",
+    "handoffs_completed": "Hand-offs of a prompt's KV from prefill to decode, by result.",
+    "handoffs_failed": "Hand-offs of a prompt's KV from prefill to decode, by result.",
+    "host_blocks_broken": "Prefix-cache blocks in host memory that failed their checksum.",
+    "host_blocks_dropped": "Prefix-cache blocks removed from host memory, by cause.",
+    "host_blocks_failed": "Prefix-cache blocks that could not be copied to host memory.",
+    "host_blocks_skipped": "Prefix-cache blocks not copied to host memory, because it has them.",
+    "host_blocks_written": "Prefix-cache blocks copied to host memory.",
+    "host_restores_failed": "Failed copies of prefix cache from host memory to the device.",
+    "host_restores_late": "Copies of prefix cache to the device that were given up as too slow.",
+    "kv_tokens_kept": "Tokens whose transferred KV was kept when the prefill worker was replaced.",
+    "leases_expired": "Reservations of KV that ended because nobody renewed them.",
+    "mesh_failures": "Failures of the device mesh. The worker then restarts.",
+    "messages_to_senders_lost": "Messages to prefill workers that did not arrive.",
+    "moves_begun": "Moves of running sequences to another decode worker begun.",
+    "moves_failed": "Running sequences that could not be moved to another decode worker.",
+    "peer_blocks_given": "Prefix-cache blocks sent to other workers.",
+    "peer_fetch_failed": "Failed fetches of prefix cache from other workers, by cause.",
+    "peer_gives_cut": "Transfers of prefix cache to other workers that were cut short.",
+    "prefix_asked_tokens": "Prompt tokens looked up in the prefix cache.",
+    "prefix_blocks_evicted": "Prefix-cache blocks removed from device pages, by cause.",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache, by tier.",
+    "prompts_appended": "Prompts whose new tokens were computed on the decode worker itself.",
+    "pulls_failed": "KV transfers that failed or timed out. They are repeated.",
+    "pulls_timed_out": "KV transfers that failed or timed out. They are repeated.",
+    "sequences_moved": "Running sequences moved to another decode worker.",
+    "sequences_spilled": "Sequences whose KV was set aside in host memory.",
+    "sources_lost": "Hand-offs whose prefill worker disappeared.",
+    "sources_replaced": "Hand-offs continued by another prefill worker.",
+    "spilled_tokens": "Tokens whose KV was set aside in host memory.",
+    "spilled_tokens_restored": "Tokens whose KV came back from host memory.",
+    "spills_declined": "Sequences not set aside in host memory, by cause.",
+    "spills_missed": "Sequences whose KV in host memory was gone and was computed again, by cause.",
+    "spills_restored": "Sequences whose KV came back from host memory.",
+    "tokens_appended": "Prompt tokens computed on decode workers.",
+}
+TEXTS: Mapping[str, Mapping[str, str]] = {
+    PATH: _OF_PATH,
+    ROLES: _OF_ROLES,
+    KV_LINK: _OF_KV_LINK,
+    WORKER: _OF_WORKERS,
+}
+_ALL = {name: text for texts in TEXTS.values() for name, text in texts.items()}
+
+
+def text_of(counter: str) -> str:
+    """Returns the meaning of a counter."""
+    return _ALL.get(counter, f"Counter {counter} of its owner.")
+
+
+def names_of(owner: str, is_worker: bool) -> Mapping[str, str]:
+    """Returns the counters that an owner has, with their meaning."""
+    return TEXTS[WORKER] if is_worker else TEXTS.get(owner, {})

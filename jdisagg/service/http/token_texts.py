@@ -1,0 +1,120 @@
+"""Texts, bytes and places of the tokens whose log-probabilities a reply reports, so that a client
+can join them to the text.
+
+The bytes of a text's tokens, joined, are the text in UTF-8. A character may consist of several
+tokens: its text belongs to the token that completes it, and the tokens before have an empty text at
+the same place. A special token that the text omits has no bytes."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jdisagg.chat.reasoning_count import token_places
+
+_CHARACTER_BYTES = 4  # at most
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Placed(NamedTuple):
+    """A token of a text.
+
+    Attributes:
+        name: What the reply calls the token: its text, or "token_id:N".
+        given: Bytes that it adds to the text.
+        offset: Place of its text, in characters.
+    """
+
+    token_id: int
+    name: str
+    given: bytes
+    offset: int
+
+
+class Pieces:
+    """Returns names and bytes of single tokens.
+
+    Args:
+        text_of: Returns the text of a token that is decoded alone.
+        given: Returns the bytes that a token adds to the text.
+        known: Cache of texts.
+        as_ids: Whether names are "token_id:N", as in vLLM, and not texts.
+    """
+
+    def __init__(
+        self,
+        text_of: Callable[[int], str],
+        given: Callable[[int], bytes],
+        known: dict[int, str],
+        as_ids: bool = False,
+    ) -> None:
+        self.given = given
+        self.as_ids = as_ids
+        self._text_of = text_of
+        self._known = known
+
+    def name(self, token_id: int) -> str:
+        """Returns the name of a token that is not part of the text. A token that is not made of
+        whole characters is named by its bytes, as in OpenAI's API, because many of them would have
+        the same text."""
+        if self.as_ids:
+            return f"token_id:{token_id}"
+        text = self._known.get(token_id)
+        if text is None:
+            text = self._known[token_id] = self._named(token_id)
+        return text
+
+    def _named(self, token_id: int) -> str:
+        given = self.given(token_id)
+        try:
+            return given.decode() if given else self._text_of(token_id)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
+
+
+class TextOfTokens:
+    """Places tokens in the text that they make, in order."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._decoder = _UTF8("replace")
+        self._offset = 0
+        self._begun = False
+
+    def follow(self, prompt: Sequence[int], echo: str) -> None:
+        """Makes the next token follow a prompt, which may end within a character. `echo`: Text of
+        the prompt, if it is part of the text."""
+        self._decoder.decode(b"".join(map(self._pieces.given, prompt[-_CHARACTER_BYTES:])))
+        self._offset = len(echo)
+
+    def whole(self, prompt: Sequence[int], echo: str) -> list[Placed]:
+        """Places the tokens of a prompt in its text `echo`, after which answer tokens follow."""
+        places = self.add(prompt, echo, last=False)
+        if self._offset != len(echo):  # the tokenizer changed the text
+            names = list(map(self._pieces.name, prompt))
+            places = [
+                placed._replace(offset=begin)
+                for placed, (begin, _) in zip(places, token_places(names, echo), strict=True)
+            ]
+            self._offset = len(echo)
+        return places
+
+    def add(self, token_ids: Sequence[int], text: str | None, *, last: bool) -> list[Placed]:
+        """Places the next tokens.
+
+        Args:
+            text: Text of which theirs is the beginning, if known. Some tokenizers begin a text with
+                a space that decoding drops.
+            last: Whether no token follows.
+        """
+        places: list[Placed] = []
+        for at, token_id in enumerate(token_ids, 1):
+            given = self._pieces.given(token_id)
+            if text and not self._begun and given[:1] == b" " and not text.startswith(" "):
+                given = given[1:]
+            self._begun = self._begun or bool(given)
+            made = self._decoder.decode(given, final=last and at == len(token_ids))
+            omitted = not given and self._pieces.name(token_id)
+            name = self._pieces.name(token_id) if self._pieces.as_ids else omitted or made
+            places.append(Placed(token_id, name, given, self._offset))
+            self._offset += len(made)
+        return places

@@ -1,0 +1,221 @@
+"""Log-probabilities that a client can join to the text: bytes, offsets and tokens as ids, over
+characters of several tokens, streamed, whole and echoed, in chats, completions and responses."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs, Usage
+from models.token_bytes import TokenBytes
+from models.tokenizer import Tokenizer
+from tests.end_to_end.clusters import LLAMA
+from tests.service.doors import EOS, FakePath, scores_of
+from tests.service.http_doors import HttpDoor, events, http_door
+
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TEXT = "aé漢😀 b\n"
+PARTS = TEXT.encode()
+
+
+@dataclass
+class Words(FakePath):
+    """Says `TEXT`, one byte a token and some tokens an event, with a special token within. Beside
+    each token, two others are likely that are parts of characters."""
+
+    size: int = 1
+    said: bytes = PARTS
+    special_at: int = 3
+
+    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        self.requests.append(request)
+        ids = list(self.said)
+        ids.insert(self.special_at, EOS)
+        keeps = not request.sampling.skip_special_tokens
+        for first in range(0, len(ids), self.size):
+            some = ids[first : first + self.size]
+            before, until = ids[:first], ids[: first + self.size]
+            last = len(until) == len(ids)
+            new = _shown(until, keeps)[len(_shown(before, keeps)) :]
+            asks = request.sampling.prompt_logprobs is not None and first == 0
+            yield StreamEvent(
+                0,
+                first,
+                tuple(some),
+                new,
+                tuple(
+                    TokenLogprobs(-0.5, ((one, -0.5), (0x80, -2.0), (0x81, -3.0))) for one in some
+                )
+                if request.sampling.logprobs is not None
+                else (),
+                FinishReason.STOP if last else None,
+                Usage(len(request.prompt_token_ids), len(ids)) if last else None,
+                prompt_logprobs=scores_of(request) if asks else None,
+            )
+
+
+def _shown(ids: list[int], keeps: bool) -> str:
+    special = b"<end>" if keeps else b""
+    return b"".join(special if one == EOS else bytes([one]) for one in ids).decode(
+        "utf-8", "ignore"
+    )
+
+
+async def choices(door: HttpDoor, path: str, **asked: Any) -> list[dict[str, Any]]:
+    """The choice of a whole reply, or those of a stream's chunks."""
+    answer = await door.ask(path, asked)
+    assert answer.status == 200, answer.body
+    if not asked.get("stream"):
+        return answer.fields["choices"]
+    chunks = [json.loads(one) for one in events(answer.body)[:-1]]
+    return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_the_rows_of_a_chat_are_its_text(
+    size: int, stream: bool, skip: bool, as_ids: bool
+) -> None:
+    async with http_door(Words(size=size)) as door:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        more = {"top_logprobs": 3, "skip_special_tokens": skip}
+        some = await choices(
+            door, CHATS, **asked, **more, stream=stream, return_tokens_as_token_ids=as_ids
+        )
+        text = "".join(
+            (one.get("delta") or one.get("message") or {}).get("content") or "" for one in some
+        )
+        rows = [row for one in some if one["logprobs"] for row in one["logprobs"]["content"]]
+        assert b"".join(bytes(row["bytes"]) for row in rows).decode() == text
+        assert len(rows) == len(PARTS) + 1
+        ids = [*PARTS[:3], EOS, *PARTS[3:]]
+        if as_ids:
+            assert [row["token"] for row in rows] == [f"token_id:{one}" for one in ids]
+        elif not skip:
+            # a special token within a character damages no text of other tokens
+            assert rows[3]["token"].endswith("<end>")
+        for row, token_id in zip(rows, ids, strict=True):
+            own, *parts = row["top_logprobs"]
+            assert (own["token"], own["bytes"]) == (row["token"], row["bytes"])
+            assert token_id in (0x80, 0x81) or [one["bytes"] for one in parts] == [[0x80], [0x81]]
+            assert len({one["token"] for one in row["top_logprobs"]}) >= 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_the_tokens_of_a_completion_stand_where_their_offsets_say(
+    size: int, stream: bool, echo: bool, as_ids: bool
+) -> None:
+    async with http_door(Words(size=size, special_at=0)) as door:
+        prompt = "x漢y"
+        asked = {"prompt": prompt, "logprobs": 2, "echo": echo, "stream": stream}
+        some = await choices(door, COMPLETIONS, **asked, return_tokens_as_token_ids=as_ids)
+        text = "".join(one["text"] for one in some)
+        assert text == (prompt if echo else "") + TEXT
+        rows = [one["logprobs"] for one in some if one["logprobs"]]
+        tokens = [token for row in rows for token in row["tokens"]]
+        offsets = [offset for row in rows for offset in row["text_offset"]]
+        ids = [*(prompt.encode() if echo else b""), EOS, *PARTS]
+        assert len(tokens) == len(offsets) == len(ids)
+        ends = [*offsets[1:], len(text)]
+        places = [text[begin:end] for begin, end in zip(offsets, ends, strict=True)]
+        assert "".join(places) == text
+        # The last token of a character has its text, and the tokens before have none.
+        expected = _expected(ids)
+        assert places == expected
+        if as_ids:
+            assert tokens == [f"token_id:{one}" for one in ids]
+        else:
+            named = [
+                place or ("<end>" * (one == EOS)) for place, one in zip(places, ids, strict=True)
+            ]
+            assert tokens == named
+        tops = [top for row in rows for top in row["top_logprobs"]]
+        for token, top in zip(tokens, tops, strict=True):
+            assert top is None or token in top
+        assert all(len(top) == 3 for top in tops[-3:])
+
+
+def _expected(ids: list[int]) -> list[str]:
+    texts, held = [], b""
+    for one in ids:
+        held += b"" if one == EOS else bytes([one])
+        try:
+            texts.append(held.decode())
+            held = b""
+        except UnicodeDecodeError:
+            texts.append("")
+    return texts
+
+
+async def test_an_answer_that_ends_within_a_character_loses_no_byte() -> None:
+    async with http_door(Words(said=PARTS[:5], special_at=0)) as door:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        (one,) = await choices(door, CHATS, **asked)
+        rows = one["logprobs"]["content"]
+        assert b"".join(bytes(row["bytes"]) for row in rows) == PARTS[:5]
+        assert "".join(row["token"] for row in rows[1:]) == PARTS[:5].decode("utf-8", "replace")
+
+
+async def test_a_character_that_the_prompt_began_is_joined_to_it() -> None:
+    async with http_door(Words(said="é".encode()[1:] + b"x", special_at=2)) as door:
+        prompt = [*b"a", "é".encode()[0]]
+        (one,) = await choices(door, COMPLETIONS, prompt=prompt, logprobs=0)
+        assert one["logprobs"]["tokens"] == ["é", "x", "<end>"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_rows_of_a_response_are_its_text(stream: bool) -> None:
+    async with http_door(Words(size=2)) as door:
+        include = ["message.output_text.logprobs"]
+        asked = {"input": "hi", "include": include, "top_logprobs": 1, "stream": stream}
+        answer = await door.ask(RESPONSES, asked)
+        body = answer.body if stream else b"data: " + answer.body
+        (last,) = body.rstrip().rsplit(b"data: ", 1)[1:]
+        response = json.loads(last)
+        (part,) = response.get("response", response)["output"][0]["content"]
+        assert part["text"] == TEXT
+        assert b"".join(bytes(row["bytes"]) for row in part["logprobs"]).decode() == TEXT
+
+
+async def test_parts_of_a_prompts_characters_are_told_apart() -> None:
+    async with http_door(Words()) as door:
+        (one,) = await choices(door, COMPLETIONS, prompt="aé", prompt_logprobs=1)
+        _, first, second = one["prompt_logprobs"]
+        assert first[str(0xC3)]["decoded_token"] == ""
+        assert second[str(0xA9)]["decoded_token"] == "é"
+        assert first[str(0xC4)]["decoded_token"] == "bytes:\\xc4"
+
+
+def test_the_bytes_of_a_models_tokens_are_its_text() -> None:
+    tokenizer = Tokenizer.from_directory(LLAMA)
+    for text in ("Once upon a time, é漢😀.", "  two  spaces\n\ttab", "x"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    (bos, *_) = tokenizer.encode("x")
+    assert tokenizer.token_bytes(bos) == b"<s>" and tokenizer.token_bytes(10**9) == b""
+
+
+@pytest.mark.parametrize("kind", ["fallback", "metaspace"])
+def test_tokens_of_sentencepiece_keep_their_space_and_bytes(kind: str) -> None:
+    import tokenizers
+    from tokenizers import decoders, models
+
+    vocab = {"<unk>": 0, "▁Once": 1, "▁a": 2, "<0xC3>": 3, "<0xA9>": 4, "b": 5}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges=[], unk_token="<unk>"))
+    replace = decoders.Replace("▁", " ")
+    backend.decoder = {
+        "fallback": decoders.Sequence(
+            [replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+        "metaspace": decoders.Metaspace(),
+    }[kind]
+    given = TokenBytes(backend)
+    assert [given(one) for one in (1, 2, 5)] == [b" Once", b" a", b"b"]
+    assert kind == "metaspace" or given(3) + given(4) == "é".encode()
