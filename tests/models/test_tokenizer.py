@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults
+from models.generation_config import LEAST_TOP_P
 from models.tokenizer import Tokenizer
 
 CHATML = (
@@ -350,3 +351,55 @@ def test_text_and_ids_outside_their_range_are_refused(directory: Path) -> None:
     with pytest.raises(InvalidRequestError):
         tokenizer.decode([-1])
     assert tokenizer.decode([9999]) == ""
+
+
+NULLS = {
+    "{{ m.content }}": "",
+    "{% if m.content is none %}~{% else %}{{ m.content }}{% endif %}": "~",
+    "{{ m.content + '!' }}": "!",
+    "{% if m.content %}{{ m.content }}{% endif %}.": ".",
+}
+
+
+@pytest.mark.parametrize("form", NULLS)
+def test_null_reaches_a_template_that_can_display_it(directory: Path, form: str) -> None:
+    """Elsewhere it is an empty text: nobody wrote the word None."""
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + form + "{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_directory(directory)
+    user = {"role": "user", "content": "x"}
+    assert (
+        tokenizer.apply_chat_template([user, {"role": "assistant", "content": None}]) == NULLS[form]
+    )
+
+
+def test_a_role_is_taken_if_the_template_displays_it(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role in ['user', 'critic'] %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.apply_chat_template([{"role": "critic", "content": "hm"}]) == "hm"
+    for number in range(200):  # clients choose them
+        with pytest.raises(InvalidRequestError, match=f"no message of the role 'king{number}'"):
+            tokenizer.apply_chat_template([{"role": f"king{number}", "content": "hm"}])
+    assert tokenizer._chat is not None and len(tokenizer._chat._forms) <= 64
+
+
+@pytest.mark.parametrize(
+    ("stated", "read"),
+    [
+        ({"top_k": 20.0}, SamplingDefaults(top_k=20)),
+        ({"top_k": -1}, SamplingDefaults(top_k=0)),
+        ({"max_new_tokens": 2048.0}, SamplingDefaults(max_tokens=2048)),
+        ({"top_p": 0}, SamplingDefaults(top_p=LEAST_TOP_P)),
+        ({"temperature": 0, "top_p": 1}, SamplingDefaults(temperature=0, top_p=1)),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_generation_config_are_taken_as_others_take_them(
+    directory: Path, stated: dict[str, object], read: SamplingDefaults
+) -> None:
+    _write(directory / "generation_config.json", **stated)
+    assert Tokenizer.from_directory(directory).sampling_defaults == read

@@ -121,7 +121,7 @@ BAD = [
     ({"prompt": "x", "temperature": float("nan")}, "temperature.*nan"),
     ({"prompt": "x", "n": 10**12}, "n must.*1000000000000"),
     ({"token_ids": [2**40]}, r"\[0\]=1099511627776"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+    ({"messages": [{"role": "a robot", "content": "x"}]}, "a robot"),
     ({"prompt": "x", "deadline_seconds": -3.0}, "deadline_seconds"),
 ]
 

@@ -60,8 +60,8 @@ def _text_or_json(raw: msgspec.Raw) -> str:
 
 
 def _object_of(kind: type[T]) -> Callable[[msgspec.Raw], T]:
-    """Returns a decoder of an object type. Some languages cannot tell an empty object from an
-    empty list, and send []."""
+    """Returns a decoder of an object type. Some languages do not distinguish an empty object
+    from an empty list, and send []."""
     decode = msgspec.json.Decoder(kind).decode
     return lambda raw: decode(b"{}" if bytes(raw).translate(None, b" \t\r\n") == b"[]" else raw)
 
