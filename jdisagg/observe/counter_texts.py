@@ -7,12 +7,15 @@ PATH, ROLES, WORKER, KV_LINK = "path", "roles", "worker", "kv_link"
 
 _OF_PATH = {
     "attempts_failed": "Attempts at requests that failed; the router then tries another worker.",
+    "attempts_unreached": "Attempts at requests that did not reach a worker.",
     "moves_failed": "Running sequences that could not be moved to another decode worker.",
+    "pairs_failed": "Failures of a pair of workers, after which the router avoids the pair.",
     "placements": "Requests placed on a pair of workers, by the reason of the choice.",
     "preemptions": "Sequences that lost their KV pages to others and were computed again.",
     "rejections": "Requests refused by the router, by cause: full queue, deadline, quota.",
     "requests_held": "Requests that waited at the router because all workers were full.",
-    "requests_resumed": "Requests that clients continued after their stream broke.",
+    "requests_resumed": "Suspended requests that were resumed.",
+    "requests_suspended": "Requests that were suspended.",
     "waits_for_overloaded_workers": "Waits of a request because the chosen worker was full.",
 }
 _OF_ROLES = {
