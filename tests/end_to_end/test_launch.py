@@ -275,7 +275,6 @@ BAD: list[tuple[str, tuple[str, ...], str]] = [
         ("--prompt=a", "--devices=2"),
         "error: prefill .* and decode .* need 4 devices, and there are 2",
     ),
-    ("generate", ("--prompt=", *SMALL), "error: prompt is empty"),
     (
         "generate",
         ("--prompt=a", "--temperature=nan", *SMALL),
