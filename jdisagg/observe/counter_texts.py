@@ -29,6 +29,7 @@ _OF_KV_LINK = {
     "kv_messages_sent": "Control messages about KV transfers sent.",
 }
 _OF_WORKERS = {
+    "accepted_tokens": "Drafted tokens that the model accepted in speculative decoding.",
     "attempts_superseded": "Attempts that ended because the router began a newer one.",
     "blocks_pulled_again": "KV blocks transferred again after a failure or a wrong checksum.",
     "checksums_mismatched": "KV blocks that arrived damaged. They are transferred again.",
@@ -41,6 +42,7 @@ _OF_WORKERS = {
     "disk_bytes_read": "Bytes of prefix cache read from disk.",
     "disk_bytes_written": "Bytes of prefix cache written to disk.",
     "disk_errors": "Failed reads and writes of the prefix cache on disk, by cause.",
+    "drafted_tokens": "Tokens drafted for speculative decoding.",
     "drains_cut_short": "Shutdowns that ended running sequences, because the drain took too long.",
     "forced_tokens": "Tokens that a grammar determined, which needed no decode step.",
     "handoffs_aborted": "Hand-offs of a prompt's KV from prefill to decode, by result.",
