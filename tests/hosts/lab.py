@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT, SIGSTOP, SIGTERM
 
 from jdisagg.client import AsyncClient, Client
 from jdisagg.errors import JdisaggError
@@ -94,6 +94,15 @@ class Load:
     def errors(self) -> Counter[str]:
         return Counter(
             f"{type(one.error).__name__}: {one.error}" for one in self.streams if one.error
+        )
+
+    def summary(self) -> str:
+        """Counts of the streams, and the longest pause in one."""
+        pause = max((one.pause_seconds for one in self.streams), default=0.0)
+        wrong = sum(one.wrong for one in self.streams)
+        return (
+            f"{len(self.right)} right, {sum(self.errors.values())} errors, {wrong} wrong, longest"
+            f" pause {pause:.1f} s"
         )
 
     def ended_right_since(self, instant: float) -> bool:
@@ -176,6 +185,20 @@ class Lab:
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()
+
+    def drain(self, name: str) -> None:
+        """Ends a process as an update does."""
+        process = self.processes[name]
+        process.signal(SIGTERM)
+        wait_until(lambda: process.ended is not None, f"{name} drains", START_SECONDS)
+
+    def wait_for_workers(self) -> None:
+        with Client(self.address(self.routers[-1])) as client:
+            wait_until(
+                lambda: {status.name for status in client.status()} == set(self.workers),
+                "all workers register",
+                START_SECONDS,
+            )
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:

@@ -11,7 +11,8 @@ from tests.hosts.hosts import missing
 from tests.hosts.lab import Lab, Load, lab
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 90.0
+Fault = Callable[["Lab"], object]
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +22,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield made
 
 
-def under(cluster: Lab, fault: Callable[[Lab], None], seconds: float, clients: int = 4) -> Load:
+def under(cluster: Lab, fault: Fault, seconds: float, clients: int = 4) -> Load:
     """Loads the cluster, lets the fault happen for so long, heals it and checks that all is
     whole."""
-    load = Load(cluster.address("router-0"), clients, DEADLINE_SECONDS)
+    load = Load(cluster.target, clients, DEADLINE_SECONDS)
     began = time.monotonic()
     while not load.ended_right_since(began):
         assert time.monotonic() < began + DEADLINE_SECONDS, load.errors
@@ -36,17 +37,163 @@ def under(cluster: Lab, fault: Callable[[Lab], None], seconds: float, clients: i
     return load
 
 
-@pytest.mark.ci
-def test_a_reset_connection_of_the_kv_plane_is_replaced(pair: Lab) -> None:
-    load = under(pair, lambda lab: lab.between("prefill-0", "decode-0", reset=0.02), 4.0)
+def cut(*names: str) -> Fault:
+    """Cuts hosts off from all others."""
+    return lambda lab: [lab.hosts.cut_off(lab.host(name)) for name in names]
+
+
+def between(source: str, target: str, **conditions: float) -> Fault:
+    return lambda lab: lab.between(source, target, **conditions)
+
+
+def everywhere(**conditions: float) -> Fault:
+    return lambda lab: lab.everywhere(**conditions)
+
+
+def restarted(*names: str, after: float = 1.0) -> Fault:
+    """Kills processes one after the other and starts each again."""
+
+    def restart(lab: Lab) -> None:
+        for name in names:
+            lab.kill(name)
+            time.sleep(after)
+            lab.start(name)
+
+    return restart
+
+
+def frozen(name: str, seconds: float) -> Fault:
+    def freeze(lab: Lab) -> None:
+        with lab.frozen(name):
+            time.sleep(seconds)
+
+    return freeze
+
+
+def flaps(name: str, times: int) -> Fault:
+    def flap(lab: Lab) -> None:
+        for _ in range(times):
+            lab.hosts.cut_off(lab.host(name))
+            time.sleep(1.0)
+            lab.hosts.heal()
+            time.sleep(1.0)
+
+    return flap
+
+
+NARROW = {"rate": 1e6}
+MESSY = {"jitter": 0.02, "loss": 0.02, "duplicate": 0.05, "reorder": 0.1}
+# Name, fault, seconds until it is healed.
+CI_CASES: list[tuple[str, Fault, float]] = [
+    ("resets", between("prefill-0", "decode-0", reset=0.02), 4.0),
+    ("narrow", between("prefill-0", "decode-0", **NARROW), 6.0),
+    ("decode restarted", restarted("decode-0"), 0.0),
+]
+SLOW_CASES: list[tuple[str, Fault, float]] = [
+    ("nothing", lambda lab: None, 5.0),
+    ("delay", everywhere(delay=0.05), 10.0),
+    ("loss", everywhere(loss=0.2), 15.0),
+    ("reordered", everywhere(reorder=0.25), 10.0),
+    ("doubled", everywhere(duplicate=0.2), 10.0),
+    ("messy", everywhere(**MESSY), 12.0),
+    ("black hole", everywhere(largest=1400), 12.0),
+    ("black hole of KV", between("prefill-0", "decode-0", largest=1400), 12.0),
+    ("3 Mbit", between("prefill-0", "decode-0", rate=3e6), 20.0),
+    ("1 Mbit", between("prefill-0", "decode-0", **NARROW), 28.0),
+    ("resets of all", everywhere(reset=0.005), 10.0),
+    ("prefill cut off", cut("prefill-0"), 10.0),
+    ("decode cut off", cut("decode-0"), 10.0),
+    (
+        "router cut off",
+        lambda lab: [between("router-0", name, drop=True)(lab) for name in lab.workers],
+        6.0,
+    ),
+    ("prefill to decode lost", between("prefill-0", "decode-0", drop=True), 10.0),
+    ("decode to prefill lost", between("decode-0", "prefill-0", drop=True), 10.0),
+    ("prefill to router lost", between("prefill-0", "router-0", drop=True), 10.0),
+    ("router to prefill lost", between("router-0", "prefill-0", drop=True), 10.0),
+    ("router to decode lost", between("router-0", "decode-0", drop=True), 10.0),
+    ("client to router lost", between("client", "router-0", drop=True), 10.0),
+    ("router flaps", flaps("router-0", 5), 0.0),
+    ("prefill frozen", frozen("prefill-0", 30.0), 0.0),
+    ("decode frozen", frozen("decode-0", 30.0), 0.0),
+    ("router frozen", frozen("router-0", 5.0), 0.0),
+    ("prefill restarted", restarted("prefill-0", after=2.0), 0.0),
+    ("both restarted", restarted("prefill-0", "decode-0"), 0.0),
+]
+CASES = [
+    *(
+        pytest.param(fault, seconds, id=name, marks=pytest.mark.ci)
+        for name, fault, seconds in CI_CASES
+    ),
+    *(
+        pytest.param(fault, seconds, id=name, marks=pytest.mark.slow)
+        for name, fault, seconds in SLOW_CASES
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "seconds"), CASES)
+def test_a_pair_of_workers_is_whole_again_and_no_stream_ends_with_an_error(
+    pair: Lab, fault: Fault, seconds: float, request: pytest.FixtureRequest
+) -> None:
+    load = under(pair, fault, seconds)
+    print(f"{request.node.callspec.id}: {load.summary()}")
     assert not load.errors
 
 
-@pytest.mark.ci
-def test_the_only_decode_worker_is_killed_and_its_streams_wait_for_it(pair: Lab) -> None:
-    def restart(cluster: Lab) -> None:
-        cluster.kill("decode-0")
-        cluster.start("decode-0")
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Two routers, two prefill and two decode workers."""
+    folder = tmp_path_factory.mktemp("hosts")
+    with lab(folder, routers=2, prefills=2, decodes=2) as made:
+        yield made
 
-    load = under(pair, restart, 0.0)
+
+def vanish(*names: str) -> Fault:
+    """A host is gone, and its process is started again after a while."""
+
+    def gone(lab: Lab) -> None:
+        for name in names:
+            lab.hosts.cut_off(lab.host(name))
+            lab.kill(name)
+        time.sleep(6.0)
+        lab.hosts.heal()
+        for name in names:
+            lab.start(name)
+
+    return gone
+
+
+def drained(*names: str) -> Fault:
+    def drain(lab: Lab) -> None:
+        for name in names:
+            lab.drain(name)
+            lab.start(name)
+            lab.wait_for_workers()
+
+    return drain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        pytest.param(restarted("router-0", after=3.0), 0.0, id="a router killed"),
+        pytest.param(vanish("router-0"), 0.0, id="a router vanished"),
+        pytest.param(restarted("prefill-0"), 0.0, id="a prefill killed"),
+        pytest.param(restarted("decode-0"), 0.0, id="a decode killed"),
+        pytest.param(vanish("prefill-1"), 0.0, id="a prefill vanished"),
+        pytest.param(vanish("decode-1"), 0.0, id="a decode vanished"),
+        pytest.param(between("prefill-0", "decode-0", drop=True), 15.0, id="a pair cut"),
+        pytest.param(
+            drained("prefill-0", "prefill-1", "decode-0", "decode-1"), 0.0, id="rolling restart"
+        ),
+    ],
+)
+def test_two_of_each_serve_on(
+    four: Lab, fault: Fault, seconds: float, request: pytest.FixtureRequest
+) -> None:
+    load = under(four, fault, seconds)
+    print(f"{request.node.callspec.id}: {load.summary()}")
     assert not load.errors
