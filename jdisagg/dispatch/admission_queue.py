@@ -49,6 +49,10 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         place: Returns a request's placement, or None if the request must wait. Raises if the
             request is refused.
         refresh: Updates the snapshot of the workers that `place` reads.
+
+    Attributes:
+        absent: Whether the first request waits for a role without workers. `place` sets it. Such
+            time does not count as time in which the queue is served.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         self._timeouts = timeouts
         self._place = place
         self._refresh = refresh
+        self.absent = False
         self._waiting: dict[int, _Waiting[Item, PlacedT]] = {}
         self._drain = Drain()
         self._last_key = 0
@@ -116,7 +121,9 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             while self._waiting:
                 await self._refresh()
                 self._news.clear()  # the refresh must not wake the queue again
+                self.absent = False
                 self._serve_heads()
+                (self._drain.idle if self.absent else self._drain.busy)(self._clock.now())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._timeouts.queue_look_seconds):
                         await self._news.wait()

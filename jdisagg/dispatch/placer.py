@@ -455,6 +455,7 @@ class Placer:
             too_late = not query.under_way and query.age_seconds > query.limit_seconds
             if not self.waits or too_late:
                 raise self._expecting(error) from None
+            self._queue.absent = True
             answer = Deferred(self._expecting(error).message)
         if isinstance(answer, Refusal):
             self._counters.add("rejections", cause=answer.kind)

@@ -268,7 +268,12 @@ class RequestPath:
         tenants = len(self._waiting.keys() | {request.tenant})
         limit, own = self._context.limits.max_waiting_requests, self._waiting[request.tenant]
         self._first_tokens.busy(self._context.clock.now())
-        admit(self._waiting.total(), limit, self._first_tokens.seconds_each(), own, tenants)
+        try:
+            admit(self._waiting.total(), limit, self._first_tokens.seconds_each(), own, tenants)
+        except OverloadedError as error:
+            if self.placer.waits and (missing := self.placer.missing()):
+                error.retry_after_seconds = missing.retry_after_seconds
+            raise
         self._running += 1
         self._waiting[request.tenant] += 1
         self.counters.add("requests_started")

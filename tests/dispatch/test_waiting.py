@@ -8,7 +8,7 @@ import pytest
 from jdisagg.config import RoutingConfig
 from jdisagg.dispatch.public_text import public
 from jdisagg.dispatch.routing_status import WaitingRequest
-from jdisagg.errors import HandoffError, NoWorkerError, UnavailableError
+from jdisagg.errors import HandoffError, NoWorkerError, OverloadedError, UnavailableError
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.absences import FIRST_GUESS_SECONDS, Absences
 from jdisagg.simulator.cluster import SimulatedCluster
@@ -99,6 +99,38 @@ def test_a_bound_on_the_first_token_ends_the_wait() -> None:
     ends = [outcome.end for outcome in result.outcomes]
     # Some had waited too long when the worker returned.
     assert ends.count("finished") > 10 and {"failed", "refused"} & set(ends)
+
+
+def test_a_queue_that_stood_while_a_role_was_away_is_not_taken_for_a_slow_one() -> None:
+    """Requests that arrive at the return must not be refused because few were served lately."""
+    arrivals = [Arrival(0.1 * number, 500, 40) for number in range(500)]
+    result = run(
+        schedule([Death("prefill-0", 5.0, 40.0)]),
+        on=fleet(deadline_seconds=60.0),
+        arrivals=arrivals,
+    )
+    assert {outcome.end for outcome in result.outcomes} == {"finished"}
+
+
+def test_the_wait_is_bounded_and_who_is_refused_learns_when_a_worker_is_expected() -> None:
+    some, errors = fleet(), list[OverloadedError]()
+    bounded = replace(some, limits=replace(some.limits, max_waiting_requests=8))
+
+    async def ask(cluster: SimulatedCluster) -> None:
+        await cluster.clock.sleep(15.0)
+        request = Request("one more", (1,) * 50, SamplingParams(max_tokens=4))
+        try:
+            async for _ in cluster.path.stream(request):
+                pass
+        except OverloadedError as error:
+            errors.append(error)
+
+    result = run(schedule([Death("decode-0", 5.0, AWAY_SECONDS)]), ask, on=bounded)
+    (error,) = errors
+    assert error.retry_after_seconds is not None
+    assert 1.0 <= error.retry_after_seconds < FIRST_GUESS_SECONDS
+    ends = [outcome.end for outcome in result.outcomes]
+    assert set(ends) == {"finished", "refused"} and ends.count("finished") >= 8
 
 
 def test_a_return_is_expected_after_the_usual_time() -> None:

@@ -4,11 +4,13 @@ a condition streams come right again."""
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.hosts.hosts import missing
-from tests.hosts.lab import Lab, Load, lab
+from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from tests.hosts.hosts import hosts, missing
+from tests.hosts.lab import PORT, PYTHON, START_SECONDS, WORKER_FLAGS, Lab, Load, lab, wait_until
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
 DEADLINE_SECONDS = 90.0
@@ -197,3 +199,21 @@ def test_two_of_each_serve_on(
     load = under(four, fault, seconds)
     print(f"{request.node.callspec.id}: {load.summary()}")
     assert not load.errors
+
+
+@pytest.mark.ci
+def test_a_host_whose_own_name_cannot_work_ends_an_instances_process_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    with hosts(2, tmp_path) as made:
+        for host, line in ((1, "127.0.0.1 localhost"), (2, "127.0.1.1 host2")):
+            process = made.run(
+                host,
+                [PYTHON, "-m", "launch.worker", "--role=prefill", "--layout=tp=2"]
+                + [f"--host={made.address(host)}", f"--router={made.address(0)}:{PORT}"]
+                + [f"--coordinator={made.address(1)}:{PORT}", "--num_processes=2"]
+                + [f"--process_id={host - 1}", "--port=0", "--name=prefill-0", *WORKER_FLAGS],
+                hosts_file=line + "\n",
+            )
+            process.wait_for(f'"{made.address(host)} host{host}" to /etc/hosts', START_SECONDS)
+            wait_until(lambda process=process: process.ended == EXIT_CONFIG, "78", START_SECONDS)
