@@ -163,6 +163,11 @@ class Lab:
 
     @property
     def target(self) -> str:
+        """Of clients: all routers, of which gRPC uses one at a time."""
+        return f"ipv4:{self.router_addresses}"
+
+    @property
+    def router_addresses(self) -> str:
         return ",".join(map(self.address, self.routers))
 
     def start(self, name: str, *flags: str) -> None:
@@ -173,7 +178,7 @@ class Lab:
         else:
             role = name.partition("-")[0]
             program = ["worker", f"--role={role}", "--layout=tp=1", f"--name={name}"]
-            program += [f"--router={self.target}", *WORKER_FLAGS]
+            program += [f"--router={self.router_addresses}", *WORKER_FLAGS]
         command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common, *flags]
         self.processes[name] = self.hosts.run(self.host(name), command)
 
@@ -192,13 +197,11 @@ class Lab:
         process.signal(SIGTERM)
         wait_until(lambda: process.ended is not None, f"{name} drains", START_SECONDS)
 
-    def wait_for_workers(self) -> None:
-        with Client(self.address(self.routers[-1])) as client:
-            wait_until(
-                lambda: {status.name for status in client.status()} == set(self.workers),
-                "all workers register",
-                START_SECONDS,
-            )
+    def wait_until_up(self, *names: str) -> None:
+        """Waits until processes that were started serve."""
+        for name in names:
+            said = "router listens on" if name in self.routers else "serves on"
+            self.processes[name].wait_for(said, START_SECONDS)
 
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:

@@ -60,6 +60,7 @@ def restarted(*names: str, after: float = 1.0) -> Fault:
             lab.kill(name)
             time.sleep(after)
             lab.start(name)
+        lab.wait_until_up(*names)
 
     return restart
 
@@ -163,6 +164,7 @@ def vanish(*names: str) -> Fault:
         lab.hosts.heal()
         for name in names:
             lab.start(name)
+        lab.wait_until_up(*names)
 
     return gone
 
@@ -172,7 +174,7 @@ def drained(*names: str) -> Fault:
         for name in names:
             lab.drain(name)
             lab.start(name)
-            lab.wait_for_workers()
+            lab.wait_until_up(name)
 
     return drain
 

@@ -102,7 +102,7 @@ def walk(cluster: Lab, seconds: float, seed: int) -> Walked:
             if draw.random() < 0.3:
                 cluster.hosts.heal()
         cluster.hosts.heal()
-        cluster.wait_for_workers()
+        cluster.wait_until_up(*cluster.names)
         cluster.check_whole(load, time.monotonic())
         found.add(load)
         print(f"round {found.rounds}: {load.summary()}", flush=True)
