@@ -13,7 +13,7 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 25
+PROTOCOL = 26
 
 T = TypeVar("T")
 

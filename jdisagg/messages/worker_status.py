@@ -60,6 +60,8 @@ class WorkerStatus(Message, frozen=True):
         links: Measured links from other workers to this one.
         kernels: Text "NAME: reason" for each hand-written kernel that failed its check at the start
             and was replaced by plain XLA.
+        drafted_tokens, accepted_tokens: Number of draft tokens verified and accepted since the
+            start (docs/speculation.md).
     """
 
     name: str
@@ -90,3 +92,5 @@ class WorkerStatus(Message, frozen=True):
     times: StepTimes | None = None
     links: tuple[LinkTimes, ...] = ()
     kernels: tuple[str, ...] = ()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -24,6 +24,9 @@ SAMPLES = 9  # step times of which the median counts
 LEAST_SAMPLES = 3
 # Steps after which a step of the other kind is measured again.
 REMEASURE = 256
+# In a large batch, predictions cost the host time. After a step that takes no drafts, the next
+# steps make none: as many as a quarter of the batch, and at most this number.
+MOST_SKIPPED = 16
 
 
 class Draft(NamedTuple):
@@ -114,6 +117,7 @@ class Speculation:
         self._overall = [Acceptance() for _ in range(drafter.kinds)]
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
+        self._skips = 0
 
     @staticmethod
     def of(limits: MeshLimits) -> "Speculation | None":
@@ -136,6 +140,9 @@ class Speculation:
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
         """Returns the drafts of the next step for the running sequences `active` of each rank, by
         rank and row. Empty if they are not worth their time."""
+        if self._skips:
+            self._skips -= 1
+            return {}
         rows: dict[tuple[int, int], Planned] = {}
         gain, sequences = 0.0, sum(map(len, active))
         for rank, children in enumerate(active):
@@ -147,7 +154,10 @@ class Speculation:
                     drafts = DraftRow(rank, row, child.position + 1, one[1].tokens, count)
                     rows[rank, row] = Planned(drafts, one[1].kind)
         seconds = self._seconds.setdefault(kind, _Seconds())
-        return rows if rows and seconds.pays(1 + gain / sequences) else {}
+        if rows and seconds.pays(1 + gain / sequences):
+            return rows
+        self._skips = min(sequences // 4, MOST_SKIPPED)
+        return {}
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
         """Returns a prediction for a sequence, and the probability that its drafts are accepted."""

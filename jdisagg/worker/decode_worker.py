@@ -582,6 +582,8 @@ class DecodeWorker(MeshWorker):
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
             kept=(*self._kept_tiers(), *self._spilled.stats()),
+            drafted_tokens=self.counters["drafted_tokens"],
+            accepted_tokens=self.counters["accepted_tokens"],
         )
 
 

@@ -125,7 +125,8 @@ def test_too_few_pages_cut_drafts_and_change_no_stream() -> None:
         async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
             await follow(fleet, requests(8))
             worker = fleet.decode_worker("decode0")
-            assert (await worker.status()).preemptions > 0
+            status = await worker.status()
+            assert status.preemptions > 0 and 0 < status.accepted_tokens < status.drafted_tokens
             accepted, rejected = verified(fleet)
             assert accepted > 50 and rejected > 50
             await fleet.check_quiet()

@@ -15,7 +15,7 @@ from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import NgramIndex
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
-from jdisagg.scheduler.speculation import REMEASURE, NgramDrafter, Speculation
+from jdisagg.scheduler.speculation import REMEASURE, Draft, NgramDrafter, Speculation
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 
@@ -202,3 +202,21 @@ def test_an_estimate_begins_at_the_prior_and_follows_what_is_verified() -> None:
     for _ in range(200):
         counts.rest()
     assert counts.estimate() == pytest.approx(PRIOR, abs=0.02)
+
+
+def test_a_large_batch_without_drafts_makes_no_predictions_for_some_steps() -> None:
+    class Counting(NgramDrafter):
+        calls = 0
+
+        def draft(self, child: Sequence, most: int) -> Draft | None:
+            self.calls += 1
+            return super().draft(child, most)
+
+    limits = replace(LIMITS, slots_per_rank=16, batch_buckets=(16,))
+    bench, drafter = Bench(limits, text=list(range(200))), Counting()
+    bench.speculation._drafter = drafter
+    for number in range(16):
+        bench.ready(number + 1, [300, 301])
+    for _ in range(20):
+        bench.run(bench.plan())
+    assert drafter.calls == 16 * 4, "in one of five steps"
