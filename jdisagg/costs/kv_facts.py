@@ -1,14 +1,35 @@
-"""Formats the size of a model's KV, and the bandwidth to transfer the KV, as rows of text."""
+"""Computes the size of a model's KV and the time to transfer it, and formats both as rows of text.
+
+`jdisagg kv_calculator` prints the rows. The web page's guide shows the same figures."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.hardware import Link
-from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes
+from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
 from jdisagg.layout.kv_spec import ring_pages
 
 Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """The transfer of a prompt's KV over a link.
+
+    Attributes:
+        peak, reached: Bytes per second at the link's nominal rate, and those that all links used in
+            parallel achieve.
+        seconds: Transfer time of the prompt.
+        share: Fraction of `reached` in use.
+    """
+
+    link: str
+    peak: float
+    reached: float
+    seconds: float
+    share: float
 
 
 def catalog_rows() -> list[Row]:
@@ -46,12 +67,9 @@ def kv_facts(
 ) -> list[Row]:
     """Returns rows (name, figure): the KV bytes of one token and of one prompt, and the bandwidth
     that is needed to send the KV of `tokens_per_second` prompt tokens."""
-    value_bytes = dtype_bytes(shape.kv_dtype or dtype)
-    wire = wire_bytes_per_token(shape, value_bytes, codec)
+    wire = wire_bytes_per_token(shape, dtype_bytes(shape.kv_dtype or dtype), codec)
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
-    kinds = (f"{layers} layers x {kind.kv_values} values" for kind, layers in shape.attention_kinds)
-    sizes = f"{' and '.join(kinds)} x {value_bytes}"
     state = shape.state_bytes(dtype)  # bytes of recurrent layers, which hold no KV
     beside = (
         [("state a sequence", f"{bytes_text(state)}, independent of its length")] if state else []
@@ -72,7 +90,7 @@ def kv_facts(
         ]
     return [
         ("parameters", f"{count_text(shape.parameters)}, {active} active"),
-        ("KV a token", f"{kept:,} bytes ({sizes})"),
+        ("KV a token", f"{kept:,} bytes ({kv_formula(shape, dtype)})"),
         *beside,
         ("on the wire a token", f"{wire:,.0f} bytes (codec {codec}, {wire / kept:.2f} of it)"),
         (f"KV of {prompt_tokens:,} tokens", bytes_text(kept * prompt_tokens)),
@@ -83,6 +101,37 @@ def kv_facts(
     ]
 
 
+def kv_formula(shape: CostGeometry, dtype: str) -> str:
+    """Returns the product that `CostGeometry.kv_bytes_per_token` computes, with its factors."""
+    parts = []
+    for kind, layers in shape.attention_kinds:
+        if isinstance(kind, LatentAttention):
+            parts.append(f"{layers} layers x ({kind.kv_rank} latent + {kind.rope_dim} rotary)")
+        else:
+            parts.append(f"2 x {layers} layers x {kind.kv_heads} KV heads x {kind.head_dim}")
+    values = parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
+    return f"{values} x {dtype_bytes(shape.kv_dtype or dtype)} bytes"
+
+
+def link_uses(
+    links: Iterable[Link],
+    parallel: int,
+    wire_bytes: float,
+    prompt_tokens: int,
+    tokens_per_second: float,
+) -> list[LinkUse]:
+    """Returns the use of each link by prompts of `prompt_tokens` tokens that arrive at
+    `tokens_per_second`. `parallel`: number of links in use together. `wire_bytes`: bytes per
+    token."""
+    uses = []
+    for link in links:
+        reached = link.bytes_per_second * link.efficiency * parallel
+        seconds = link.latency_seconds + wire_bytes * prompt_tokens / reached
+        share = wire_bytes * tokens_per_second / reached
+        uses.append(LinkUse(link.name, link.bytes_per_second, reached, seconds, share))
+    return uses
+
+
 def link_rows(
     links: Iterable[Link],
     parallel: int,
@@ -90,17 +139,18 @@ def link_rows(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[Row]:
-    """Returns a row for each link: peak GB/s, achieved GB/s, milliseconds per prompt, and fraction
-    of the bandwidth in use at `tokens_per_second`. `parallel`: number of links in use together.
-    `wire_bytes`: bytes per token."""
-    rows = []
-    for link in links:
-        reached = link.bytes_per_second * link.efficiency * parallel
-        milliseconds = 1e3 * (link.latency_seconds + wire_bytes * prompt_tokens / reached)
-        needed = f"{100 * wire_bytes * tokens_per_second / reached:.1f} %"
-        speeds = f"{link.bytes_per_second / 1e9:g}", f"{reached / 1e9:g}"
-        rows.append((link.name, *speeds, f"{milliseconds:,.2f}", needed))
-    return rows
+    """Returns the figures of `link_uses` as text: name, nominal GB/s, achieved GB/s, milliseconds
+    per prompt, and percentage of the bandwidth in use."""
+    return [
+        (
+            use.link,
+            f"{use.peak / 1e9:g}",
+            f"{use.reached / 1e9:g}",
+            f"{1e3 * use.seconds:,.2f}",
+            f"{100 * use.share:.1f} %",
+        )
+        for use in link_uses(links, parallel, wire_bytes, prompt_tokens, tokens_per_second)
+    ]
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:

@@ -12,9 +12,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 import jdisagg
 from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.simulator.planning.guide import GuideQuestion, parse_question
+from jdisagg.simulator.planning.guide_facts import FactsQuestion, facts
 
 SECONDS = 20.0
 KEPT_ANSWERS = 64
@@ -30,6 +33,7 @@ class Guide:
         self._seconds = seconds
         self._busy = False
         self._answers: OrderedDict[GuideQuestion, bytes] = OrderedDict()
+        self._facts: dict[FactsQuestion, bytes] = {}
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes:
         """Returns the answer to a question, as JSON.
@@ -42,7 +46,7 @@ class Guide:
             InvalidRequestError: A field is invalid. The message has the field's name.
             OverloadedError: Another question is being answered, or the server is busy.
         """
-        question = parse_question(body)
+        question = parse_question(body, GuideQuestion)
         kept = self._answers.get(question)
         if kept is not None:
             return kept
@@ -60,6 +64,15 @@ class Guide:
         if len(self._answers) > KEPT_ANSWERS:
             self._answers.popitem(last=False)
         return answer
+
+    def facts(self, body: bytes) -> bytes:
+        """Returns the facts of a model on an accelerator, as JSON. Takes milliseconds, once for
+        each of the guide's models and accelerators. Raises InvalidRequestError for invalid
+        fields."""
+        question = parse_question(body, FactsQuestion)
+        if question not in self._facts:
+            self._facts[question] = msgspec.json.encode(facts(question))
+        return self._facts[question]
 
     async def _simulated(self, body: bytes) -> bytes:
         process = await asyncio.create_subprocess_exec(

@@ -29,7 +29,7 @@ def test_a_prompt_of_a_known_model_is_priced_on_each_link() -> None:
         "--links=infiniband-ndr,pcie5",
     )
     assert (status, err) == (0, "")
-    assert "327,680 bytes (80 layers x 2048 values x 2)" in out
+    assert "327,680 bytes (2 x 80 layers x 8 KV heads x 128 x 2 bytes)" in out
     assert "3.28 GB/s" in out
     # 327.68 MB at 45 GB/s, and 3.2768 of 45 GB/s
     row = next(line for line in out.splitlines() if "infiniband-ndr" in line).split()
@@ -40,13 +40,13 @@ def test_a_prompt_of_a_known_model_is_priced_on_each_link() -> None:
 def test_kv_that_is_kept_in_fp8_has_half_the_bytes() -> None:
     status, out, err = run("--model=llama-3-70b", "--kv_dtype=fp8", "--links=pcie5")
     assert (status, err) == (0, "")
-    assert "163,840 bytes (80 layers x 2048 values x 1)" in out
+    assert "163,840 bytes (2 x 80 layers x 8 KV heads x 128 x 1 bytes)" in out
 
 
 def test_a_model_directory_does_as_well_as_a_name() -> None:
     status, out, err = run(f"--model={SHIPPED_MODEL}", "--dtype=float32", "--hardware=a100")
     assert (status, err) == (0, "")
-    assert "2,048 bytes (4 layers x 128 values x 4)" in out
+    assert "2,048 bytes (2 x 4 layers x 4 KV heads x 16 x 4 bytes)" in out
     assert "on 1 a100" in out
 
 

@@ -50,10 +50,12 @@ _encode = msgspec.json.encode
 
 
 class GuidePort(Protocol):
-    """Runs the simulations of the web page's planning guide. `crowded` means that other simulations
-    are waiting."""
+    """Answers the questions of the web page's planning guide: `answer` by simulation, `facts`
+    without. `crowded` means that requests are waiting."""
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
+
+    def facts(self, body: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Page:
             "/api/timelines": Endpoint(guard, "GET", self._timelines),
             "/api/timelines/{trace}": Endpoint(guard, "GET", self._timeline),
             "/api/guide": Endpoint(guard, "POST", self._guide),
+            "/api/guide/facts": Endpoint(guard, "POST", self._guide_facts),
         }
 
     async def _index(self, exchange: Exchange) -> None:
@@ -126,15 +129,22 @@ class Page:
         await _reply(exchange, {"spans": recent.spans(trace) if recent else ()})
 
     async def _guide(self, exchange: Exchange) -> None:
+        guide, body = self._guide_port(), await exchange.body(QUESTION_BYTES)
+        crowded = self._frontend.routing().waiting > 0
+        await exchange.reply(await guide.answer(body, crowded), headers=FRESH)
+
+    async def _guide_facts(self, exchange: Exchange) -> None:
+        guide, body = self._guide_port(), await exchange.body(QUESTION_BYTES)
+        await exchange.reply(guide.facts(body), headers=FRESH)
+
+    def _guide_port(self) -> GuidePort:
         if self._sources.guide is None:
             raise HttpRefusal(
                 "the guide is off; start the server with --set=service.http_guide=true",
                 404,
                 "not_found",
             )
-        body = await exchange.body(QUESTION_BYTES)
-        crowded = self._frontend.routing().waiting > 0
-        await exchange.reply(await self._sources.guide.answer(body, crowded), headers=FRESH)
+        return self._sources.guide
 
     async def _model(self) -> dict[str, object]:
         model = self._frontend.model

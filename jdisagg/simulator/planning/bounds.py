@@ -320,15 +320,10 @@ class Estimator:
         self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int
     ) -> tuple[tuple[str, float], ...]:
         model, demand, goal = self.models[layout], self.demand, self.goal
-        # No later chunk hides the transfer of the last chunk's KV, or of all KV if the link is
-        # slower than the prefill.
         prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
         one, two = (model.transfer(tokens, link, self.codec, parallel).seconds for tokens in (1, 2))
         moved = one + (two - one) * (prompts - 1)  # a line: latency and bytes
-        exposed = np.maximum(
-            moved * np.minimum(prompts, chunk) / prompts,
-            moved - self.prefill_seconds(prefill, chunk),
-        )
+        exposed = exposed_seconds(moved, self.prefill_seconds(prefill, chunk), prompts, chunk)
         allowed = np.where(steps > 0, goal.tpot_seconds - exposed / np.maximum(steps, 1), math.inf)
         step_limit = float(np.quantile(allowed, 1 - goal.attainment, method="lower"))
         context = demand.context_mean
@@ -365,6 +360,17 @@ def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
 
 def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
     return tuple((name, ranks * rate) for name, rate in limits)
+
+
+def exposed_seconds(
+    moved: np.ndarray, prefill: np.ndarray, prompts: np.ndarray, chunk: int
+) -> np.ndarray:
+    """Returns the seconds of each transfer that its prefill does not hide.
+
+    No later chunk hides the transfer of the last chunk's KV, or of all KV if the link is slower
+    than the prefill. `moved`, `prefill`: seconds of each prompt's transfer and prefill. `prompts`:
+    tokens of each prompt."""
+    return np.maximum(moved * np.minimum(prompts, chunk) / prompts, moved - prefill)
 
 
 def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:

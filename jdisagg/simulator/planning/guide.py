@@ -3,8 +3,9 @@ accelerators.
 
 Unified instances prefill whole prompts between decode steps. Chunked instances prefill in pieces,
 each within a decode step. Disaggregated instances prefill and decode on separate meshes joined by a
-link. Every fourth prompt is long, and its prefill delays other requests. The answer has percentiles
-for each mode, and the times of the first requests' tokens.
+link. Every fourth prompt is long, and its prefill delays other requests. The answer has the
+planner's arithmetic for each mode (`guide_advice`), figures of a simulation, and the times of the
+first requests' tokens.
 
 Pure except for `main`, which reads the question as JSON from stdin and writes the answer to stdout,
 in a separate process that keeps the load off the server."""
@@ -14,140 +15,229 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import LINKS, accelerator, link
+from jdisagg.costs.hardware import link
 from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.report import RequestOutcome, summarise
+from jdisagg.simulator.planning.candidates import Candidate
+from jdisagg.simulator.planning.guide_advice import (
+    GuideAdvice,
+    ModeAdvice,
+    Objectives,
+    Simulated,
+    Workplace,
+    advice,
+    arithmetic,
+    verdict_of,
+)
+from jdisagg.simulator.planning.guide_facts import (
+    GUIDE_HARDWARE,
+    GUIDE_LINKS,
+    GUIDE_MODELS,
+    check_choice,
+)
+from jdisagg.simulator.planning.verdict import FUSED
+from jdisagg.simulator.report import Percentiles, RequestOutcome, SloLimits, summarise
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.timeline import gap_runs
-from jdisagg.simulator.workloads import Fixed, Mixture, poisson
+from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson
 
-MODEL, HARDWARE = "llama-3.1-8b", "h100"
-INSTANCES = 2  # of one accelerator each
-SHORT_TOKENS, OUTPUT_TOKENS = 200, 128
+SHORT_TOKENS = 200
 LONG_PART = 0.25
-CHUNK_TOKENS = 512
-WHOLE_TOKENS = 32768
 SECONDS = 12.0
-MOST_REQUESTS = 160
+FEWEST_REQUESTS, MOST_REQUESTS = 24, 160
 SHOWN_REQUESTS = 36
 SHOWN_RUNS = 48
-GUIDE_LINKS = (
-    "nvlink4",
-    "pcie5",
-    "infiniband-ndr",
-    "ethernet-100g",
-    "ethernet-25g",
-    "ethernet-10g",
-)
+GUIDE_INSTANCES = (2, 4, 8)
+GUIDE_CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
+
+Asked = TypeVar("Asked")
 
 
 class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The user's choices. `prompt_tokens`: number of tokens of each long prompt. `rate`: requests
-    per second. `link`: name of the link between prefill and decode instances."""
+    """The user's choices.
 
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=256, le=16384)] = 4096
-    rate: Annotated[float, msgspec.Meta(ge=0.5, le=16.0)] = 4.0
+    Attributes:
+        instances: Number of instances of the smallest layout in which the model fits.
+        prompt_tokens: Tokens of each long prompt.
+        output_tokens: Tokens of each answer.
+        rate: Requests per second.
+        link: Name of the link between prefill and decode instances.
+        chunk_tokens: Chunk size of the chunked mode.
+        ttft_seconds, tpot_seconds: Objectives of a request.
+    """
+
+    model: str = "llama-3.1-8b"
+    hardware: str = "h100"
+    instances: int = 2
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=256, le=32768)] = 4096
+    output_tokens: Annotated[int, msgspec.Meta(ge=16, le=1024)] = 128
+    rate: Annotated[float, msgspec.Meta(ge=0.5, le=64.0)] = 4.0
     link: str = "infiniband-ndr"
+    chunk_tokens: int = 512
+    ttft_seconds: Annotated[float, msgspec.Meta(ge=0.01, le=600.0)] = 1.0
+    tpot_seconds: Annotated[float, msgspec.Meta(ge=0.001, le=10.0)] = 0.02
 
     def __post_init__(self) -> None:
-        if self.link not in GUIDE_LINKS:
+        check_choice("model", self.model, tuple(GUIDE_MODELS))
+        check_choice("hardware", self.hardware, GUIDE_HARDWARE)
+        check_choice("instances", self.instances, GUIDE_INSTANCES)
+        check_choice("link", self.link, GUIDE_LINKS)
+        check_choice("chunk_tokens", self.chunk_tokens, GUIDE_CHUNKS)
+        tokens, most = self.prompt_tokens + self.output_tokens, geometry(self.model).context_tokens
+        if tokens > most:
             raise InvalidRequestError(
-                f"link must be one of {', '.join(GUIDE_LINKS)}, got {self.link[:80]!r}"
+                f"prompt_tokens and output_tokens must be at most {most:,} together, the context of"
+                f" {self.model}, got {tokens:,}"
             )
+
+    @property
+    def objectives(self) -> Objectives:
+        return Objectives(self.ttft_seconds, self.tpot_seconds)
 
 
 class GuideRequest(msgspec.Struct, frozen=True):
     """Times of one request in seconds since the first arrival. `gaps`: times between consecutive
-    tokens in order, as runs of equal gaps: (seconds, number of gaps)."""
+    tokens in order, as runs of equal gaps: (seconds, number of gaps). `missed`: the objectives that
+    the request missed: "ttft", "tpot", "pause"."""
 
     arrival: float
     first_token: float | None
     finish: float
     prompt_tokens: int
     gaps: list[tuple[float, int]]
+    missed: tuple[str, ...]
 
 
 class GuideWay(msgspec.Struct, frozen=True):
-    """Results of one mode. `ttft`, `tbt`: p50, p99 and maximum of the time to first token and of
-    the time between tokens, in seconds."""
+    """Results of one mode. All percentiles are over requests.
+
+    Attributes:
+        ttft_p90: Time to first token.
+        tpot_p90: Time per token after the first, with the hand-off gap.
+        pause_p90: Longest gap between two tokens of a request.
+        pause_longest: Longest gap of all requests.
+        met: Fraction of the requests that meet all objectives.
+        goodput: Requests per second that meet all objectives.
+        stalled: Fraction of the requests with a gap above the objective.
+    """
 
     mode: str
-    ttft: tuple[float | None, float | None, float | None]
-    tbt: tuple[float | None, float | None, float | None]
+    ttft_p90: float | None
+    tpot_p90: float | None
+    pause_p90: float | None
+    pause_longest: float | None
+    met: float
+    goodput: float
+    stalled: float
     tokens_per_second: float
+    verdict: str
     requests: list[GuideRequest]
 
 
 class GuideAnswer(msgspec.Struct, frozen=True):
-    model: str
-    hardware: str
-    accelerators: int
+    """The answer to a question. `devices`: devices of one instance. `pause_seconds`: longest gap
+    that the objectives allow. `note`: how the chunked mode is priced."""
+
+    devices: int
+    layout: str
     requests: int
     long_part: float
     short_tokens: int
-    links: tuple[tuple[str, float], ...]
+    pause_seconds: float
+    note: str
+    advice: GuideAdvice
     ways: tuple[GuideWay, ...]
 
 
-def parse_question(body: bytes) -> GuideQuestion:
+def parse_question(body: bytes, kind: type[Asked]) -> Asked:
     """Parses the user's choices from JSON. Raises InvalidRequestError for invalid fields."""
     try:
-        return msgspec.json.decode(body, type=GuideQuestion)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
             f"the guide's question: {error}; ask as the page at / does"
         ) from None
 
 
-def answer(question: GuideQuestion) -> GuideAnswer:
-    """Simulates the three modes and returns their results. Takes seconds of processor time."""
-    count = max(12, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
+def arrivals_of(question: GuideQuestion) -> list[Arrival]:
+    """Returns the requests that are simulated."""
+    count = max(FEWEST_REQUESTS, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (
-            (1 - LONG_PART, Fixed(SHORT_TOKENS, OUTPUT_TOKENS)),
-            (LONG_PART, Fixed(question.prompt_tokens, OUTPUT_TOKENS)),
+            (1 - LONG_PART, Fixed(SHORT_TOKENS, question.output_tokens)),
+            (LONG_PART, Fixed(question.prompt_tokens, question.output_tokens)),
         )
     )
-    arrivals = poisson(question.rate, count, lengths, seed=1)
-    ways = []
-    for mode in (Mode.UNIFIED, Mode.CHUNKED, Mode.DISAGGREGATED):
-        tokens: dict[str, list[int]] = {}
-        kept: list[SimulatedCluster] = []
+    return list(poisson(question.rate, count, lengths, seed=1))
 
-        async def watch(
-            cluster: SimulatedCluster, tokens: dict[str, list[int]] = tokens, kept: list = kept
-        ) -> None:
-            kept.append(cluster)
-            cluster.front = _Watched(cluster.front, tokens)
 
-        result = simulate(_fleet(mode, question.link), arrivals, hooks=[watch])
-        report = summarise(result.outcomes)
-        ways.append(
-            GuideWay(
-                mode.value,
-                (report.ttft.p50, report.ttft.p99, report.ttft.longest),
-                (report.tbt.p50, report.tbt.p99, report.tbt.longest),
-                report.output_tokens_per_second,
-                [
-                    _shown(outcome, gap_runs(kept[0].timelines, tokens.get(outcome.request_id, [])))
-                    for outcome in result.outcomes[:SHOWN_REQUESTS]
-                ],
-            )
-        )
-    speeds = tuple((name, LINKS[name].bytes_per_second) for name in GUIDE_LINKS)
+def answer(question: GuideQuestion) -> GuideAnswer:
+    """Compares the three modes by arithmetic and by simulation. Takes seconds of processor time.
+
+    Raises:
+        NothingFits: The model does not fit on the accelerators.
+    """
+    arrivals = arrivals_of(question)
+    place = Workplace.of(question.model, question.hardware, question.instances, question.link)
+    objectives, rate = question.objectives, question.rate
+    modes = arithmetic(place, arrivals, rate, question.chunk_tokens, objectives)
+    found = [(mode, *_way(place, question, arrivals, mode)) for mode in modes]
     return GuideAnswer(
-        MODEL, HARDWARE, INSTANCES, count, LONG_PART, SHORT_TOKENS, speeds, tuple(ways)
+        place.fitting.layout.devices,
+        str(place.fitting.layout),
+        len(arrivals),
+        LONG_PART,
+        SHORT_TOKENS,
+        objectives.pause_seconds,
+        FUSED,
+        advice(place, [(mode, seen) for mode, seen, _ in found], rate, objectives),
+        tuple(way for _, _, way in found),
+    )
+
+
+def _way(
+    place: Workplace, question: GuideQuestion, arrivals: Sequence[Arrival], mode: ModeAdvice
+) -> tuple[Simulated, GuideWay]:
+    """Simulates the candidate of one mode."""
+    tokens: dict[str, list[int]] = {}
+    kept: list[SimulatedCluster] = []
+
+    async def watch(cluster: SimulatedCluster) -> None:
+        kept.append(cluster)
+        cluster.front = _Watched(cluster.front, tokens)
+
+    fleet = _fleet(place, place.candidate(mode), question.link)
+    outcomes = simulate(fleet, arrivals, hooks=[watch]).outcomes
+    slo = question.objectives.slo
+    report = summarise(outcomes, slo)
+    pauses = Percentiles.of([item.gaps.longest for item in outcomes if item.gaps is not None])
+    seen = Simulated(tuple(_missed(item, slo) for item in outcomes), pauses.longest)
+    shown = [
+        _shown(outcome, gap_runs(kept[0].timelines, tokens.get(outcome.request_id, [])), slo)
+        for outcome in outcomes[:SHOWN_REQUESTS]
+    ]
+    return seen, GuideWay(
+        mode=mode.mode,
+        ttft_p90=report.ttft.p90,
+        tpot_p90=report.tpot.p90,
+        pause_p90=pauses.p90,
+        pause_longest=pauses.longest,
+        met=report.attainment or 0.0,
+        goodput=report.goodput_per_second or 0.0,
+        stalled=seen.count("pause") / len(outcomes),
+        tokens_per_second=report.output_tokens_per_second,
+        verdict=verdict_of(mode, seen, question.objectives),
+        requests=shown,
     )
 
 
@@ -181,28 +271,42 @@ class _Watched:
         await self.front.drain()
 
 
-def _fleet(mode: Mode, between: str) -> Fleet:
-    one = mode is not Mode.DISAGGREGATED
-    chunk = CHUNK_TOKENS if mode is Mode.CHUNKED else WHOLE_TOKENS
-    instance = replace(INSTANCE, chunk_tokens=chunk)
-    hardware = accelerator(HARDWARE)
+def _fleet(place: Workplace, candidate: Candidate, between: str) -> Fleet:
+    instance = replace(INSTANCE, layout=candidate.decode, chunk_tokens=candidate.chunk_tokens)
+
+    def pool(count: int) -> Pool:
+        return Pool(count, place.card, instance)
+
     return Fleet(
-        geometry(MODEL),
-        Pool(INSTANCES if one else INSTANCES // 2, hardware, instance),
-        None if one else Pool(INSTANCES // 2, hardware, instance),
-        mode,
+        place.fitting.model.geometry,
+        pool(candidate.decode_instances),
+        pool(candidate.prefill_instances) if candidate.prefill else None,
+        candidate.mode,
         link=link(between),
-        fused=mode is Mode.CHUNKED,
+        fused=candidate.mode is Mode.CHUNKED,
     )
 
 
-def _shown(outcome: RequestOutcome, runs: Sequence[tuple[float, int]]) -> GuideRequest:
+def _missed(outcome: RequestOutcome, slo: SloLimits) -> tuple[str, ...]:
+    """Returns the objectives that a request missed."""
+    limits = (
+        ("ttft", SloLimits(ttft_seconds=slo.ttft_seconds)),
+        ("tpot", SloLimits(tpot_seconds=slo.tpot_seconds)),
+        ("pause", SloLimits(longest_gap_seconds=slo.longest_gap_seconds)),
+    )
+    return tuple(name for name, limit in limits if not limit.attained(outcome))
+
+
+def _shown(
+    outcome: RequestOutcome, runs: Sequence[tuple[float, int]], slo: SloLimits
+) -> GuideRequest:
     return GuideRequest(
         round(outcome.arrival, 4),
         None if outcome.first_token is None else round(outcome.first_token, 4),
         round(outcome.finish, 4),
         outcome.prompt_tokens,
         [(round(seconds, 5), count) for seconds, count in _fewer(list(runs))],
+        _missed(outcome, slo),
     )
 
 
@@ -219,7 +323,7 @@ def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 def main() -> None:
     os.nice(19)  # the serving process has priority
-    question = parse_question(sys.stdin.buffer.read())
+    question = parse_question(sys.stdin.buffer.read(), GuideQuestion)
     sys.stdout.buffer.write(msgspec.json.encode(answer(question)))
 
 

@@ -37,8 +37,11 @@ async def test_the_page_and_all_files_that_it_names_are_served() -> None:
             for page in pages
             for name in re.findall(r'(?:src|href)="web/([^"]+)"', FILES[page])
         }
-        for name in [*named]:
-            named |= set(re.findall(r'from "\./([^"]+)"', FILES[name]))
+        todo = [*named]
+        while todo:
+            imported = set(re.findall(r'from "\./([^"]+)"', FILES[todo.pop()]))
+            todo += imported - named
+            named |= imported
         assert named | pages == set(FILES) == named | {"index.html", "docs.html"}
         kinds = {"js": "text/javascript", "css": "text/css"}
         for name in named:

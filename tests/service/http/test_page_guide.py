@@ -13,7 +13,8 @@ import pytest
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.node.guide import Guide
-from jdisagg.simulator.planning.guide import GUIDE_LINKS
+from jdisagg.simulator.planning.guide import GUIDE_INSTANCES, GuideQuestion, parse_question
+from jdisagg.simulator.planning.guide_facts import GUIDE_HARDWARE, GUIDE_LINKS, GUIDE_MODELS
 from tests.service.http.page_doors import page_door
 
 HERE = f"{sys.executable} -c".split()
@@ -71,6 +72,10 @@ async def test_the_door_answers_refuses_and_may_have_no_guide() -> None:
         assert (await door.ask("/api/status")).fields["guide"] is True
         answer = await door.ask("/api/guide", {"rate": 0.5, "prompt_tokens": 256})
         assert [way["mode"] for way in answer.fields["ways"]][0] == "unified"
+        facts = await door.ask("/api/guide/facts", {"model": "deepseek-v3"})
+        assert facts.fields["kv_bytes_per_token"] == 61 * (512 + 64) * 2
+        unknown = await door.ask("/api/guide/facts", {"model": "gpt-7"})
+        assert unknown.status == 400 and "model" in unknown.error["message"]
         wrong = await door.ask("/api/guide", {"rate": 1e9})
         assert wrong.status == 400 and "rate" in wrong.error["message"]
     async with page_door(waiting=1) as door:
@@ -78,9 +83,29 @@ async def test_the_door_answers_refuses_and_may_have_no_guide() -> None:
         assert busy.status == 429 and busy.headers["retry-after"] == "1"
     async with page_door(service=ServiceConfig(http_guide=False)) as door:
         assert (await door.ask("/api/status")).fields["guide"] is False
-        assert (await door.ask("/api/guide", {})).status == 404
+        for path in ("/api/guide", "/api/guide/facts"):
+            assert (await door.ask(path, {})).status == 404
 
 
-def test_the_page_offers_the_guides_own_links() -> None:
+def test_the_page_offers_the_guides_own_choices() -> None:
     index = (files("jdisagg.service.http") / "web" / "index.html").read_text()
-    assert tuple(re.findall(r'<option value="([^"]+)"', index)) == GUIDE_LINKS
+    choices = {
+        name: tuple(re.findall(r'<option value="([^"]+)"', body))
+        for name, body in re.findall(r'<select id="guide-(\w+)">(.*?)</select>', index, re.DOTALL)
+    }
+    assert choices == {
+        "model": tuple(GUIDE_MODELS),
+        "hardware": GUIDE_HARDWARE,
+        "instances": tuple(str(number) for number in GUIDE_INSTANCES),
+        "link": GUIDE_LINKS,
+    }
+
+
+def test_every_value_of_the_pages_sliders_can_be_asked_for() -> None:
+    script = (files("jdisagg.service.http") / "web" / "guide.js").read_text()
+    sliders = re.findall(r'"(\w+_\w+|rate)",\s*\[([\d., ]+)\]', script)
+    assert len(sliders) == 6
+    for name, values in sliders:
+        for value in values.split(","):
+            question = parse_question(f'{{"{name}": {value}}}'.encode(), GuideQuestion)
+            assert getattr(question, name) == float(value)

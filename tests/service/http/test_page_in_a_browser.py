@@ -136,6 +136,15 @@ async def test_the_guide_draws_three_ways_and_follows_its_sliders(tmp_path: Path
         assert await page.run("document.querySelector('#guide-rate-said').textContent") == (
             "0.5 requests/s"
         )
+        assert await page.run("document.querySelectorAll('#guide-advice tbody tr').length") == 3
+        assert await page.run("document.querySelectorAll('.kv-bars li').length") == 7
+        assert await page.run("document.querySelectorAll('svg.chart').length") == 2
+        await page.run(
+            "document.querySelector('.lanes').dispatchEvent("
+            "new KeyboardEvent('keydown', {key: 'ArrowDown'}))"
+        )
+        about = await page.run("document.querySelector('.way .about').textContent")
+        assert about.startswith("Request 1: ")
         assert not await page.run(WIDE)
         assert not page.errors
         await page.picture(tmp_path / "guide.png")

@@ -1,28 +1,42 @@
-"""The web page's guide: the same arrivals in three modes, and the differences between them."""
+"""The web page's guide: the same arrivals in three modes, the differences between them, and the
+advice that follows from them."""
 
 import math
+import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
+from jdisagg.costs.hardware import HARDWARE, LINKS
 from jdisagg.errors import InvalidRequestError
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
+from jdisagg.simulator.planning.candidates import Candidate, Site, fitting_layouts
 from jdisagg.simulator.planning.guide import (
-    GUIDE_LINKS,
     SHOWN_REQUESTS,
     SHOWN_RUNS,
     GuideAnswer,
     GuideQuestion,
     GuideRequest,
     answer,
+    arrivals_of,
     parse_question,
 )
+from jdisagg.simulator.planning.guide_facts import GUIDE_LINKS
+from jdisagg.simulator.report import SloLimits, summarise
+from jdisagg.simulator.run import simulate
 
 FAST, SLOW = "infiniband-ndr", "ethernet-10g"
+QUESTION = GuideQuestion(prompt_tokens=4096, rate=2.0)
 
 
 @cache
-def asked(link: str) -> GuideAnswer:
-    return answer(GuideQuestion(prompt_tokens=4096, rate=2.0, link=link))
+def asked(link: str, **others: object) -> GuideAnswer:
+    return answer(GuideQuestion(**{"prompt_tokens": 4096, "rate": 2.0, "link": link, **others}))  # type: ignore[arg-type]
 
 
 def arrivals(requests: list[GuideRequest]) -> list[tuple[float, int]]:
@@ -49,15 +63,92 @@ def test_the_runs_of_gaps_lead_from_the_first_token_to_the_last(which: int) -> N
 
 def test_a_prefill_stops_the_streams_of_a_unified_mesh_and_of_no_other() -> None:
     unified, chunked, apart = asked(FAST).ways
-    assert unified.tbt[2] and chunked.tbt[2] and apart.tbt[1] and unified.tbt[1]
-    assert unified.tbt[2] > 4 * chunked.tbt[2]
-    assert apart.tbt[1] < chunked.tbt[1]  # type: ignore[operator]
+    assert unified.pause_longest and chunked.pause_longest and apart.tpot_p90 and chunked.tpot_p90
+    assert unified.pause_longest > 4 * chunked.pause_longest
+    assert apart.tpot_p90 < chunked.tpot_p90
 
 
 def test_a_slow_link_is_felt_where_kv_crosses_it_and_nowhere_else() -> None:
     fast, slow = asked(FAST).ways, asked(SLOW).ways
     assert fast[:2] == slow[:2]
-    assert slow[2].tbt[2] > 4 * fast[2].tbt[2]  # type: ignore[operator]
+    assert slow[2].pause_longest > 4 * fast[2].pause_longest  # type: ignore[operator]
+
+
+def test_the_figures_of_a_mode_are_those_of_a_simulation_of_its_fleet() -> None:
+    instance = replace(INSTANCE, chunk_tokens=512)
+    pool = Pool(2, HARDWARE["h100"], instance)
+    shape, fast = geometry("llama-3.1-8b"), LINKS[FAST]
+    fleet = Fleet(shape, pool, None, Mode.CHUNKED, link=fast, fused=True)
+    outcomes = simulate(fleet, arrivals_of(QUESTION)).outcomes
+    report = summarise(outcomes, SloLimits(1.0, 0.02, 0.1))
+    (way,) = (way for way in asked(FAST).ways if way.mode == "chunked")
+    assert (way.ttft_p90, way.tpot_p90) == (report.ttft.p90, report.tpot.p90)
+    assert (way.met, way.goodput) == (report.attainment, report.goodput_per_second)
+    assert way.pause_longest == max(item.gaps.longest for item in outcomes if item.gaps)
+
+
+def test_the_highest_rates_are_the_planners_arithmetic() -> None:
+    site, demand = Site(HARDWARE["h100"], 2), Demand.of(arrivals_of(QUESTION))
+    fitting = fitting_layouts(geometry("llama-3.1-8b"), site, demand.longest_tokens)
+    estimator = Estimator(site, demand, Goal(1.0, 0.02), fitting, fused=True)
+    one, modes = Layout(), asked(FAST).advice.modes
+    expected = (
+        Candidate(Mode.UNIFIED, one, 2),
+        Candidate(Mode.CHUNKED, one, 2, 512),
+        Candidate(Mode.DISAGGREGATED, one, 1, prefill=one, prefill_instances=1),
+    )
+    for mode, candidate in zip(modes[:2], expected, strict=False):
+        bounds = estimator.bounds(candidate)
+        assert (mode.rate, mode.limit) == (bounds.rate, bounds.binding[0])
+    # The site's own link is NVLink; over InfiniBand the rate is lower or equal.
+    assert 0 < modes[2].rate <= estimator.bounds(expected[2]).rate
+
+
+def test_a_request_that_pauses_in_the_picture_counts_against_its_mode() -> None:
+    slow = asked(SLOW, prompt_tokens=16384, rate=4.0)
+    way = slow.ways[2]
+    paused = [any(gap > slow.pause_seconds for gap, _ in request.gaps) for request in way.requests]
+    assert [("pause" in request.missed) for request in way.requests] == paused
+    assert any(paused) and way.met < 0.9 and way.pause_p90 > slow.pause_seconds  # type: ignore[operator]
+    assert "pause for more than 100 ms" in way.verdict and slow.advice.mode != "disaggregated"
+
+
+def test_a_full_link_is_named_with_both_rates() -> None:
+    slow = asked(SLOW, prompt_tokens=16384, rate=8.0)
+    tokens = sum(
+        item.prompt_tokens for item in arrivals_of(GuideQuestion(prompt_tokens=16384, rate=8))
+    )
+    brought = 8 * tokens / slow.requests * 131_072 / 1e9
+    said = re.search(r"bring ([\d.]+) GB/s of KV and the link carries 1 GB/s", slow.ways[2].verdict)
+    assert said and float(said[1]) == pytest.approx(brought, rel=0.05)
+
+
+def test_the_advice_is_the_simplest_mode_at_low_load_and_none_where_nothing_holds() -> None:
+    low = asked(FAST, prompt_tokens=512, rate=0.5)
+    assert low.advice.mode == "unified" and "load is low" in low.advice.sentence
+    none = asked(FAST, tpot_seconds=0.005)
+    assert none.advice.mode == "" and "at any rate" in none.advice.sentence
+    many = asked(FAST, prompt_tokens=16384, rate=64.0)
+    best = max(mode.rate for mode in many.advice.modes)
+    assert many.advice.mode == ""
+    assert f"about {math.ceil(2 * 64 / best)} accelerators" in many.advice.sentence
+
+
+def test_the_advice_is_disaggregated_where_chunks_and_whole_prompts_disturb_streams() -> None:
+    found = answer(
+        GuideQuestion("deepseek-v3", "h200", prompt_tokens=8192, rate=4.0, ttft_seconds=2.0)
+    )
+    assert found.advice.mode == "disaggregated"
+    assert found.ways[2].met >= 0.9 > max(way.met for way in found.ways[:2])
+    rate = next(mode.rate for mode in found.advice.modes if mode.mode == "disaggregated")
+    assert found.advice.sentence.startswith(
+        f"Disaggregated (1 prefill, 1 decode) carries up to {rate:.3g}"
+    )
+
+
+def test_larger_chunks_prefill_sooner_and_disturb_streams_more() -> None:
+    small, large = asked(FAST).ways[1], asked(FAST, chunk_tokens=4096).ways[1]
+    assert large.ttft_p90 < small.ttft_p90 and large.pause_p90 > small.pause_p90  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +158,11 @@ def test_a_slow_link_is_felt_where_kv_crosses_it_and_nowhere_else() -> None:
         (b'{"prompt_tokens": 1}', "prompt_tokens"),
         (b'{"prompt_tokens": "many"}', "prompt_tokens"),
         (b'{"link": "carrier pigeon"}', "link"),
+        (b'{"model": "gpt-7"}', "model"),
+        (b'{"hardware": "abacus"}', "hardware"),
+        (b'{"instances": 3}', "instances"),
+        (b'{"chunk_tokens": 1000}', "chunk_tokens"),
+        (b'{"tpot_seconds": 0}', "tpot_seconds"),
         (b'{"seed": 3}', "seed"),
         (b"[]", "object"),
         (b"\xff", "guide"),
@@ -75,7 +171,7 @@ def test_a_slow_link_is_felt_where_kv_crosses_it_and_nowhere_else() -> None:
 )
 def test_a_question_out_of_bounds_is_refused_by_name(body: bytes, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        parse_question(body)
+        parse_question(body, GuideQuestion)
 
 
 def test_every_link_of_the_page_is_one_that_can_be_asked_for() -> None:

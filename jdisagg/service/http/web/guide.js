@@ -1,128 +1,204 @@
-// The interactive guide: the server simulates the same arrivals in three serving modes on the same
-// number of accelerators. Each request is a line: grey until its first token, blue while tokens
-// arrive, and red while they stall, which shows the interference.
+// The interactive guide: controls, the advice, and the parts that draw the server's answers. All
+// figures come from the server: simulations from api/guide, facts of a model from api/guide/facts.
 
 import { post } from "./api.js";
 import { byId, count, el, seconds } from "./dom.js";
+import { drawKv } from "./guide_kv.js";
+import { drawRoofline } from "./guide_roofline.js";
+import { drawWays, NAMES } from "./guide_ways.js";
 
-const WAYS = {
-  unified: ["Unified", "Each mesh prefills a whole prompt while its running streams wait."],
-  chunked: ["Chunked", "Each decode step includes a chunk of a prompt: none stalls, all are slower."],
-  disaggregated: ["Disaggregated", "One mesh prefills, another decodes. KV is sent over the link."],
-};
-const RATES = [0.5, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16];
-const PROMPTS = [256, 512, 1024, 2048, 4096, 8192, 16384];
-// A gap longer than this multiple of the median is a stall.
-const STALL = 4;
 const LATER_MS = 250;
+const short = (value) => String(value).replace(/\.0$/, "");
 
-const state = { asked: "", timer: null, waiting: false };
+// Sliders: the field of the question, its values, and their text.
+const SLIDERS = {
+  prompt: ["prompt_tokens", [256, 512, 1024, 2048, 4096, 8192, 16384, 32768], tokens],
+  answer: ["output_tokens", [16, 32, 64, 128, 256, 512, 1024], tokens],
+  rate: ["rate", [0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], (value) => `${value} requests/s`],
+  chunk: ["chunk_tokens", [256, 512, 1024, 2048, 4096, 8192], tokens],
+  ttft: ["ttft_seconds", [0.1, 0.2, 0.5, 1, 2, 5, 10], (value) => `${short(value)} s`],
+  tpot: [
+    "tpot_seconds",
+    [0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2],
+    (value) => `${short(value * 1000)} ms`,
+  ],
+};
+const SELECTS = { model: String, hardware: String, instances: Number, link: String };
 
-const question = () => ({
-  prompt_tokens: PROMPTS[Number(byId("guide-prompt").value)],
-  rate: RATES[Number(byId("guide-rate").value)],
-  link: byId("guide-link").value,
-});
+const COMMON = { hardware: "h100", link: "infiniband-ndr", chunk: 512, ttft: 1, tpot: 0.02 };
+const PRESETS = {
+  documents: {
+    ...COMMON,
+    ...{ model: "deepseek-v3", hardware: "h200", instances: 2, prompt: 8192, answer: 128 },
+    ...{ rate: 4, ttft: 2 },
+  },
+  chat: {
+    ...COMMON,
+    ...{ model: "llama-3.1-8b", instances: 2, prompt: 1024, answer: 256, rate: 48, ttft: 0.5 },
+  },
+  slow: {
+    ...COMMON,
+    ...{ model: "llama-3.1-8b", instances: 4, prompt: 16384, answer: 128, rate: 8, ttft: 2 },
+    ...{ link: "ethernet-10g" },
+  },
+  low: {
+    ...COMMON,
+    ...{ model: "llama-3.1-8b", instances: 2, prompt: 4096, answer: 128, rate: 0.5 },
+  },
+};
 
-function label() {
-  const { prompt_tokens: tokens, rate } = question();
-  byId("guide-prompt-said").textContent = `${count(tokens)} tokens`;
-  byId("guide-rate-said").textContent = `${rate} requests/s`;
+const state = { asked: "", timer: null, waiting: false, facts: null };
+
+function tokens(value) {
+  return `${count(value)} tokens`;
 }
 
-export function startGuide() {
-  byId("guide-prompt").max = PROMPTS.length - 1;
-  byId("guide-rate").max = RATES.length - 1;
-  for (const id of ["guide-prompt", "guide-rate", "guide-link"]) {
-    byId(id).addEventListener("input", () => {
-      label();
-      clearTimeout(state.timer);
-      state.timer = setTimeout(simulate, LATER_MS);
-    });
+function question() {
+  const asked = {};
+  for (const [name, kind] of Object.entries(SELECTS)) asked[name] = kind(byId(`guide-${name}`).value);
+  for (const [name, [field, values]] of Object.entries(SLIDERS)) {
+    asked[field] = values[Number(byId(`guide-${name}`).value)];
   }
+  return asked;
+}
+
+function label() {
+  for (const [name, [field, , text]] of Object.entries(SLIDERS)) {
+    const said = text(question()[field]);
+    byId(`guide-${name}-said`).textContent = said;
+    byId(`guide-${name}`).setAttribute("aria-valuetext", said);
+  }
+}
+
+function choose(preset) {
+  for (const [name, value] of Object.entries(PRESETS[preset])) {
+    const values = SLIDERS[name]?.[1];
+    byId(`guide-${name}`).value = values ? values.indexOf(value) : value;
+  }
+  press(preset);
   label();
 }
 
-// Simulates the sliders' setting, unless it is already shown or a simulation runs.
+function press(preset) {
+  for (const button of document.querySelectorAll("[data-preset]")) {
+    button.setAttribute("aria-pressed", String(button.dataset.preset === preset));
+  }
+}
+
+export function startGuide() {
+  for (const [name, [, values]] of Object.entries(SLIDERS)) {
+    byId(`guide-${name}`).max = values.length - 1;
+  }
+  choose("documents");
+  byId("guide-form").addEventListener("submit", (event) => event.preventDefault());
+  byId("guide-form").addEventListener("input", () => {
+    press("");
+    later();
+  });
+  for (const button of document.querySelectorAll("[data-preset]")) {
+    button.addEventListener("click", () => {
+      choose(button.dataset.preset);
+      later();
+    });
+  }
+  addEventListener("resize", drawFacts);
+}
+
+function later() {
+  label();
+  drawFacts();
+  clearTimeout(state.timer);
+  state.timer = setTimeout(simulate, LATER_MS);
+}
+
+// Asks for the controls' setting, unless it is already shown or a question is being answered.
 export async function simulate() {
-  const asked = JSON.stringify(question());
-  if (asked === state.asked || state.waiting) return;
+  const asked = question();
+  const text = JSON.stringify(asked);
+  if (text === state.asked || state.waiting) return;
   state.waiting = true;
-  byId("guide-said").textContent = "simulating";
+  byId("guide-said").textContent = "Simulating.";
   try {
-    draw(await post("api/guide", question()));
-    state.asked = asked;
+    const { model, hardware } = asked;
+    if (state.facts?.model !== model || state.facts?.hardware !== hardware) {
+      state.facts = await post("api/guide/facts", { model, hardware });
+      drawFacts();
+    }
+    const answer = await post("api/guide", asked);
+    state.asked = text;
     byId("guide-said").textContent = "";
+    drawAnswer(asked, answer);
   } catch (error) {
     byId("guide-said").textContent = error.message;
     state.timer = setTimeout(simulate, 8 * LATER_MS);
   } finally {
     state.waiting = false;
   }
-  if (JSON.stringify(question()) !== asked) simulate(); // a slider was moved meanwhile
+  if (JSON.stringify(question()) !== text) simulate(); // a control was moved meanwhile
 }
 
-function draw(answer) {
-  const shown = answer.ways.flatMap((way) => way.requests);
-  const end = Math.max(...shown.map((request) => request.finish));
-  const best = (of) => Math.min(...answer.ways.map(of).filter((value) => value !== null));
-  const bests = {
-    ttft: best((way) => way.ttft[1]),
-    tbt: best((way) => way.tbt[1]),
-    longest: best((way) => way.tbt[2]),
-  };
-  byId("ways").replaceChildren(...answer.ways.map((way) => drawWay(way, end, bests)));
-  byId("guide-about").textContent =
-    `${count(answer.requests)} requests of ${answer.model} on ${answer.accelerators} simulated ` +
-    `${answer.hardware.toUpperCase()}: ${count(100 - 100 * answer.long_part)} % have ` +
-    `${answer.short_tokens} tokens, the others are long. The simulation runs the real router, ` +
-    `schedulers and workers with predicted step times. The first ${shown.length / 3} are drawn.`;
-}
-
-function figure(label, value, best) {
-  const kind = value !== null && value <= best * 1.05 ? "best" : "";
-  return el("div", { class: `measure ${kind}` }, el("b", {}, seconds(value)), label);
-}
-
-function drawWay(way, end, bests) {
-  const [title, story] = WAYS[way.mode];
-  const lanes = el("div", { class: "lanes" });
-  lanes.append(...way.requests.map((request) => lane(request, end, way.tbt[0])));
-  return el(
-    "section",
-    { class: "way", "data-mode": way.mode },
-    el("h3", {}, title),
-    el("p", { class: "hint" }, story),
-    el(
-      "div",
-      { class: "measures" },
-      figure("first token, p99", way.ttft[1], bests.ttft),
-      figure("between tokens, p99", way.tbt[1], bests.tbt),
-      figure("longest pause", way.tbt[2], bests.longest),
-    ),
-    lanes,
-    el("p", { class: "axis" }, el("span", {}, "0"), el("span", {}, seconds(end))),
+function drawFacts() {
+  if (!state.facts || byId("guide").hidden) return;
+  const names = Object.fromEntries(
+    [...byId("guide-link").options].map((option) => [option.value, option.textContent]),
   );
+  drawKv(byId("guide-kv"), state.facts, question(), names);
+  drawRoofline(byId("guide-roofline"), state.facts);
 }
 
-function lane(request, end, usual) {
-  const made = el("div", {
-    class: "lane",
-    title: `${count(request.prompt_tokens)} prompt tokens, first token after ${seconds(
-      request.first_token === null ? null : request.first_token - request.arrival,
-    )}`,
+function drawAnswer(asked, answer) {
+  drawAdvice(answer.advice, asked);
+  drawWays(byId("ways"), asked, answer);
+  const each = answer.devices === 1 ? "accelerator" : `accelerators (${answer.layout})`;
+  byId("guide-about").textContent =
+    `${count(answer.requests)} requests on ${asked.instances} instances of ${answer.devices} ` +
+    `${each}: ${count(100 - 100 * answer.long_part)} % of the prompts have ` +
+    `${answer.short_tokens} tokens, the others are long. The simulation runs the real router, ` +
+    `schedulers and workers with predicted step times. Each line is a request; ` +
+    `the first ${answer.ways[0].requests.length} are drawn. ${answer.note}`;
+}
+
+function drawAdvice(advice, asked) {
+  const heads = ["Mode", "Instances", "Highest rate within the objectives", "First limit"];
+  const cell = (label, ...children) => el("td", { "data-label": label }, ...children);
+  const rows = advice.modes.map((mode) => {
+    const enough = mode.rate >= asked.rate;
+    return el(
+      "tr",
+      { class: mode.mode === advice.mode ? "chosen" : "" },
+      el("th", { scope: "row" }, NAMES[mode.mode][0]),
+      cell(
+        heads[1],
+        mode.prefill_instances
+          ? `${mode.prefill_instances} prefill, ${mode.decode_instances} decode`
+          : `${mode.decode_instances} for both phases`,
+      ),
+      cell(
+        heads[2],
+        el(
+          "span",
+          { class: enough ? "good" : "bad" },
+          `${Number(mode.rate.toPrecision(3))} requests/s ${enough ? "✓" : "✕"}`,
+        ),
+      ),
+      cell(heads[3], mode.limit),
+    );
   });
-  const part = (from, to, kind) => {
-    const style = { left: `${(100 * from) / end}%`, width: `${(100 * (to - from)) / end}%` };
-    made.append(el("i", { class: kind, style }));
-  };
-  const first = request.first_token ?? request.finish;
-  part(request.arrival, first, "before");
-  let at = first;
-  for (const [gap, times] of request.gaps) {
-    const until = at + gap * times;
-    part(at, until, usual && gap > STALL * usual ? "stall" : "flow");
-    at = until;
-  }
-  return made;
+  byId("guide-advice").replaceChildren(
+    el("p", { class: "advice" }, advice.sentence),
+    el(
+      "table",
+      {},
+      el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, ...rows),
+    ),
+    el(
+      "p",
+      { class: "hint" },
+      "The rates are the planner's arithmetic, with 90 % of the requests within the objectives " +
+        `(first token ${seconds(asked.ttft_seconds)}, each token ${seconds(asked.tpot_seconds)}). ` +
+        "A mode is advised if it carries the rate and its simulation below agrees. " +
+        "`jdisagg plan` searches layouts and numbers of instances, too.",
+    ),
+  );
 }

@@ -1,0 +1,324 @@
+"""Chooses a mode for the web page's guide, and describes in sentences what decided.
+
+Each mode's highest rate within the objectives is that of the planner's arithmetic
+(`bounds.Estimator`), which ignores pauses of running streams and packing. Therefore a mode is
+advised if it carries the rate by arithmetic, and most requests of its simulation meet all
+objectives. Where several modes do, the simplest is advised whose rate is within the predictions'
+error of the highest. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from jdisagg.config import Mode
+from jdisagg.costs.hardware import Accelerator, accelerator, link
+from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Candidate, Fitting, Site
+from jdisagg.simulator.planning.guide_facts import smallest_instance
+from jdisagg.simulator.report import SloLimits
+from jdisagg.simulator.workloads import Arrival
+
+ATTAINMENT = 0.9  # fraction of the requests that must meet the objectives
+# A gap of more than this multiple of the objective per token is a pause that a reader notices.
+PAUSE_FACTOR = 5.0
+LOW_LOAD = 0.3  # fraction of a mode's highest rate
+LIMITS = {
+    "compute": "its accelerators are busy all the time",
+    "prefill compute": "prefill is busy all the time",
+    "TTFT": "first tokens come too late",
+    "KV memory": "KV memory is full",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Limits of a request in seconds: time to first token, time per further token, and the longest
+    gap between two tokens, which follows from the second."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+
+    @property
+    def pause_seconds(self) -> float:
+        return PAUSE_FACTOR * self.tpot_seconds
+
+    @property
+    def slo(self) -> SloLimits:
+        return SloLimits(self.ttft_seconds, self.tpot_seconds, self.pause_seconds)
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(self.ttft_seconds, self.tpot_seconds, ATTAINMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """The instances that the modes use: `instances` times the layout of `fitting`. `between`: name
+    of the link between prefill and decode."""
+
+    card: Accelerator
+    fitting: Fitting
+    instances: int
+    between: str
+
+    @classmethod
+    def of(cls, model: str, hardware: str, instances: int, between: str) -> "Workplace":
+        card = accelerator(hardware)
+        return cls(card, smallest_instance(model, card), instances, between)
+
+    @property
+    def accelerators(self) -> int:
+        return self.instances * self.fitting.layout.devices
+
+    @property
+    def site(self) -> Site:
+        """The accelerators with the chosen link in place of their own, for hand-offs."""
+        chosen = link(self.between)
+        return Site(replace(self.card, scale_up=chosen, scale_out=chosen), self.accelerators)
+
+    def candidates(self, mode: Mode, chunk: int) -> list[Candidate]:
+        layout, count = self.fitting.layout, self.instances
+        if mode is not Mode.DISAGGREGATED:
+            size = chunk if mode is Mode.CHUNKED else WHOLE_CHUNK
+            return [Candidate(mode, layout, count, size)]
+        return [
+            Candidate(mode, layout, count - prefill, WHOLE_CHUNK, layout, prefill)
+            for prefill in range(1, count)
+        ]
+
+    def candidate(self, advised: "ModeAdvice") -> Candidate:
+        """Returns the candidate that an advice is about."""
+        mode = Mode(advised.mode)
+        found = self.candidates(mode, advised.chunk_tokens)
+        return found[max(1, advised.prefill_instances) - 1]
+
+
+class ModeAdvice(msgspec.Struct, frozen=True):
+    """The planner's arithmetic for one mode.
+
+    Attributes:
+        prefill_instances: 0 if all instances prefill and decode.
+        rate: Highest rate of all instances within the objectives on TTFT and TPOT, in requests per
+            second.
+        limit: Name of the bound that limits the rate, in the planner's words.
+        step_seconds: Predicted decode step of one sequence with a long prompt.
+        kv_bytes_per_second, link_bytes_per_second: KV that the requests bring at the asked rate,
+            and that the links achieve. 0 without a hand-off.
+    """
+
+    mode: str
+    prefill_instances: int
+    decode_instances: int
+    chunk_tokens: int
+    rate: float
+    limit: str
+    step_seconds: float
+    kv_bytes_per_second: float = 0.0
+    link_bytes_per_second: float = 0.0
+
+
+class GuideAdvice(msgspec.Struct, frozen=True):
+    """`mode`: the advised mode, or "" if no mode carries the rate. `sentence`: the reasons."""
+
+    mode: str
+    sentence: str
+    modes: tuple[ModeAdvice, ...]
+
+
+class Simulated(msgspec.Struct, frozen=True):
+    """What the simulation of a mode showed.
+
+    Attributes:
+        missed: The objectives that each request missed: "ttft", "tpot", "pause".
+        longest: Longest gap between two tokens of all requests in seconds, or None without gaps.
+    """
+
+    missed: tuple[tuple[str, ...], ...]
+    longest: float | None
+
+    @property
+    def met(self) -> float:
+        """Fraction of the requests that meet all objectives."""
+        return sum(not one for one in self.missed) / len(self.missed)
+
+    def count(self, name: str) -> int:
+        return sum(name in one for one in self.missed)
+
+
+def arithmetic(
+    place: Workplace,
+    arrivals: Sequence[Arrival],
+    rate: float,
+    chunk_tokens: int,
+    objectives: Objectives,
+) -> tuple[ModeAdvice, ...]:
+    """Returns each mode's best candidate for requests with the lengths of `arrivals`, simplest mode
+    first. `rate`: requests per second."""
+    demand = Demand.of(arrivals)
+    estimator = Estimator(place.site, demand, objectives.goal, [place.fitting], fused=True)
+    longest = int(demand.prompts.max())
+    modes = []
+    for mode in (Mode.UNIFIED, Mode.CHUNKED, Mode.DISAGGREGATED):
+        listed = [(item, estimator.bounds(item)) for item in place.candidates(mode, chunk_tokens)]
+        best, bounds = max(listed, key=lambda pair: pair[1].rate)
+        modes.append(_advised(place, best, bounds, longest, rate))
+    return tuple(modes)
+
+
+def _advised(
+    place: Workplace, best: Candidate, bounds: Bounds, longest: int, rate: float
+) -> ModeAdvice:
+    model, share = place.fitting.model, bounds.link_share
+    known = dict(bounds.limits).get(f"link {place.between}", 0.0)
+    reached = place.site.described.scale_up
+    both = min(best.prefill_instances, best.decode_instances) * model.layout.dp
+    link_speed = reached.bytes_per_second * reached.efficiency * model.layout.tp * both
+    return ModeAdvice(
+        mode=best.mode.value,
+        prefill_instances=best.prefill_instances,
+        decode_instances=best.decode_instances,
+        chunk_tokens=best.chunk_tokens,
+        rate=bounds.rate,
+        limit=bounds.binding[0],
+        step_seconds=model.decode([longest]).seconds,
+        kv_bytes_per_second=share * rate * link_speed if known else 0.0,
+        link_bytes_per_second=link_speed,
+    )
+
+
+def advice(
+    place: Workplace,
+    found: Sequence[tuple[ModeAdvice, Simulated]],
+    rate: float,
+    objectives: Objectives,
+) -> GuideAdvice:
+    """Returns the advice for `rate` requests per second. `found`: arithmetic and simulation of each
+    mode, simplest first."""
+    modes = tuple(mode for mode, _ in found)
+    holding = [mode for mode, seen in found if mode.rate >= rate and seen.met >= ATTAINMENT]
+    if not holding:
+        return GuideAdvice("", _none(place, found, rate, objectives), modes)
+    most = max(item.rate for item in holding)
+    error = place.site.software.engine.step_error
+    low = len(holding) == len(modes) and rate < LOW_LOAD * min(item.rate for item in holding)
+    enough = 0.0 if low else most * (1 - error)
+    one = next(item for item in holding if item.rate >= enough)
+    reasons = "; ".join(
+        _against(mode, seen, one, rate, objectives, error)
+        for mode, seen in found
+        if mode is not one
+    )
+    sentence = f"{_name(one)} carries up to {one.rate:.3g} requests/s within the objectives."
+    if low:
+        sentence += " The load is low, so every mode meets them: take the simplest."
+    return GuideAdvice(one.mode, _upper(f"{sentence} {_upper(reasons)}."), modes)
+
+
+def _none(
+    place: Workplace,
+    found: Sequence[tuple[ModeAdvice, Simulated]],
+    rate: float,
+    objectives: Objectives,
+) -> str:
+    best = max((mode for mode, _ in found), key=lambda item: item.rate)
+    if not best.rate:
+        limits = "; ".join(f"{_name(mode)}: {_limit(mode)}" for mode, _ in found)
+        return (
+            f"No mode meets the objectives at any rate ({limits}). Relax the objectives, or choose"
+            " faster accelerators or more of them an instance."
+        )
+    if best.rate < rate:
+        needed = math.ceil(place.accelerators * rate / best.rate)
+        return (
+            f"No mode carries {rate:g} requests/s within the objectives on"
+            f" {place.accelerators} accelerators. {_upper(_name(best))} comes nearest with"
+            f" {best.rate:.3g} requests/s ({_limit(best)}); about {needed} accelerators are needed."
+        )
+    error = place.site.software.engine.step_error
+    reasons = (_against(mode, seen, best, rate, objectives, error) for mode, seen in found)
+    return f"No mode meets all objectives. {_upper('; '.join(reasons))}."
+
+
+def _against(
+    mode: ModeAdvice,
+    seen: Simulated,
+    best: ModeAdvice,
+    rate: float,
+    objectives: Objectives,
+    error: float,
+) -> str:
+    """Returns why a mode was not chosen."""
+    if mode.rate < rate:
+        return f"{_name(mode)} carries {mode.rate:.3g} requests/s, because {_limit(mode)}"
+    if seen.met < ATTAINMENT:
+        worst = max(("ttft", "tpot", "pause"), key=seen.count)
+        text = {
+            "ttft": f"wait longer than {_time(objectives.ttft_seconds)} for their first token",
+            "tpot": f"take more than {_time(objectives.tpot_seconds)} per token",
+            "pause": f"pause for more than {_time(objectives.pause_seconds)}",
+        }[worst]
+        return f"with {_name(mode)}, {seen.count(worst) / len(seen.missed):.0%} of requests {text}"
+    if mode.rate < best.rate * (1 - error):
+        return f"{_name(mode)} carries {mode.rate:.3g} requests/s"
+    return (
+        f"{_name(mode)} carries {mode.rate:.3g} requests/s, which is within the predictions' error"
+        f" of {error:.0%}"
+    )
+
+
+def verdict_of(mode: ModeAdvice, seen: Simulated, objectives: Objectives) -> str:
+    """Describes what the simulation of a mode showed."""
+    total, kept = len(seen.missed), sum(not one for one in seen.missed)
+    said = [f"{kept} of {total} requests meet all objectives."]
+    if mode.link_bytes_per_second and mode.kv_bytes_per_second >= mode.link_bytes_per_second:
+        said.append(
+            f"The prompts bring {mode.kv_bytes_per_second / 1e9:.2g} GB/s of KV and the link"
+            f" carries {mode.link_bytes_per_second / 1e9:.2g} GB/s: it is full."
+        )
+    longest = _time(seen.longest or 0.0)
+    if pauses := seen.count("pause"):
+        cause = {
+            Mode.UNIFIED.value: "while prompts are prefilled",
+            Mode.CHUNKED.value: "in steps with a chunk of a prompt",
+            Mode.DISAGGREGATED.value: "while their KV is handed off",
+        }[mode.mode]
+        allowed = _time(objectives.pause_seconds)
+        said.append(f"{pauses} pause for more than {allowed}, up to {longest}, mostly {cause}.")
+    else:
+        said.append(f"No stream pauses for more than {longest}.")
+    if late := seen.count("ttft"):
+        said.append(
+            f"{late} wait longer than {_time(objectives.ttft_seconds)} for their first token."
+        )
+    if slow := seen.count("tpot"):
+        said.append(
+            f"{slow} take more than {_time(objectives.tpot_seconds)} per token; a decode step of"
+            f" one sequence takes {_time(mode.step_seconds)}."
+        )
+    return " ".join(said)
+
+
+def _name(item: ModeAdvice) -> str:
+    if item.prefill_instances:
+        return f"disaggregated ({item.prefill_instances} prefill, {item.decode_instances} decode)"
+    return f"chunked ({item.chunk_tokens:,})" if item.mode == Mode.CHUNKED.value else item.mode
+
+
+def _limit(item: ModeAdvice) -> str:
+    if item.limit.startswith("link "):
+        return "the link is full"
+    if item.limit.startswith("hand-off"):
+        return "hand-offs take too long over this link"
+    if item.limit == "TPOT":
+        return f"tokens come too slowly (a decode step of one takes {_time(item.step_seconds)})"
+    return LIMITS[item.limit]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
