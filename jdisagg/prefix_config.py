@@ -75,6 +75,10 @@ class PrefixConfig:
     def disk_bytes(self) -> int:
         return int(self.disk_gib * (1 << 30))
 
+    def start_tokens(self, page_size: int) -> int:
+        """Returns the number of tokens at whose multiples computing may resume after a hit."""
+        return math.lcm(self.grain_tokens, page_size, self.grid_tokens or self.grain_tokens)
+
     def host_tokens(self, page_size: int) -> int:
         """Returns the number of tokens of a block in host memory, or 0 without a host tier."""
         keeps = self.reuse and self.host_bytes

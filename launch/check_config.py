@@ -18,7 +18,6 @@ import jax
 
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.engine.embedded import devices_of
-from jdisagg.engine.limits import check_reuse
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     check_host_cache,
@@ -85,8 +84,7 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
         except JdisaggError as error:
             problems.append(f"{side}: {error.message}")
     with _noting(problems):
-        spec = abstract_model(kept, dtype=config.model.dtype, weights=weights).kv_spec
-        check_reuse(spec, config.prefix)
+        abstract_model(kept, dtype=config.model.dtype, weights=weights)
     return len(problems) == before
 
 

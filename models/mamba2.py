@@ -123,8 +123,8 @@ class Mamba2(nnx.Module):
             new_bc = _by_head(shared_inputs, shared.shape[1])
             return out_TNP, (
                 _by_head(inputs, kept_x.shape[1]),
-                jnp.broadcast_to(new_bc, kept_bc.shape),
-                kept_RNSP.reshape(kept.shape),
+                jnp.broadcast_to(new_bc, (new_bc.shape[0], *kept_bc.shape[1:])),
+                kept_RNSP.reshape(-1, *kept.shape[1:]),
             )
 
         out_RNP, x_RD = rows_of(recur(advance), rows_R), rows_of(x_TD, rows_R)

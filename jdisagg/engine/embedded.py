@@ -21,7 +21,7 @@ from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, Route
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
-from jdisagg.engine.limits import check_reuse, hands_windows_apart
+from jdisagg.engine.limits import hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
 from jdisagg.engine.replica import (
     Loaded,
@@ -118,7 +118,6 @@ class EmbeddedCluster:
         prefill_devices, decode_devices = carve_devices(config, devices)
         decode_loaded = load(config.decode.layout, decode_devices)
         self.model = decode_loaded.model
-        check_reuse(self.model.kv_spec, config.prefix)
         self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Replica | None = None
         if config.mode is Mode.DISAGGREGATED:
@@ -395,6 +394,6 @@ class EmbeddedCluster:
             self.channel,
             self.context_tokens,
             groups,
-            hands_windows_apart(self.kv_spec.can_part, self.config.mode, self.config.prefix),
-            self.config.prefix.append_tokens,
+            hands_windows_apart(self.kv_spec.can_part, self.config.mode),
+            self.config.prefix,
         )

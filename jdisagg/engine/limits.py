@@ -33,6 +33,7 @@ def mesh_limits(
     windows_apart: bool = False,
     rings: bool = False,
     append_tokens: int = 0,
+    prefix: PrefixConfig | None = None,
 ) -> MeshLimits:
     """Computes the limits of one mesh.
 
@@ -49,7 +50,9 @@ def mesh_limits(
             `hands_windows_apart`).
         rings: Whether this mesh holds the KV of sliding-window layers in ring buffers.
         append_tokens: Number of tokens in the longest prompt chunk that a decode mesh prefills
-            itself; 0 for none.
+            itself; 0 for none. A mesh with ring buffers prefills none, because they are shorter
+            than a chunk.
+        prefix: Configuration of the prefix cache. None is one without reuse.
     """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
@@ -63,6 +66,8 @@ def mesh_limits(
             )
     ring = min(ring_pages(spec.widest_window, instance.page_size), pages_per_sequence)
     sent = spec.unwindowed if windows_apart else spec
+    prefix, append_tokens = prefix or PrefixConfig(), 0 if rings else append_tokens
+    snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
     return MeshLimits(
         ranks=instance.layout.dp,
         page_size=instance.page_size,
@@ -94,6 +99,8 @@ def mesh_limits(
         state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
         windows_apart=windows_apart,
         ring_pages=ring if rings else 0,
+        snapshots_per_rank=snapshots,
+        snapshot_tokens=prefix.start_tokens(instance.page_size) if snapshots else 0,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
         draft_rows=1 if platform == "cpu" else ACCELERATOR_DRAFT_ROWS,
         speculates=instance.speculate != "off" and not spec.has_state,
@@ -112,29 +119,22 @@ def state_slots(instance: InstanceConfig) -> int:
     return slots + sequences_ahead(slots, instance.ahead_sequences)
 
 
-def hands_windows_apart(can_part: bool, mode: Mode, prefix: PrefixConfig) -> bool:
+def snapshot_slots(instance: InstanceConfig) -> int:
+    """Returns the number of snapshots of recurrent state that the prefix cache of each dp rank can
+    hold. Half of them are for those that running sequences make."""
+    return 2 * state_slots(instance)
+
+
+def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
     """Returns whether the KV of sliding-window layers is transferred separately. If so, only
     positions inside the window are transferred, and decode meshes hold them in ring buffers.
 
-    False with a prefix cache, because a cached prefix needs KV outside the window. False on a mesh
-    that prefills and decodes, because a prefill chunk is longer than a ring buffer.
+    False on a mesh that prefills and decodes, because a prefill chunk is longer than a ring buffer.
 
     Args:
         can_part: Whether the model's `KVSpec` allows a separate transfer.
     """
-    return can_part and mode is Mode.DISAGGREGATED and not prefix.reuse
-
-
-def check_reuse(spec: KVSpec, prefix: PrefixConfig) -> None:
-    """Raises ConfigError if a prefix cache is configured for a model with recurrent state. Only
-    the newest state of a sequence is stored, but reuse of a prefix needs the state at the
-    prefix's end."""
-    if prefix.reuse and spec.has_state:
-        raise ConfigError(
-            "prefix_cache is not for a model that keeps state beside KV (a recurrent one): a later"
-            " request would need the state as of where it goes on, and only the newest is kept;"
-            " leave it off"
-        )
+    return can_part and mode is Mode.DISAGGREGATED
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:

@@ -29,6 +29,7 @@ from jdisagg.engine.limits import (
     SAMPLES_PER_CHUNK,
     hands_windows_apart,
     largest_chunk,
+    snapshot_slots,
     state_slots,
 )
 from jdisagg.errors import ConfigError
@@ -38,7 +39,8 @@ from jdisagg.model_api import Device
 from jdisagg.scheduler.executor import LONGEST_RUN
 from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
-from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE
+from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
+from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
 from jdisagg.worker.peer_fetch import MOST_FETCHES
 
@@ -161,20 +163,27 @@ def fit_instance(
     context = model.context_tokens or geometry.context_tokens
     weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
-    append = prefix.append_tokens if prefix is not None else 0
+    parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
+    rings = hands_windows_apart(parts, mode)
+    append = prefix.append_tokens if prefix is not None and not rings else 0
     states = state_slots(instance) * state_bytes
+    if prefix is not None and prefix.reuse and (role is not WorkerRole.DECODE or append):
+        states += snapshot_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
     fetched = prefix.peer_tokens(instance.page_size) if prefix is not None else 0
     if prefix is not None and role is WorkerRole.PREFILL:  # copies on their way to host memory
         staged += MOST_WRITING * prefix.host_tokens(instance.page_size) * token_bytes
+        staged += MOST_SNAPSHOTS_WRITING * bool(prefix.host_bytes) * state_bytes
         if fetched:  # sent to peers and received from them
             given = MOST_CHUNKS * chunk
             staged += (given + MOST_FETCHES * BLOCKS_IN_FLIGHT * fetched) * token_bytes
+            staged += (MOST_GIVEN_WITH_STATE + MOST_FETCHES) * state_bytes
     elif fetched and instance.codec == "none":
         staged += MOST_CHUNKS_OF_DECODE * chunk * token_bytes
     spilled = 0  # copies on their way to host memory and back
     if prefix is not None and prefix.host_bytes and role is not WorkerRole.PREFILL:
-        spilled = 0 if state_bytes else 2 * SPILLS_AT_ONCE * chunk * token_bytes
+        windows = windowed * min(geometry.widest_window, context) if rings else 0
+        spilled = 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
@@ -190,8 +199,7 @@ def fit_instance(
         states,
     )
     page_bytes = instance.page_size * token_bytes
-    parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
-    if hands_windows_apart(parts, mode, prefix or PrefixConfig()):
+    if rings:
         most = -(-context // instance.page_size)
         ring = min(ring_pages(geometry.widest_window, instance.page_size), most)
         held = state_slots(instance) * ring * instance.page_size

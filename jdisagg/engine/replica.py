@@ -12,7 +12,7 @@ import jax
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.engine.limits import check_reuse, hands_windows_apart, mesh_limits
+from jdisagg.engine.limits import hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -77,7 +77,7 @@ def build_replica(
     context_tokens: int,
     layer_groups: int | None,
     windows_apart: bool = False,
-    append_tokens: int = 0,
+    prefix: PrefixConfig | None = None,
 ) -> Replica:
     """Builds the executor of a loaded model.
 
@@ -86,9 +86,9 @@ def build_replica(
         layer_groups: Number of layer groups. Both sides of a hand-off must use the same number.
         windows_apart: Whether the KV of sliding-window layers is transferred separately
             (`MeshLimits`).
-        append_tokens: Configured number of tokens in the longest prompt that a decode mesh prefills
-            itself.
+        prefix: Configuration of the prefix cache. None is one without reuse.
     """
+    prefix = prefix or PrefixConfig()
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
         config,
@@ -99,7 +99,8 @@ def build_replica(
         platform,
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
-        append_tokens=append_tokens if role.decode and not role.prefill else 0,
+        append_tokens=prefix.append_tokens if role.decode and not role.prefill else 0,
+        prefix=prefix if role.prefill or prefix.append_tokens else None,
     )
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
@@ -126,7 +127,6 @@ def build_worker_replica(
             " a smaller one, or give more"
         )
     loaded = load(layout, devices[: layout.devices])
-    check_reuse(loaded.model.kv_spec, config.prefix)
     mode = worker_mode(role, config.mode)
     instance = build_replica(
         name,
@@ -137,8 +137,8 @@ def build_worker_replica(
         channel,
         context_tokens(config.model, loaded.model),
         layer_groups(role, config),
-        hands_windows_apart(loaded.model.kv_spec.can_part, mode, config.prefix),
-        config.prefix.append_tokens,
+        hands_windows_apart(loaded.model.kv_spec.can_part, mode),
+        config.prefix,
     )
     executor = instance.executor
     executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)

@@ -464,10 +464,10 @@ class MeshBlocks:
             parts = resident * (targets.local_heads // granule)
             programs.insert(insert, parts).block_until_ready()
 
-    def warm_restore(self, groups: range, tokens: int) -> None:
+    def warm_restore(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Compiles the programs that insert a block from host memory, by running them."""
-        pull, insert = _empty(groups, tokens, KvKind.POSITIONS, NO_CODEC, HOST)
-        programs = self._kinds[KvKind.POSITIONS].programs
+        pull, insert = _empty(groups, tokens, kind, NO_CODEC, HOST)
+        programs = self._kinds[kind].programs
         programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
 
     def warm_pieces(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:

@@ -122,13 +122,7 @@ class MeshExecutor:
             else None
         )
         self._prefill = PrefillPrograms(
-            self.programs,
-            self._weights,
-            self._shards,
-            pools,
-            self._groups,
-            self._sums,
-            limits.granule_tokens,
+            self.programs, self._weights, self._shards, pools, self._groups, self._sums, limits
         )
         self._grammars = GrammarRows(model.vocabulary, limits.longest_run, platform)
         self._sampler = PrefillSampler(

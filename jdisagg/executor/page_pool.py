@@ -105,11 +105,11 @@ class Pools(NamedTuple):
     def of(programs: Programs, limits: MeshLimits) -> "Pools":
         spec, size, largest = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
         padding = largest + limits.extra_rows(largest)
-        rings = limits.state_slots_per_rank * limits.ring_pages
+        rings = limits.state_rows * limits.ring_pages
         return Pools(
             PagePool(programs, limits.paged, limits.pages_per_rank, size, padding),
             # Padding rows write no state, because each dummy state would be as large as a real one.
-            PagePool(programs, spec.state, limits.state_slots_per_rank, 1, 0),
+            PagePool(programs, spec.state, limits.state_rows, 1, 0),
             PagePool(programs, spec.windowed if rings else limits.nothing, rings, size, padding),
         )
 

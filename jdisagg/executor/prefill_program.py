@@ -100,7 +100,8 @@ class ChunkArrays:
     # does not sample
     sampling: np.ndarray
     form: ChunkForm
-    # int32, shaped like `sampling`: slot of a row's state; a number beyond the last slot is no slot
+    # int32 [*sampling.shape, 3]: slot of a row's state, slot of its snapshot, and number of the
+    # row's tokens in the snapshot; a number beyond the last slot is no slot
     states: np.ndarray
     checksum_key: int = 0
 
@@ -126,12 +127,11 @@ class ChunkArrays:
             past=np.zeros((ranks, rows), np.int32),
             continuing=np.zeros((ranks,), np.int32),
             sampling=np.full((ranks, rows if form.packed else 1), -1, np.int32),
-            states=np.full(
-                (ranks, rows if form.packed else 1), limits.state_slots_per_rank, np.int32
-            ),
+            states=np.zeros((ranks, rows if form.packed else 1, 3), np.int32),
             form=form,
             checksum_key=command.checksum_key,
         )
+        chunk.states[:, :, :2] = limits.state_rows
         used = [0] * ranks
         for row in command.rows:
             rank, index = row.rank, used[row.rank]
@@ -147,7 +147,9 @@ class ChunkArrays:
             chunk.table[rank, index, : len(row.pages)] = row.pages
             chunk.past[rank, index] = row.start
             chunk.continuing[rank] += row.start > 0
-            chunk.states[rank, index] = row.state
+            chunk.states[rank, index, 0] = row.state
+            if row.snapshot_at:
+                chunk.states[rank, index, 1:] = row.snapshot, row.snapshot_at - row.start
             if row.samples:
                 chunk.sampling[rank, index] = row.offset + len(row.tokens) - 1
             used[rank] += 1
@@ -179,10 +181,6 @@ def asks_of_prompts(command: PrefillChunk) -> bool:
     return any(row.prompt_logprobs is not None for row in command.rows)
 
 
-# Tokens of a recurrence step in a chunk of one row.
-_LONG_GRAIN = 64
-
-
 class PrefillPrograms:
     """Builds and runs the programs of prefill chunks. Used by the dispatch thread only."""
 
@@ -194,13 +192,15 @@ class PrefillPrograms:
         pools: Pools,
         groups: tuple[range, ...],
         sums: PrefillSums | None,
-        granule_tokens: int,
+        limits: MeshLimits,
     ) -> None:
         self._programs, self._weights, self._shards = programs, weights, shards
         self._pool, self._states = pools.pages, pools.states
         self._groups, self._sums, self._emit = groups, sums, sums is not None
         # Rows of a packed chunk begin at multiples of this power of two, as the recurrence needs.
-        self._grain = granule_tokens & -granule_tokens
+        self._grain = limits.granule_tokens & -limits.granule_tokens
+        self._long_grain = limits.state_grain
+        self._keeps = limits.snapshots_per_rank > 0
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk.
@@ -331,7 +331,7 @@ class PrefillPrograms:
         shards, emit, sizes = self._shards, self._emit, (self._pool.rank_rows, self._pool.page_size)
         spec = self._sums.spec if self._sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
-        grain = self._grain if form.packed else _LONG_GRAIN
+        grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
         columns = form.columns if form.past else None
 
         def body(
@@ -347,12 +347,14 @@ class PrefillPrograms:
             state: jax.Array,
             sampling: jax.Array,
         ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
-            positions_T, segment_T, past_R, slot_R = positions[0], segment[0], past[0], state[0]
+            positions_T, segment_T, past_R = positions[0], segment[0], past[0]
+            slot_R, kept_R, stop_R = (state[0, :, column] for column in range(3))
             rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
             ours = (positions_T, segment_T, table[0], past_R, continuing[0], rows_R)
             attention = ChunkAttention(RankChunk(*ours, columns, form.packed), *sizes, shards)
             begun_R = past_R[: slot_R.shape[0]]
-            runs = runs_of(segment_T, positions_T, begun_R, grain)
+            runs = runs_of(segment_T, positions_T, begun_R, grain, stop_R if keeps else None)
+            kept = kept_R if keeps else None
             new_states: list[LayerPages] = []
             x_TD = x[0]
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
@@ -367,7 +369,7 @@ class PrefillPrograms:
                     shards,
                     segment_T >= 0,
                     asked_R,
-                    recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append),
+                    recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append, kept),
                 )
                 # A layer does not call `attend` or `recur` for what it does not keep.
                 if not layer_pages:

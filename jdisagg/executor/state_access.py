@@ -21,6 +21,7 @@ def recur_over(
     fresh_R: jax.Array | None,
     runs: Runs | None,
     keep: Callable[[LayerPages], None],
+    stop_slot_R: jax.Array | None = None,
 ) -> Recur:
     """Returns the function by which a layer updates its recurrent states.
 
@@ -30,7 +31,10 @@ def recur_over(
         fresh_R: Whether the row begins a sequence, so that its state is zero. None if no row does.
         runs: Token ranges of the rows in a prefill chunk. None if each row is one token.
         keep: Function that receives the updated state arrays.
+        stop_slot_R: Slot for the state of each row after `Runs.stop_R` tokens. None if `runs` has
+            no `stop_R`.
     """
+    written = slot_R if stop_slot_R is None else jnp.concatenate([slot_R, stop_slot_R])
 
     def read(part_PK1H: jax.Array) -> jax.Array:
         state_RKH = as_read(part_PK1H.at[slot_R, :, 0].get(mode="clip"), jnp.dtype("bfloat16"))
@@ -42,7 +46,7 @@ def recur_over(
         out, state = advance(tuple(map(read, pages)), runs)
         keep(
             tuple(
-                part.at[slot_R, :, 0].set(as_kept(new, part.dtype), mode="drop")
+                part.at[written, :, 0].set(as_kept(new, part.dtype), mode="drop")
                 for part, new in zip(pages, state, strict=True)
             )
         )
@@ -51,7 +55,13 @@ def recur_over(
     return recur
 
 
-def runs_of(segment_T: jax.Array, positions_T: jax.Array, past_R: jax.Array, grain: int) -> Runs:
+def runs_of(
+    segment_T: jax.Array,
+    positions_T: jax.Array,
+    past_R: jax.Array,
+    grain: int,
+    stop_R: jax.Array | None = None,
+) -> Runs:
     """Returns the token ranges of a prefill chunk's rows.
 
     Args:
@@ -60,6 +70,7 @@ def runs_of(segment_T: jax.Array, positions_T: jax.Array, past_R: jax.Array, gra
         past_R: Position of each row's first token in the chunk.
         grain: Number of tokens that one recurrence step computes. Rows begin at multiples of
             `grain`.
+        stop_R: As in `Runs`.
     """
     row_R = jnp.arange(past_R.shape[0], dtype=jnp.int32)
     mine_RT = segment_T[None, :] == row_R[:, None]
@@ -70,4 +81,5 @@ def runs_of(segment_T: jax.Array, positions_T: jax.Array, past_R: jax.Array, gra
         first_R=jnp.argmax(mine_RT, axis=1).astype(jnp.int32),
         count_R=jnp.sum(mine_RT, axis=1, dtype=jnp.int32),
         grain=grain,
+        stop_R=stop_R,
     )

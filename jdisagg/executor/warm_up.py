@@ -34,6 +34,8 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             lambda width=width, form=form: executor.warm_prefill(width, form)
             for width, form in chunks
         ]
+        if limits.snapshots_per_rank and not role.decode:
+            steps += [executor.blocks.warm_copy]
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
         steps += [
@@ -52,24 +54,28 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             partial(executor.blocks.warm_extract, groups, tokens)
             for groups, tokens in limits.block_shapes()
         ]
-    back = limits.block_shapes() if role.spills else _shapes_of(limits, role.host_tokens)
-    steps += [partial(executor.blocks.warm_restore, groups, tokens) for groups, tokens in back]
-    steps += [
-        partial(executor.warm_insert, groups, tokens)
-        for groups, tokens in _shapes_of(limits, role.peer_tokens)
-    ]
+    kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
+    back = [(*shape, KvKind.POSITIONS) for shape in limits.block_shapes()] if role.spills else kept
+    if limits.snapshots_per_rank and role.host_tokens:
+        back = [*back, (range(1), 1, KvKind.STATE)]
+    steps += [partial(executor.blocks.warm_restore, *shape) for shape in back]
+    steps += [partial(executor.warm_insert, *shape) for shape in fetched]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [
             partial(executor.blocks.warm_pieces, groups, tokens)
             for groups, tokens in limits.block_shapes()
         ]
-    alone = role.prefill and role.decode and not role.extracts
+    alone = role.prefill and role.decode and not (role.extracts or role.spills)
     apart = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
-    apart += [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
+    windows = [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
+    windows += [shape for shape in (*kept, *fetched) if shape[2] is KvKind.WINDOW]
+    apart += dict.fromkeys(windows)
     for shape in apart:
-        if role.decode:
+        if role.decode or (limits.snapshots_per_rank and role.peer_tokens):
             steps += [partial(executor.warm_insert, *shape)]
-        if role.extracts or role.emit:
+        if role.spills:
+            steps += [partial(executor.blocks.warm_restore, *shape)]
+        if role.extracts or role.emit or role.spills:
             steps += [partial(executor.blocks.warm_extract, *shape)]
             if executor.card.ends:
                 steps += [partial(executor.blocks.warm_pieces, *shape)]
@@ -77,9 +83,9 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
     return [step for step in steps for _ in range(runs)]
 
 
-def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
-    """Returns the shapes (layer groups, tokens) of the blocks into which the KV of `tokens` tokens
-    is divided."""
+def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int, KvKind]]:
+    """Returns the shapes (layer groups, tokens, kind) of the blocks into which all KV of `tokens`
+    tokens is divided."""
     largest = limits.chunk_buckets[-1]
     lengths = {
         length
@@ -88,4 +94,12 @@ def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int]]:
             min(largest, tokens - first), limits.granule_tokens, limits.whole_blocks
         )
     }
-    return [(groups, length) for length in sorted(lengths) for groups in limits.bands(length)]
+    kinds = [(KvKind.POSITIONS, limits.bands)]
+    if limits.windows_apart:
+        kinds.append((KvKind.WINDOW, limits.window_bands))
+    return [
+        (groups, length, kind)
+        for length in sorted(lengths)
+        for kind, bands in kinds
+        for groups in bands(length)
+    ]

@@ -213,9 +213,11 @@ class FetchCall(Message, frozen=True):
 
 
 class FetchReply(Message, frozen=True):
-    """Number of blocks offered, from `FetchCall.first` on. 0 means that no hand-off has begun."""
+    """Number of blocks offered, from `FetchCall.first` on, and whether a snapshot of the recurrent
+    state at their end is offered, too. Without blocks and snapshot, no hand-off has begun."""
 
     blocks: int = 0
+    snapshot: bool = False
 
 
 class Offer(Message, frozen=True):

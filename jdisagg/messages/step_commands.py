@@ -59,6 +59,8 @@ class PrefillRow(Message, frozen=True):
         prompt_logprobs: Number of most likely tokens to report at each position of the prompt. None
             reports no log-probabilities.
         following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
+        snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
+            `snapshot_at` - 1, a position of the row. 0 as `snapshot_at` writes no snapshot.
     """
 
     sequence: int
@@ -72,6 +74,8 @@ class PrefillRow(Message, frozen=True):
     state: int = 0
     prompt_logprobs: int | None = None
     following: int = -1
+    snapshot: int = 0
+    snapshot_at: int = 0
 
 
 class PrefillChunk(Message, frozen=True):

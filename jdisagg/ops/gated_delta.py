@@ -76,8 +76,8 @@ def delta_runs(
         platform: JAX platform. On "gpu" all runs are computed without a loop.
 
     Returns:
-        o [T, N, dv] in float32 (unspecified for padding), and the state after each row's last
-        token. Rows without tokens keep their state.
+        o [T, N, dv] in float32 (unspecified for padding), and the states of the rows at
+        `runs.ends`. Rows without tokens keep their state.
     """
     tokens, heads, width = inputs.v_TNH.shape
     parts = jax.vmap(_prepare)(DeltaInputs(*(cut_into_runs(part, runs) for part in inputs)))

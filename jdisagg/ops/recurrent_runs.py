@@ -41,33 +41,52 @@ def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
     return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
 
 
+def _ending(runs: Runs, row_n: jax.Array) -> list[jax.Array]:
+    """Returns, for each of `runs.ends`, the row whose end lies in each run; -1 if none does."""
+    index_n = runs.index_T[:: runs.grain]
+    found = []
+    for end_R in runs.ends:
+        end_n = jnp.take(end_R, row_n, mode="clip")
+        here_n = (row_n >= 0) & (index_n < end_n) & (end_n <= index_n + runs.grain)
+        found.append(jnp.where(here_n, row_n, -1))
+    return found
+
+
 def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Processes the runs in order, in a loop. Returns the outputs [n, ...] and the new state of
-    each row."""
+    """Processes the runs in order, in a loop. Returns the outputs [n, ...] and the states of the
+    rows at `runs.ends`. A row without such an end has its given state there."""
     rows, (row_n, first_n) = state_R.shape[0], owners(runs)
+    ending = _ending(runs, row_n)
 
     def one_row(
-        state: jax.Array, run: tuple[OnState, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        out, state = run[0].on(state)
-        return state, out
+        carry: tuple[jax.Array, ...], run: tuple[OnState, jax.Array, jax.Array, list[jax.Array]]
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        out, state = run[0].on(carry[0])
+        stopped = [
+            jnp.where(row < 0, before, state)
+            for row, before in zip(run[3][1:], carry[1:], strict=True)
+        ]
+        return (state, *stopped), out
 
     def several_rows(
-        carry: tuple[jax.Array, jax.Array], run: tuple[OnState, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        part, row, first = run
+        carry: tuple[jax.Array, ...], run: tuple[OnState, jax.Array, jax.Array, list[jax.Array]]
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        part, row, first, ends = run
         before = jnp.where(first, jnp.take(state_R, row, axis=0, mode="clip"), carry[0])
         out, state = part.on(before)
-        # Later runs of a row overwrite its state.
-        return (state, carry[1].at[jnp.where(row < 0, rows, row)].set(state, mode="drop")), out
+        ended = [
+            kept.at[jnp.where(row < 0, rows, row)].set(state, mode="drop")
+            for row, kept in zip(ends, carry[1:], strict=True)
+        ]
+        return (state, *ended), out
 
+    inputs = (parts, row_n, first_n, ending)
     if rows == 1:
-        last, out = lax.scan(one_row, state_R[0], (parts, row_n, first_n))
-        return out, last[None]
-    (_, new_R), out = lax.scan(
-        several_rows, (jnp.zeros_like(state_R[0]), state_R), (parts, row_n, first_n)
-    )
-    return out, new_R
+        kept, out = lax.scan(one_row, (state_R[0],) * len(ending), inputs)
+        return out, jnp.stack(kept)
+    first = jnp.zeros_like(state_R[0])
+    (_, *kept_R), out = lax.scan(several_rows, (first, *(state_R,) * len(ending)), inputs)
+    return out, jnp.concatenate(kept_R)
 
 
 def at_once(
@@ -82,7 +101,7 @@ def at_once(
     so that effects compose (Blelloch, 1990).
 
     Returns:
-        The state before each run, and the rows' new states.
+        The state before each run, and the states of the rows at `runs.ends`.
     """
     row_n, first_n = owners(runs)
     given_n = jnp.take(state_R, row_n, axis=0, mode="clip")
@@ -101,7 +120,9 @@ def at_once(
 
     _, _, after_n = lax.associative_scan(then, (first, keep_n, add_n))
     earlier_n = jnp.concatenate([jnp.zeros_like(after_n[:1]), after_n[:-1]])
-    last_R = (runs.first_R + runs.count_R - 1) // runs.grain
-    new_R = jnp.take(after_n, last_R, axis=0, mode="clip")
-    some_R = (runs.count_R > 0).reshape(-1, *(1,) * (state_R.ndim - 1))
-    return jnp.where(first, given_n, earlier_n), jnp.where(some_R, new_R, state_R)
+    ended = []
+    for end_R in runs.ends:
+        last_R = (runs.first_R + end_R - 1) // runs.grain
+        some_R = (end_R > 0).reshape(-1, *(1,) * (state_R.ndim - 1))
+        ended.append(jnp.where(some_R, jnp.take(after_n, last_R, axis=0, mode="clip"), state_R))
+    return jnp.where(first, given_n, earlier_n), jnp.concatenate(ended)

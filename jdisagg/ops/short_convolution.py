@@ -27,7 +27,7 @@ def convolve_runs(
         bias_C: Bias of each channel.
 
     Returns:
-        y [T, C] in x's dtype, and the next state: each row's last inputs [R, S, C].
+        y [T, C] in x's dtype, and the states at `runs.ends`: each row's last inputs [R, S, C].
     """
     taps, wide_TC = kernel_CK.shape[1], x_TC.astype(jnp.float32)
     kernel_K1C, last = kernel_CK.astype(jnp.float32).T[:, None], state_RSC.shape[1]
@@ -47,13 +47,22 @@ def convolve_runs(
         y_TC = y_TC.at[at_R].add(seen_RC, mode="drop")
     if bias_C is not None:
         y_TC += bias_C.astype(jnp.float32)[None]
-    index_RS = runs.count_R[:, None] - last + jnp.arange(last, dtype=jnp.int32)[None, :]
-    fresh_RSC = jnp.take(x_TC, runs.first_R[:, None] + index_RS, axis=0, mode="clip")
+    new = [_last_inputs(x_TC, state_RSC, runs.first_R, end_R) for end_R in runs.ends]
+    return y_TC.astype(x_TC.dtype), jnp.concatenate(new)
+
+
+def _last_inputs(
+    x_TC: jax.Array, state_RSC: jax.Array, first_R: jax.Array, end_R: jax.Array
+) -> jax.Array:
+    """Returns the last inputs [R, S, C] before token `end_R` of each row, whose first token has
+    index `first_R`."""
+    last = state_RSC.shape[1]
+    index_RS = end_R[:, None] - last + jnp.arange(last, dtype=jnp.int32)[None, :]
+    fresh_RSC = jnp.take(x_TC, first_R[:, None] + index_RS, axis=0, mode="clip")
     kept_RSC = jnp.take_along_axis(
         state_RSC, jnp.clip(index_RS + last, 0, last - 1)[:, :, None], axis=1
     )
-    new_RSC = jnp.where((index_RS >= 0)[:, :, None], fresh_RSC.astype(kept_RSC.dtype), kept_RSC)
-    return y_TC.astype(x_TC.dtype), new_RSC
+    return jnp.where((index_RS >= 0)[:, :, None], fresh_RSC.astype(kept_RSC.dtype), kept_RSC)
 
 
 def convolve_step(

@@ -62,7 +62,7 @@ def state_space_runs(
         platform: JAX platform. On "gpu" all runs are computed without a loop.
 
     Returns:
-        y [T, N, P] in float32 (unspecified for padding), and the state after each row's last token.
+        y [T, N, P] in float32 (unspecified for padding), and the states of the rows at `runs.ends`.
         Rows without tokens keep their state.
     """
     (tokens, heads, width), groups = inputs.x_TNP.shape, inputs.b_TGS.shape[1]
@@ -78,7 +78,7 @@ def state_space_runs(
         out, new = in_turn(parts, kept_RGUSP, runs)
     by_head = out.reshape(out.shape[0], heads, runs.grain, width)
     return jnp.swapaxes(by_head, 1, 2).reshape(-1, heads, width)[:tokens], new.reshape(
-        state_RNSP.shape
+        -1, *state_RNSP.shape[1:]
     )
 
 

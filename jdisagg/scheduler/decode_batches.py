@@ -71,6 +71,7 @@ class DecodeBatches:
         self._speculation = None if spans else speculation
         self._issued: dict[int, list[list[_Issued]]] = {}
         self._kinds: dict[int, StepKind] = {}  # of commands in flight of one step
+        self._snapshots: list[tuple[int, int, int]] = []
         self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
 
     @classmethod
@@ -188,6 +189,8 @@ class DecodeBatches:
             return None
         if admits:
             steps = 1
+        keeps = self._state.residency.snapshots and self._state.residency.keeps_answers
+        boundary = self._make_snapshots(active) if keeps else self._steps
         if self._spans and quiet:
             steps = min(
                 self._steps,
@@ -199,6 +202,7 @@ class DecodeBatches:
                     ]
                 ),
             )
+        steps = min(steps, boundary)
         shaped, sampled, masked = self._sampling(active)
         drafts: dict[tuple[int, int], Planned] = {}
         if self._speculation is not None:
@@ -221,6 +225,28 @@ class DecodeBatches:
             masked=masked,
             drafts=tuple([one.drafts for one in drafts.values()]),
         )
+
+    def take_snapshots(self) -> tuple[tuple[int, int, int], ...]:
+        """Returns the copies of state slots, as in `CopyPages.states`, that must be issued before
+        the command that `next_step` returned."""
+        copies, self._snapshots = tuple(self._snapshots), []
+        return copies
+
+    def _make_snapshots(self, active: list[list[Sequence]]) -> int:
+        """Plans a copy of the state of each sequence that is at a block boundary. Returns the
+        number of steps until the next sequence is at one."""
+        kept, states, steps = self._state.residency, self._state.states, self._steps
+        every = kept.snapshot_tokens
+        for child in (child for rank in active for child in rank):
+            into = child.issued_position % every
+            steps = min(steps, every - into)
+            if not into and child.group.epoch == kept.epoch:
+                slot = kept.begin_snapshot(
+                    child.rank, child.key, child.issued_position, rolling=True
+                )
+                if slot is not None:
+                    self._snapshots.append((child.rank, states.slot(child.rank, child.key), slot))
+        return steps
 
     def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
         if not self._state.shaped and not self._state.sampled and not self._state.masked:
@@ -258,7 +284,7 @@ class DecodeBatches:
             ):
                 if drafts is not None:
                     child.drafting -= drafts.drafts.count
-                if child.stage is not running:
+                if child.stage is not running and not _counts(child):
                     continue
                 if tokens is not seen:
                     seen, bad = tokens, BROKEN_TOKEN in tokens or STUCK_TOKEN in tokens
@@ -372,6 +398,10 @@ class DecodeBatches:
             sample=child.sample_spec(),
             state=self._state.states.slot(child.rank, child.key),
         )
+
+
+def _counts(child: Sequence) -> bool:
+    return child.steps_count and child.stage in (Stage.SPILLED, Stage.RETURNING)
 
 
 def _issue(

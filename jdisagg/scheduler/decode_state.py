@@ -19,7 +19,7 @@ from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.state_slots import StateSlots
+from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
 
 
 class DecodeState:
@@ -36,7 +36,7 @@ class DecodeState:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
         self.states = StateSlots(limits)
-        self.residency = Residency(self.ledgers, limits.page_size, names)
+        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots_of(limits))
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
@@ -187,6 +187,7 @@ class DecodeState:
     def set_aside(self, child: Sequence) -> None:
         """Releases the slot and pages of a child that is swapped out. Reports its new tokens."""
         self._vacate(child)
+        self.states.free(child.rank, child.key)
         child.stage = Stage.SPILLED
         self.preemptions += child.group.suspended_until is None
         self.news.append(replace(self.untold(child), aside=True))
@@ -194,6 +195,7 @@ class DecodeState:
     def take_back(self, child: Sequence, rank: int) -> None:
         """Marks a child as RETURNING: it has pages on `rank` again and is being swapped in."""
         child.group.rank, child.stage = rank, Stage.RETURNING
+        self.states.take(rank, child.key)
         self.living[rank] += 1
         self.note_pages(child)
 
@@ -243,7 +245,8 @@ class DecodeState:
         """Releases the pages that the group itself owns, apart from those that its children own."""
         if group.root_held:
             group.root_held = False
-            self.ledgers[group.rank].free(group.key)
+            heir = next((child.key for child in group.alive), None)
+            self.residency.release_root(group.rank, group.key, heir)
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:

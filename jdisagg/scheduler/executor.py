@@ -1,5 +1,6 @@
 """The interface of an executor, which runs commands on one device mesh, and a mesh's limits."""
 
+import math
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -11,6 +12,7 @@ from jdisagg.plain import plain
 from jdisagg.scheduler.blocks import bands
 
 LONGEST_RUN = 8  # tokens of one sequence in one decode step
+LONG_GRAIN = 64
 
 
 @plain
@@ -41,6 +43,10 @@ class MeshLimits:
             draft tokens are verified.
         speculates: Whether decode steps verify drafts of all sequences, and not only the tokens
             that a grammar forces.
+        snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold: copies of
+            recurrent state, and of ring buffers, at the end of cached prefixes
+            (`scheduler/snapshots.py`).
+        snapshot_tokens: Snapshots are made at multiples of this number of tokens; 0 makes none.
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.
@@ -71,6 +77,8 @@ class MeshLimits:
     append_buckets: tuple[int, ...] = ()
     draft_rows: int = 1
     speculates: bool = False
+    snapshots_per_rank: int = 0
+    snapshot_tokens: int = 0
 
     @property
     def longest_run(self) -> int:
@@ -89,6 +97,24 @@ class MeshLimits:
         each dp rank. The sequences share these rows."""
         longest = self.longest_run
         return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
+
+    @property
+    def state_rows(self) -> int:
+        """Number of slots for recurrent state and ring buffers of a rank: those of sequences, then
+        those of snapshots."""
+        return self.state_slots_per_rank + self.snapshots_per_rank
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Number of bytes of a snapshot slot."""
+        ring = self.ring_pages * self.page_size * self.kv_spec.windowed.bytes_per_token
+        return self.kv_spec.state.bytes_per_token + (ring if self.ring_pages else 0)
+
+    @property
+    def state_grain(self) -> int:
+        """Number of tokens that one step of a recurrence computes in a prefill chunk of one row.
+        Snapshots are made between two steps."""
+        return math.gcd(LONG_GRAIN, self.snapshot_tokens)
 
     @property
     def computed(self) -> "MeshLimits":

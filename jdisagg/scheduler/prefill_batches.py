@@ -33,6 +33,7 @@ class PrefillJob:
         state: Slot of the sequence's recurrent state.
         prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
             set, no positions are cached.
+        snapshots: Positions, ascending, at which snapshots of the state are wanted.
     """
 
     sequence: int
@@ -46,6 +47,7 @@ class PrefillJob:
     issued_tokens: int = 0
     state: int = 0
     prompt_logprobs: int | None = None
+    snapshots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -58,6 +60,13 @@ class PrefillJob:
     def left_tokens(self) -> int:
         return len(self.tokens) - self.issued_tokens
 
+    def most_tokens(self, grain: int) -> int:
+        """Returns the number of next tokens that one row may have. A row makes at most one
+        snapshot, after a multiple of `grain` tokens or at its end."""
+        ahead = [at - self.issued_tokens for at in self.snapshots if at > self.issued_tokens]
+        ends = len(ahead) > 1 or (ahead and ahead[0] % grain)
+        return ahead[0] if ends else self.left_tokens
+
 
 class PrefillBatches:
     """Queues the prompts of one mesh until all their tokens are issued.
@@ -65,16 +74,23 @@ class PrefillBatches:
     Args:
         cut_tokens: Prompts are split between chunks only at multiples of this number of tokens;
             None allows any position.
+        snapshot: Returns the slot for a snapshot, given rank, sequence and position; None if no
+            slot is free.
     """
 
     def __init__(
-        self, limits: MeshLimits, new_id: Callable[[], int], cut_tokens: int | None = None
+        self,
+        limits: MeshLimits,
+        new_id: Callable[[], int],
+        cut_tokens: int | None = None,
+        snapshot: Callable[[int, int, int], int | None] = lambda *_: None,
     ) -> None:
         self._limits = limits
         # if no chunk is that long, prompts are cut anywhere
         fits = cut_tokens is not None and cut_tokens <= limits.chunk_buckets[-1]
         self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
+        self._snapshot = snapshot
         self._queues: list[list[PrefillJob]] = [[] for _ in range(limits.ranks)]
 
     def __len__(self) -> int:
@@ -172,6 +188,8 @@ class PrefillBatches:
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
         """Returns the number of a job's next tokens that fit; 0 if it cannot be split there."""
+        if job.snapshots and (most := job.most_tokens(self._limits.state_grain)) <= room_tokens:
+            return most
         if job.left_tokens <= room_tokens or not self._cut_tokens:
             return min(job.left_tokens, room_tokens)
         end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens
@@ -200,6 +218,12 @@ class PrefillBatches:
             offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
             state=job.state,
         )
+        for at in job.snapshots:
+            slot = None
+            if start < at <= job.issued_tokens:
+                slot = self._snapshot(job.rank, job.sequence, at)
+            if slot is not None:
+                row = msgspec.structs.replace(row, snapshot=slot, snapshot_at=at)
         if job.prompt_logprobs is None:
             return row
         following = job.tokens[job.issued_tokens] if job.left_tokens else -1

@@ -195,7 +195,8 @@ class Reservations:
             cached = state.residency.cached_tokens(rank, chain, spill.tokens, to_compute=False)
             held = state.residency.held_pages(rank, chain, cached)
             worth = (cached, state.ledgers[rank].free_pages)
-            if worth > most and self._fits(rank, need - held, 1):
+            fits = self._fits(rank, need - held, 1) and state.states.has_room(rank, 1)
+            if worth > most and fits:
                 best, most = (rank, chain, cached, need), worth
         if best is None:
             return None
@@ -279,7 +280,7 @@ class Reservations:
         prompt_pages = pages_for(known, size)
         own_pages = pages_for(self._covered(waiting, known, growth_tokens), size) - prompt_pages
         group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
-        group.epoch = self._state.residency.epoch
+        group.epoch, group.computes = self._state.residency.epoch, waiting.computes
         held = self._state.residency.reserve(
             rank, group.key, group.chain, group.cached_tokens, prompt_pages
         )

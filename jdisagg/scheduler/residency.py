@@ -14,6 +14,9 @@ sequence before earlier ones. There is one exception: if two sequences computed 
 blocks, these blocks may be evicted while later blocks are still held. The later blocks are not
 found until the first blocks are cached again.
 
+Where layers keep recurrent state, a hit also needs a snapshot of the state at its end
+(`scheduler/snapshots.py`).
+
 `Residency` combines the trees of all ranks of a mesh. Routers read the changes from a log
 (`KeptLog`). Pure.
 
@@ -38,6 +41,7 @@ from jdisagg.request import Request
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
+from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
 
 NAME_BYTES = 32
 
@@ -123,6 +127,7 @@ class ResidencyTree:
         self.evicted_blocks = 0  # blocks evicted for lack of room
         self.on_evicted: Evicted | None = None
         self.on_changed: Callable[[bytes, bool], None] | None = None  # (name, whether it was added)
+        self.snapshots: Snapshots | None = None
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
@@ -196,6 +201,8 @@ class ResidencyTree:
             self._log.lost(name)
             if self.on_changed is not None:
                 self.on_changed(name, False)
+        if self.snapshots is not None:
+            self.snapshots.clear()
         self._blocks.clear()
         self._indices.clear()
         self._names.clear()
@@ -206,6 +213,8 @@ class ResidencyTree:
         other pages."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
+        if self.snapshots is not None:
+            self.snapshots.drop(name)
         if self.on_evicted is not None:
             self.on_evicted(name, index, pages)
         others = tuple(other for other in pages if other != page)
@@ -219,10 +228,18 @@ class ResidencyTree:
 
 
 class Residency:
-    """The prefix cache of one mesh; off if `names` is None."""
+    """The prefix cache of one mesh; off if `names` is None.
+
+    Args:
+        snapshots: Snapshots of each rank, if a hit needs them; otherwise empty.
+    """
 
     def __init__(
-        self, ledgers: Sequence[PageLedger], page_size: int, names: BlockNames | None = None
+        self,
+        ledgers: Sequence[PageLedger],
+        page_size: int,
+        names: BlockNames | None = None,
+        snapshots: Sequence[Snapshots] = (),
     ) -> None:
         self._ledgers = ledgers
         self._names = names
@@ -235,6 +252,9 @@ class Residency:
         )
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
+        self.snapshots = tuple(snapshots) if names else ()
+        for tree, of_rank in zip(self._trees, self.snapshots, strict=False):
+            tree.snapshots = of_rank
         self._guests = 0
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
 
@@ -326,17 +346,22 @@ class Residency:
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
         """Returns the number of leading positions of a sequence that a rank caches, at most `most`.
         With `to_compute`, the number is rounded down so that a prefill chunk can start after these
-        positions."""
+        positions, with a snapshot if the model needs one."""
         if not chain:
             return 0
         known = min(most, self._trees[rank].match(chain) * self.block_tokens)
-        return self.usable_tokens(known, to_compute)
+        tokens = self.usable_tokens(known, to_compute)
+        if to_compute and self.snapshots:
+            snapshots, step = self.snapshots[rank], self.snapshot_tokens
+            while tokens and self._name_at(chain, tokens) not in snapshots:
+                tokens -= step
+        return tokens
 
     def usable_tokens(self, tokens: int, to_compute: bool) -> int:
         """Rounds `tokens` down to whole blocks and, with `to_compute`, to a position where a
         prefill chunk may start."""
-        multiple = math.lcm(self.block_tokens, self.cut_tokens or 1) if to_compute else 1
-        return tokens // multiple * multiple // self.block_tokens * self.block_tokens
+        multiple = self.snapshot_tokens if to_compute else self.block_tokens
+        return tokens // multiple * multiple
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
         """Returns how many pages of the first `tokens` cached positions have an owner."""
@@ -362,6 +387,64 @@ class Residency:
             self._trees[rank].let_go(owner, chain)
         else:
             self._ledgers[rank].free(owner)
+        if self.snapshots:
+            self._settle(rank, owner, chain)
+
+    # ---- snapshots, of models that need them
+
+    @property
+    def snapshot_tokens(self) -> int:
+        """Number of tokens at whose multiples a prefill chunk may start after a hit, and snapshots
+        are made."""
+        return math.lcm(self.block_tokens, self.cut_tokens or 1)
+
+    def use_snapshot(self, rank: int, chain: Chain, tokens: int) -> int:
+        """Returns the slot of the snapshot after the first `tokens` cached positions. Commands that
+        read it must be issued at once."""
+        return self.snapshots[rank].use(self._name_at(chain, tokens))
+
+    def wanted_snapshots(
+        self, rank: int, chain: Chain, tokens: int, cached_tokens: int
+    ) -> tuple[int, ...]:
+        """Returns the positions at which a prompt of `tokens` tokens should make snapshots."""
+        if not self.snapshots or not chain:
+            return ()
+        matched = self._trees[rank].match(chain) * self.block_tokens
+        found = wanted_snapshots(tokens, cached_tokens, matched, self.snapshot_tokens)
+        return tuple([at for at in found if self._name_at(chain, at) not in self.snapshots[rank]])
+
+    def begin_snapshot(
+        self, rank: int, owner: int, tokens: int, rolling: bool = False
+    ) -> int | None:
+        """Assigns a slot to a snapshot of a sequence (`Snapshots.begin`)."""
+        return self.snapshots[rank].begin(owner, tokens, rolling) if self.snapshots else None
+
+    def forget_snapshots(self, rank: int, owner: int) -> None:
+        """Frees the slots of the snapshots that `owner` has begun."""
+        if self.snapshots:
+            self._settle(rank, owner, ())
+
+    def release_root(self, rank: int, owner: int, heir: int | None) -> None:
+        """Releases the pages of `owner`, which the sequences of a group share. Its snapshots belong
+        to the sequence `heir` from then on."""
+        self._ledgers[rank].free(owner)
+        if self.snapshots and heir is not None:
+            self.snapshots[rank].pass_on(owner, heir)
+        elif self.snapshots:
+            self._settle(rank, owner, ())
+
+    def _settle(self, rank: int, owner: int, chain: Chain) -> None:
+        tree, size = self._trees[rank], self.block_tokens
+
+        def name_at(tokens: int) -> bytes | None:
+            known = tokens <= len(chain) * size and chain[tokens // size - 1] in tree
+            return self._name_at(chain, tokens) if known else None
+
+        self.snapshots[rank].settle(owner, name_at)
+
+    def _name_at(self, chain: Chain, tokens: int) -> bytes:
+        """Returns the name of the block that ends after `tokens` tokens."""
+        return chain[tokens // self.block_tokens - 1]
 
     def clear(self, rank: int | None = None) -> int:
         """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep

@@ -60,6 +60,8 @@ class Sequence:
         accepted: Number of leading generated tokens that an earlier attempt or another worker
             generated.
         limit: First position after the sequence's last allowed token, which is never written.
+        steps_count: Whether the results of steps that were in flight when the sequence was swapped
+            out are accepted, because its state, which was copied after them, includes them.
         frozen: Whether the sequence runs no decode steps, because its last positions are being sent
             to another worker.
         told: Number of leading tokens of `generated` that were reported.
@@ -76,6 +78,7 @@ class Sequence:
     limit: int
     stage: Stage = Stage.RESERVED
     frozen: bool = False
+    steps_count: bool = False
     slot: int = -1
     issued_position: int = 0
     issued_limit: int = 0
@@ -118,6 +121,7 @@ class SequenceGroup:
         cached_tokens: Number of leading positions whose KV was cached when pages were reserved.
         chain: Names of the blocks of `known_tokens`. A clear of the prefix cache starts a new
             `epoch` and invalidates the names.
+        computes: Whether this mesh computes the prompt's uncached tokens.
         suspended_until: Time until which the group is paused with its KV in host memory; None if it
             is not paused.
     """
@@ -136,6 +140,7 @@ class SequenceGroup:
     cached_tokens: int = 0
     chain: Chain = ()
     epoch: int = 0
+    computes: bool = False
     suspended_until: float | None = None
 
     @property

@@ -2,10 +2,10 @@
 Sequences of paused (suspended) requests are swapped out, too, until the requests resume.
 
 A swapped-out sequence has no slot and no pages, and continues when it has both again. A sequence is
-swapped out only if host memory has room, copying back was measured to be faster than recomputing,
-and the model has neither recurrent state nor ring buffers. Steps in flight would already have
-changed these. Free pages go to the oldest swapped-out sequence or waiting request
-(`scheduler/reservations.py`).
+swapped out only if host memory has room and copying back was measured to be faster than
+recomputing. Steps in flight change a sequence's recurrent state and ring buffers before these are
+copied. The results of these steps are therefore accepted; otherwise they are dropped. Free pages go
+to the oldest swapped-out sequence or waiting request (`scheduler/reservations.py`).
 
 Pure. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import HostPiece
 from jdisagg.scheduler.prices import Prices
@@ -36,6 +37,7 @@ class Spill:
     Attributes:
         batches: Pieces of the KV of positions [0, tokens), in the order in which they are copied to
             host memory: last positions first.
+        whole: Pieces of the recurrent state and of the ring buffers.
         chain: Names of the sequence's first blocks. A clear of the prefix cache starts a new
             `epoch` and invalidates the names.
         until: Deadline by which the sequence must have pages again.
@@ -53,6 +55,7 @@ class Spill:
     until: float
     written: bool = False
     guest: int = 0
+    whole: Batch = ()
 
     @property
     def order(self) -> tuple[float, int]:
@@ -61,7 +64,8 @@ class Spill:
 
     @property
     def offer_ids(self) -> tuple[int, ...]:
-        return tuple([piece.offer.offer_id for batch in self.batches for piece in batch])
+        batches = (*self.batches, self.whole)
+        return tuple([piece.offer.offer_id for batch in batches for piece in batch])
 
 
 class Spills:
@@ -72,10 +76,13 @@ class Spills:
     """
 
     def __init__(self, limits: MeshLimits, room_bytes: int, prices: Prices) -> None:
-        spec = limits.kv_spec
-        whole = not (spec.has_state or limits.windows_apart or limits.ring_pages)
-        self.room_bytes = room_bytes if whole else 0
+        self.room_bytes = room_bytes
         self._prices = prices
+        self._state_bytes = limits.kv_spec.state.bytes_per_token
+        self._windowed_bytes = limits.kv_spec.windowed.bytes_per_token if limits.ring_pages else 0
+        # the results of steps in flight count (`Sequence.steps_count`)
+        self.steps_count = limits.kv_spec.has_state or limits.ring_pages > 0
+        self._drafts = limits.speculates and limits.longest_run > 1
         self._token_bytes = limits.sent.bytes_per_token
         self._spills: dict[int, Spill] = {}  # by their child's key
 
@@ -92,15 +99,21 @@ class Spills:
 
     def bytes_of(self, batches: list[Batch]) -> int:
         """Returns the number of bytes of host memory that the pieces of `batches` need."""
+        each = {
+            KvKind.POSITIONS: self._token_bytes,
+            KvKind.WINDOW: self._windowed_bytes,
+            KvKind.STATE: self._state_bytes,
+        }
         offers = [piece.offer for batch in batches for piece in batch]
-        tokens = sum([offer.block_tokens for offer in offers if offer.group == 0])
-        return tokens * self._token_bytes
+        return sum([one.block_tokens * each[one.kind] for one in offers if one.group == 0])
 
     def refusal(self, child: Sequence) -> str:
         """Returns why a sequence should not be swapped out but recomputed, or "". Reasons: "off",
         "early" (its KV has not all arrived), "busy" (too many copies in flight), "price"
         (recomputing is faster)."""
-        if not self.room_bytes:
+        grammar = child.group.request.sampling.grammar is not None
+        # with a grammar or drafts the number of tokens in flight is unknown
+        if not self.room_bytes or (self.steps_count and (grammar or self._drafts)):
             return "off"
         if child.stage not in (Stage.READY, Stage.RUNNING):
             return "early"

@@ -8,6 +8,15 @@ the group's state is copied."""
 
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger
+from jdisagg.scheduler.snapshots import Snapshots
+
+
+def snapshots_of(limits: MeshLimits) -> list[Snapshots]:
+    """Returns the snapshots of each rank of a mesh; empty if its hits need none."""
+    if not limits.snapshots_per_rank:
+        return []
+    slots = limits.state_slots_per_rank, limits.snapshots_per_rank
+    return [Snapshots(*slots) for _ in range(limits.ranks)]
 
 
 class StateSlots:

@@ -38,6 +38,7 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     STUCK_TOKEN,
+    CopyPages,
     DecodeResult,
     DecodeSteps,
     PrefillChunk,
@@ -107,7 +108,8 @@ class DecodeWorker(MeshWorker):
         )
         self._batches = DecodeBatches.of(self._state, config, self._interruptible is not None)
         computed = executor.limits.computed
-        self._prefills = PrefillBatches(computed, context.ids, self._state.residency.cut_tokens)
+        kept = self._state.residency
+        self._prefills = PrefillBatches(computed, context.ids, kept.cut_tokens, kept.begin_snapshot)
         can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
         self._chunk_tokens = computed.chunk_buckets[-1] if can_prefill else 0
         self._backlog = Backlog()
@@ -163,6 +165,8 @@ class DecodeWorker(MeshWorker):
                 return self._prefills.next_chunk(step)
             case Action.DECODE:
                 steps = self._batches.next_step(step, decision.quiet)
+                if snapshots := self._batches.take_snapshots():
+                    self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
                 if steps is None and snapshot.prompts_queued:
                     return self._prefills.next_chunk(step)
                 self._prefilled_last = False
@@ -230,13 +234,18 @@ class DecodeWorker(MeshWorker):
             known = len(group.known_tokens)
             self._count_reuse(known, CachedTokens(pages=group.cached_tokens))
             self._streams[group.key] = SpanStream(group)
+            if group.computes and group.cached_tokens:
+                slot = self._state.states.slot(group.rank, group.key)
+                kept, chain = self._state.residency, group.chain
+                self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
             self._tickets.pop(group.key).set_result(group)
 
     def _spill(self, child: Sequence) -> bool:
         """Swaps out a sequence. Returns False if it should be recomputed later instead."""
         if self._migration.moves(child.group) or not self._spilled.take(child):
             return False
-        self._batches.forget(child)
+        if not child.steps_count:
+            self._batches.forget(child)
         return True
 
     def _span_goes_on(self) -> bool:
@@ -422,6 +431,9 @@ class DecodeWorker(MeshWorker):
                     state=self._state.states.slot(group.rank, group.key),
                     prompt_logprobs=wanted_of_prompt(
                         group.request, tuple(group.children[0].generated)
+                    ),
+                    snapshots=self._state.residency.wanted_snapshots(
+                        group.rank, group.chain, len(known), cached
                     ),
                 )
             )

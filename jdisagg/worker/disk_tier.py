@@ -25,7 +25,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlocks, restorable
-from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.host_blocks import HostBlock, TierRoom
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
@@ -38,6 +38,14 @@ FILE_SECONDS = 10.0  # deadline for one block; the disk counts as slow beyond it
 FIND_SECONDS = 600.0  # deadline for listing the directory
 START_SECONDS = 5.0  # how long a start waits for the list; a longer listing ends in the background
 RESET_SECONDS = 60.0
+
+
+SNAPSHOT_MARK = b"snapshot"  # a block's name, a hash, does not begin like this
+
+
+def _saved_name(name: bytes) -> bytes:
+    """Returns the name under which the snapshot at the end of a block is on disk."""
+    return (SNAPSHOT_MARK + name)[: len(name)]
 
 
 class DiskTier(KvSource):
@@ -64,7 +72,13 @@ class DiskTier(KvSource):
         now: Callable[[], float],
     ) -> None:
         self._file_bytes = host.block_bytes + FILE_EXTRA_BYTES
-        self.blocks = DiskBlocks(room.disk_bytes // self._file_bytes if host.on else 0)
+        self._snapshot_file_bytes = host.snapshot_bytes + FILE_EXTRA_BYTES
+        of_snapshots = room.disk_bytes // 2 if host.on and host.snapshot_bytes else 0
+        of_blocks = room.disk_bytes - of_snapshots
+        self.blocks = DiskBlocks(of_blocks // self._file_bytes if host.on else 0)
+        # under the names of `_saved_name`
+        self.snapshots = DiskBlocks(of_snapshots // self._snapshot_file_bytes)
+        self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
         self.prices = Prices(room.always)
         self._ttl_seconds = room.disk_ttl_seconds
         self._kept = kept
@@ -85,8 +99,10 @@ class DiskTier(KvSource):
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        count, size = len(self.blocks), self._file_bytes
-        return (KeptTier(self.name, count, count * size, self.blocks.capacity * size),)
+        found = ((self.blocks, self._file_bytes), (self.snapshots, self._snapshot_file_bytes))
+        used = sum([len(blocks) * size for blocks, size in found])
+        room = sum([blocks.capacity * size for blocks, size in found])
+        return (KeptTier(self.name, len(self.blocks), used, room),)
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         return self.blocks.listed()
@@ -100,7 +116,7 @@ class DiskTier(KvSource):
     async def _find(self) -> None:
         epoch = self._epoch
         cuts = [
-            (one.group, one.groups, one.start, one.valid_tokens, one.block_tokens)
+            (one.kind.value, one.group, one.groups, one.start, one.valid_tokens, one.block_tokens)
             for one in self._host.offers(0, 0)
         ]
         geometry = f"blocks of {self._kept.block_tokens} tokens as {cuts}"
@@ -114,11 +130,14 @@ class DiskTier(KvSource):
         if epoch == self._epoch:
             now = self._now()
             written_at = [now - age for age in found.ages]
-            stay, gone = self.blocks.found(dict(zip(found.names, written_at, strict=True)))
+            named = dict(zip(found.names, written_at, strict=True))
+            marked = {name: at for name, at in named.items() if name.startswith(SNAPSHOT_MARK)}
+            blocks = {name: at for name, at in named.items() if name not in marked}
+            stay, gone = self.blocks.found(blocks)
             for name in stay:
                 self._kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))
-            self._remove(gone, "room")
+            self._remove((*gone, *self.snapshots.found(marked)[1]), "room")
             self.expire(now)
 
     # ---- writing
@@ -126,6 +145,11 @@ class DiskTier(KvSource):
     def used(self, rank: int, chain: Chain) -> None:
         if self._open:
             self._counters.add("disk_blocks_skipped", self.blocks.use(rank, chain))
+            if self._kept.snapshots and chain and chain[-1] in self._kept.snapshots[rank]:
+                saved = _saved_name(chain[-1])
+                if saved not in self.snapshots:
+                    self._named[saved] = chain[-1]
+                self.snapshots.use(rank, (saved,))
             self._write_more()
 
     def _write_more(self) -> None:
@@ -133,32 +157,59 @@ class DiskTier(KvSource):
             block, gone = self.blocks.take()
             self._gone(gone, "room")
             if block is None:
-                return
+                break
             self._tasks.spawn(self._write(block))
+        while self._loop.failure is None:
+            snapshot, gone = self.snapshots.take()
+            self._remove(gone, "room")
+            if snapshot is None:
+                break
+            self._tasks.spawn(self._write_snapshot(snapshot))
+
+    async def _write_snapshot(self, snapshot: DiskBlock) -> None:
+        error, done = "", False
+        try:
+            name = self._named.pop(snapshot.name, b"")
+            host = await self._host.copied_snapshot(snapshot.rank, name)
+            if host is not None and self.snapshots.knows(snapshot):
+                error = await self._save(snapshot, host)
+                if not error and self.snapshots.written(snapshot, self._now()):
+                    done = True
+                    self._counters.add("disk_snapshots_written")
+        finally:
+            if not done:
+                self.snapshots.not_written(snapshot, bool(error))
+        self._write_more()
+
+    async def _save(self, block: DiskBlock, host: HostBlock) -> str:
+        """Writes a block or snapshot to its file. Returns an error or ""."""
+        sums = tuple([piece.checksum for piece in host.pieces])
+        saved = await self._run(
+            SaveBlock(
+                self._loop.next_number(),
+                block.name,
+                block.index,
+                host.offer_ids,
+                sums,
+                FILE_SECONDS,
+            )
+        )
+        if not saved.error:
+            self._counters.add("disk_bytes_written", saved.bytes_moved)
+        elif saved.error == SLOW:
+            self._remove_files((block.name,))  # it may still be written later
+        return saved.error
 
     async def _write(self, block: DiskBlock) -> None:
         error, done = "", False
         try:
             host = await self._host.copied(block.rank, block.name, block.index)
             if host is not None and self.blocks.knows(block):
-                saved = await self._run(
-                    SaveBlock(
-                        self._loop.next_number(),
-                        block.name,
-                        block.index,
-                        host.offer_ids,
-                        tuple([piece.checksum for piece in host.pieces]),
-                        FILE_SECONDS,
-                    )
-                )
-                error = saved.error
+                error = await self._save(block, host)
                 if not error and self.blocks.written(block, self._now()):
                     done = True
                     self._counters.add("disk_blocks_written")
-                    self._counters.add("disk_bytes_written", saved.bytes_moved)
                     self._kept.log.gained(block.name)
-                elif error == SLOW:
-                    self._remove_files((block.name,))  # it may still be written later
         finally:
             if not done and self.blocks.not_written(block, bool(error)) and not error:
                 self._counters.add("disk_blocks_skipped")
@@ -172,11 +223,37 @@ class DiskTier(KvSource):
         host = self._host.blocks
         found = [restorable(chain[known:], host, self.blocks) for known in query.known]
         reach = [known + len(run) for known, run in zip(query.known, found, strict=True)]
+        if self._kept.snapshots:
+            return self._worth_of_snapshots(query, found, reach)
         rank = reach.index(max(reach))
         tokens, on_disk = len(found[rank]) * size, sum(found[rank]) * size
         if not self.prices.worth(on_disk, tokens):
             return None
         return RestorePlan(self, rank, chain[: reach[rank]], tokens, on_disk)
+
+    def _worth_of_snapshots(
+        self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]
+    ) -> RestorePlan | None:
+        """Returns the plan for a model whose hits need snapshots. The other arguments are, for each
+        rank, which blocks after those in pages are on disk, and how far all of these reach."""
+        kept, host = self._kept, self._host
+        rank, end = host.last_snapshot(
+            query.chain, reach, lambda name: host.has_snapshot(name) or self._readable(name)
+        )
+        chain, known, whole = query.chain[:end], query.known[rank], end * kept.block_tokens
+        tokens = whole - kept.cached_tokens(rank, chain, whole, to_compute=True)
+        if not tokens:
+            return None
+        snapshot = chain[-1] not in kept.snapshots[rank]
+        moved = sum(found[rank][: max(0, end - known)]) * kept.block_tokens
+        if snapshot and not host.has_snapshot(chain[-1]):
+            moved += host.snapshot_tokens
+        if not self.prices.worth(moved, tokens):
+            return None
+        return RestorePlan(self, rank, chain, tokens, moved, snapshot=snapshot)
+
+    def _readable(self, name: bytes) -> bool:
+        return self.snapshots.readable(_saved_name(name))
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:
@@ -187,11 +264,17 @@ class DiskTier(KvSource):
             if name not in self._host.blocks and self.blocks.readable(name)
         }
         restore.held.update(saved)
+        name = restore.plan.chain[-1]
+        wanted = restore.plan.snapshot and not self._host.has_snapshot(name)
+        held = [self.snapshots.hold(_saved_name(name))] if wanted and self._readable(name) else []
         try:
             with self._host.holding(restore):
+                if held:
+                    restore.snapshot = held[0]
                 yield
         finally:
             self.blocks.let_go(saved.values())
+            self.snapshots.let_go(held)
 
     async def bring(self, restore: Restore) -> str:
         host, gap = self._host, False
@@ -214,10 +297,30 @@ class DiskTier(KvSource):
             finally:
                 host.blocks.let_go((loaded,))
 
-        await host.bring(restore, from_disk)
+        await asyncio.gather(host.bring(restore, from_disk), self._bring_snapshot(restore))
         # blocks that could not be read took time, too
         restore.moved_tokens = restore.plan.moved_tokens
         return ""
+
+    async def _bring_snapshot(self, restore: Restore) -> None:
+        """Copies a snapshot from disk to its slot, through host memory."""
+        saved, host, name = restore.snapshot, self._host, restore.plan.chain[-1]
+        if not isinstance(saved, DiskBlock) or restore.slot is None:
+            return
+        loaded = await host.load_snapshot(
+            restore.plan.rank, name, lambda ids: self._read(saved, 0, ids)
+        )
+        if loaded is None:
+            return
+        restore.snapshot = loaded
+        try:
+            await host.bring_snapshot(restore)
+            if restore.restored:
+                self._counters.add("disk_snapshots_restored")
+            else:
+                self._forget(saved)
+        finally:
+            host.snapshots.let_go((loaded,))
 
     async def _read(
         self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
@@ -244,10 +347,12 @@ class DiskTier(KvSource):
     def expire(self, now: float) -> None:
         if self._ttl_seconds:
             self._gone(self.blocks.expire(now - self._ttl_seconds), "expired")
+            self._remove(self.snapshots.expire(now - self._ttl_seconds), "expired")
 
     def clear(self, cause: str) -> int:
         self._epoch += 1
         gone = self.blocks.clear()
+        self.snapshots.clear()
         if gone:
             self._counters.add("disk_blocks_dropped", len(gone), cause=cause)
         for block in gone:
@@ -267,6 +372,9 @@ class DiskTier(KvSource):
     def _forget(self, block: DiskBlock) -> None:
         if self.blocks.forget(block):
             self._gone((block.name,), "broken")
+        elif self.snapshots.forget(block):
+            self._counters.add("disk_snapshots_broken")
+            self._remove((block.name,), "broken")
 
     def _gone(self, names: Iterable[bytes], cause: str) -> None:
         names = tuple(names)

@@ -18,14 +18,23 @@ from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.kv_sources import KvSources, RestoreQuery
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, extraction, offers_of_pages
+from jdisagg.worker.outgoing_kv import (
+    OutgoingHandoff,
+    OutgoingKv,
+    extraction,
+    offers_of_block,
+    state_offers,
+    state_weight,
+)
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_GIVEN = 16  # limit of hand-offs at a time
+MOST_GIVEN_WITH_STATE = 4
 BETWEEN_STEPS = 16  # limit of extractions in flight on a decode mesh
 MOST_NAMES = 1 << 16
 # limits of full chunks that are offered and not yet fetched
@@ -85,7 +94,8 @@ class GivenKv:
             HandoffError: The hand-off id is in use.
             InvalidRequestError: The block names are invalid.
         """
-        if not 0 <= call.first < len(call.names) <= MOST_NAMES:
+        known = 0 <= call.first <= len(call.names) - (not self._kept.snapshots)
+        if not known or not 0 < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(
                 f"fetch: {len(call.names)} names from the {call.first}th on; give 1 to {MOST_NAMES}"
                 " and a place among them"
@@ -100,7 +110,12 @@ class GivenKv:
         finally:
             self._beginning -= 1
         count = self._kept.match(rank, call.names)
-        if count <= call.first or not self._may(call) or call.handoff_id in self._outgoing:
+        if with_state := bool(self._kept.snapshots):
+            size = self._kept.block_tokens
+            count = self._kept.cached_tokens(rank, call.names, count * size, True) // size
+        if count < call.first + (not with_state) or not count:
+            return FetchReply()
+        if not self._may(call) or call.handoff_id in self._outgoing:
             return FetchReply()
         owner = self._kept.guest()
         pages = self._kept.hold(rank, owner, call.names[:count])
@@ -109,8 +124,10 @@ class GivenKv:
         self._given[owner] = rank, handoff
         self._holding.add(owner)
         self._outgoing.open(handoff, awaits=True)
-        self._tasks.spawn(self._offer(handoff, rank, pages, call.first, count))
-        return FetchReply(count - call.first)
+        # the snapshot may be dropped while blocks wait to be fetched, so it is extracted at once
+        states = self._extract_snapshot(handoff, rank, call.names[:count]) if with_state else []
+        self._tasks.spawn(self._offer(handoff, rank, pages, call.first, count, states))
+        return FetchReply(count - call.first, with_state)
 
     def moved(self) -> None:
         """Called when a receiver has fetched a block, so that more blocks may be offered."""
@@ -142,10 +159,14 @@ class GivenKv:
         kept = self._kept
         return (
             kept.on
+            # without snapshots, a state or a window is that of a sequence's newest position
+            and (bool(kept.snapshots) or not self._mesh.kv_spec.has_state)
+            and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
             and self._loop.failure is None
             and self._context.clock.now() >= self._closed_until
-            and len(self._given) + self._beginning < MOST_GIVEN
+            and len(self._given) + self._beginning
+            < (MOST_GIVEN_WITH_STATE if kept.snapshots else MOST_GIVEN)
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
@@ -157,17 +178,35 @@ class GivenKv:
         await self._sources.restore(plan)
         return plan.rank
 
+    def _extract_snapshot(
+        self, handoff: OutgoingHandoff, rank: int, chain: Chain
+    ) -> "list[asyncio.Future[StepResult]]":
+        slot = self._kept.use_snapshot(rank, chain, len(chain) * self._kept.block_tokens)
+        (offer,) = state_offers(self._mesh, rank, self._context.ids)
+        handoff.announce((offer,), state_weight(self._mesh))
+        key, size = self._outgoing.checksum_key, self._mesh.page_size
+        number = self._loop.next_number()
+        return [self._loop.submit(extraction(number, offer, (slot,), size, key))]
+
     async def _offer(
-        self, handoff: OutgoingHandoff, rank: int, pages: tuple[int, ...], first: int, count: int
+        self,
+        handoff: OutgoingHandoff,
+        rank: int,
+        pages: tuple[int, ...],
+        first: int,
+        count: int,
+        states: "list[asyncio.Future[StepResult]]",
     ) -> None:
         size, summing = self._kept.block_tokens, list[asyncio.Task[None]]()
         try:
+            if states:
+                summing.append(self._tasks.spawn(self._announce(handoff, states)))
             for start in range(first * size, count * size, size):
                 while self._full() and not handoff.over:
                     self._moved.clear()
                     await self._moved.wait()
                 extracts: list[asyncio.Future[StepResult]] = []
-                for offer in offers_of_pages(
+                for offer in offers_of_block(
                     self._mesh, rank, start, start + size, self._context.ids
                 ):
                     if self._decodes:

@@ -68,6 +68,7 @@ class HostPieces:
             COPY_SECONDS,
             HOST,
             groups=offer.groups,
+            kind=offer.kind,
         )
         pulling = self._loop.submit(pull)
         try:
@@ -92,6 +93,7 @@ class HostPieces:
             pages[:covered],
             self._key,
             groups=offer.groups,
+            kind=offer.kind,
         )
         inserted = await asyncio.shield(self._loop.submit(insertion))
         assert isinstance(inserted, InsertResult)

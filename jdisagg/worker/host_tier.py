@@ -8,6 +8,7 @@ checksum differs is dropped and counts as a miss. The disk tier (`worker/disk_ti
 writes its blocks through host memory."""
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,15 +20,20 @@ from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import MOST_WRITING, HostBlock, HostBlocks, HostPiece, TierRoom
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.residency import Residency
+from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_pieces import HostPieces
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
-from jdisagg.worker.outgoing_kv import offers_of_pages
+from jdisagg.worker.outgoing_kv import offers_of_block, state_offers
 from jdisagg.worker.step_loop import StepLoop
 
 BLOCKS_AT_ONCE = 4  # blocks of one restore that are copied at a time
+MOST_SNAPSHOTS_WRITING = 4  # snapshots being copied to host memory at a time
+
+
+# reads pieces under these offer ids and returns their checksums, or () if it failed
+Read = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 
 class HostTier(KvSource):
@@ -53,7 +59,12 @@ class HostTier(KvSource):
         counters: Counters,
     ) -> None:
         self.block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
-        self.blocks = HostBlocks(room.host_bytes // self.block_bytes if self.block_bytes else 0)
+        self.snapshot_bytes = limits.kv_spec.state.bytes_per_token if kept.snapshots else 0
+        of_snapshots = room.host_bytes // 2 if self.snapshot_bytes else 0
+        of_blocks = room.host_bytes - of_snapshots
+        self.blocks = HostBlocks(of_blocks // self.block_bytes if self.block_bytes else 0)
+        # under the names of their blocks
+        self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
         self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
@@ -62,11 +73,14 @@ class HostTier(KvSource):
         self._counters = counters
         self._tasks = BackgroundTasks()
         self._copies: dict[bytes, asyncio.Task[None]] = {}  # blocks being copied out
+        self._snapshot_copies: dict[bytes, asyncio.Task[None]] = {}
         key = 0
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._copy_out)
+            for rank, snapshots in enumerate(kept.snapshots):
+                snapshots.on_evicted = functools.partial(self._copy_snapshot, rank)
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     @property
@@ -78,8 +92,10 @@ class HostTier(KvSource):
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        count, size = len(self.blocks), self.block_bytes
-        return (KeptTier(self.name, count, count * size, self.blocks.capacity * size),)
+        found = ((self.blocks, self.block_bytes), (self.snapshots, self.snapshot_bytes))
+        used = sum([len(blocks) * size for blocks, size in found])
+        room = sum([blocks.capacity * size for blocks, size in found])
+        return (KeptTier(self.name, len(self.blocks), used, room),)
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         return self.blocks.listed(self._kept.block_tokens)
@@ -91,7 +107,7 @@ class HostTier(KvSource):
         for block in gone:
             if block.written:
                 self._kept.log.lost(block.name)
-        self._release(gone)
+        self._release((*gone, *self.snapshots.clear()))
         return len(gone)
 
     def stop(self) -> None:
@@ -101,7 +117,7 @@ class HostTier(KvSource):
         """Returns the id and positions of each piece of block number `index` of a sequence."""
         tokens = self._kept.block_tokens
         start = index * tokens
-        return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
+        return tuple(offers_of_block(self._limits, rank, start, start + tokens, self._ids))
 
     # ---- copying out
 
@@ -118,8 +134,25 @@ class HostTier(KvSource):
         # page 0 is a placeholder for the pages of the chain's earlier blocks, which are not read
         before = (0,) * (index * self._kept.block_tokens // self._limits.page_size)
         copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
-        task = self._copies[name] = self._tasks.spawn(self._written(block, copies))
+        task = self._copies[name] = self._tasks.spawn(self._write(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
+
+    def _copy_snapshot(self, rank: int, name: bytes, slot: int, tokens: int) -> None:
+        """Copies a snapshot whose slot is about to be written again."""
+        snapshots = self.snapshots
+        if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
+            return
+        if snapshots.writing >= MOST_SNAPSHOTS_WRITING:
+            self._counters.add("host_snapshots_skipped")
+            return
+        offers = state_offers(self._limits, rank, self._ids)
+        snapshot, gone = snapshots.begin(name, tuple(map(HostPiece, offers)))
+        self._release(gone)
+        if snapshot is not None:
+            copies = [self._pieces.copy_out(offer, (slot,)) for offer in offers]
+            task = self._tasks.spawn(self._write_snapshot(snapshot, copies))
+            self._snapshot_copies[name] = task
+            task.add_done_callback(lambda _: self._snapshot_copies.pop(name, None))
 
     def _copied_out(self, name: bytes, task: "asyncio.Task[None]") -> None:
         if self._copies.get(name) is task:
@@ -135,37 +168,63 @@ class HostTier(KvSource):
             await asyncio.wait({task})
         return self.blocks.arrived(name)
 
+    async def copied_snapshot(self, rank: int, name: bytes) -> HostBlock | None:
+        """Returns a snapshot in host memory, after copying it there if only `rank` has it. Returns
+        None if neither has it."""
+        kept = self._kept.snapshots[rank]
+        if name in kept:
+            self._copy_snapshot(rank, name, kept.slot(name), 0)
+        if (task := self._snapshot_copies.get(name)) is not None:
+            await asyncio.wait({task})
+        return self.snapshots.arrived(name)
+
+    async def load_snapshot(self, rank: int, name: bytes, read: Read) -> HostBlock | None:
+        """Reads a snapshot from disk into host memory and prevents its eviction, like `load`."""
+        offers = state_offers(self._limits, rank, self._ids)
+        snapshot, gone = self.snapshots.begin(name, tuple(map(HostPiece, offers)))
+        self._release(gone)
+        if snapshot is None:
+            return None
+        arrived = False
+        try:
+            sums = await read(snapshot.offer_ids)
+            arrived = bool(sums) and self.snapshots.written(snapshot, _summed(snapshot, sums))
+        finally:
+            if not arrived and self.snapshots.forget(snapshot):
+                self._release((snapshot,))
+        return self.snapshots.hold((name,))[0] if arrived else None
+
     def _add(self, name: bytes, offers: tuple[Offer, ...]) -> HostBlock | None:
         block, gone = self.blocks.begin(name, tuple(map(HostPiece, offers)))
         self._drop(gone, "room")
         return block
 
-    async def _written(self, block: HostBlock, copies: "list[asyncio.Future[StepResult]]") -> None:
-        try:
-            results = await asyncio.gather(*copies)
-        except JdisaggError:
+    async def _write(self, block: HostBlock, copies: "list[asyncio.Future[StepResult]]") -> None:
+        sums = await _sums(copies)
+        if sums is None:
             if self.blocks.forget(block):
                 self._counters.add("host_blocks_failed")
                 self._release((block,))
-            return
-        sums = [one.checksum.checksum for one in results if isinstance(one, ExtractResult)]
-        if self._complete(block, tuple(sums)):
+        elif self._complete(block, sums):
             self._counters.add("host_blocks_written")
 
+    async def _write_snapshot(
+        self, snapshot: HostBlock, copies: "list[asyncio.Future[StepResult]]"
+    ) -> None:
+        sums = await _sums(copies)
+        if sums is None:
+            if self.snapshots.forget(snapshot):
+                self._release((snapshot,))
+        elif self.snapshots.written(snapshot, _summed(snapshot, sums)):
+            self._counters.add("host_snapshots_written")
+
     def _complete(self, block: HostBlock, checksums: tuple[int, ...]) -> bool:
-        pieces = zip(block.pieces, checksums, strict=True)
-        summed = tuple([replace(piece, checksum=checksum) for piece, checksum in pieces])
-        written = self.blocks.written(block, summed)
+        written = self.blocks.written(block, _summed(block, checksums))
         if written:
             self._kept.log.gained(block.name)
         return written
 
-    async def load(
-        self,
-        name: bytes,
-        offers: tuple[Offer, ...],
-        read: Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]],
-    ) -> HostBlock | None:
+    async def load(self, name: bytes, offers: tuple[Offer, ...], read: Read) -> HostBlock | None:
         """Reads a block from disk into host memory and prevents its eviction. Returns None if host
         memory has no room or reading failed.
 
@@ -190,11 +249,60 @@ class HostTier(KvSource):
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
         found = [self.blocks.match(query.chain, known) for known in query.known]
         reach = [sum(both) for both in zip(query.known, found, strict=True)]
+        if self._kept.snapshots:
+            return self._worth_of_snapshots(query, reach)
         rank = reach.index(max(reach))
         tokens = found[rank] * self._kept.block_tokens
         if not self.prices.worth(tokens, tokens):
             return None
         return RestorePlan(self, rank, query.chain[: reach[rank]], tokens, tokens)
+
+    def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
+        """Returns the plan for a model whose hits need snapshots. `reach` is, for each rank, the
+        number of leading blocks that are in its pages or here."""
+        kept, size = self._kept, self._kept.block_tokens
+        rank, end = self.last_snapshot(query.chain, reach, self.has_snapshot)
+        chain, known = query.chain[:end], min(query.known[rank], end)
+        whole = end * size
+        tokens = whole - kept.cached_tokens(rank, chain, whole, to_compute=True)
+        if not tokens:
+            return None
+        snapshot = chain[-1] not in kept.snapshots[rank]
+        moved = whole - known * size + snapshot * self.snapshot_tokens
+        if not self.prices.worth(moved, tokens):
+            return None
+        return RestorePlan(self, rank, chain, tokens, moved, snapshot=snapshot)
+
+    def last_snapshot(
+        self, chain: Chain, reach: list[int], elsewhere: Callable[[bytes], bool]
+    ) -> tuple[int, int]:
+        """Returns the best rank, and the number of leading blocks of the chain up to the last one
+        with a snapshot, on the rank or elsewhere.
+
+        Args:
+            reach: For each rank, the number of leading blocks that can be in its pages.
+            elsewhere: Returns whether a snapshot can be restored.
+        """
+        ends = [
+            next(
+                (
+                    end
+                    for end in range(most, 0, -1)
+                    if chain[end - 1] in self._kept.snapshots[rank] or elsewhere(chain[end - 1])
+                ),
+                0,
+            )
+            for rank, most in enumerate(reach)
+        ]
+        return ends.index(max(ends)), max(ends)
+
+    def has_snapshot(self, name: bytes) -> bool:
+        return self.snapshots.match((name,), 0) > 0
+
+    @property
+    def snapshot_tokens(self) -> int:
+        """Number of tokens whose KV is as large as a snapshot."""
+        return -(-self.snapshot_bytes // self._limits.kv_spec.bytes_per_token)
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:
@@ -206,10 +314,14 @@ class HostTier(KvSource):
         }
         held = self.blocks.hold(tuple(here.values()))
         restore.held.update(zip(here, held, strict=True))
+        wanted = restore.plan.snapshot and self.has_snapshot(chain[-1])
+        snapshots = self.snapshots.hold(chain[-1:]) if wanted else ()
+        restore.snapshot = next(iter(snapshots), None)
         try:
             yield
         finally:
             self.blocks.let_go(held)
+            self.snapshots.let_go(snapshots)
 
     async def bring(
         self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
@@ -232,9 +344,24 @@ class HostTier(KvSource):
                     restore.origins[index] = "host"
 
         missing = range(restore.first, len(restore.plan.chain))
-        await asyncio.gather(*[bring(index) for index in missing])
+        await asyncio.gather(*[bring(index) for index in missing], self.bring_snapshot(restore))
         restore.moved_tokens = len(restore.origins) * self._kept.block_tokens
+        if restore.plan.snapshot:
+            restore.moved_tokens += self.snapshot_tokens
         return ""
+
+    async def bring_snapshot(self, restore: Restore) -> None:
+        """Copies the snapshot of a restore, if it is in host memory, to its slot. If the checksum
+        differs, drops it."""
+        snapshot, slot = restore.snapshot, restore.slot
+        if not isinstance(snapshot, HostBlock) or slot is None:
+            return
+        if await self._pieces.bring_back(snapshot.pieces, restore.plan.rank, (slot,)):
+            restore.restored = True
+            self._counters.add("host_snapshots_restored")
+        elif self.snapshots.forget(snapshot):
+            self._counters.add("host_snapshots_broken")
+            self._release((snapshot,))
 
     async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
         """Copies a block from host memory to the restore's pages. If the checksum differs or a
@@ -263,3 +390,17 @@ class HostTier(KvSource):
 
     def _release(self, gone: tuple[HostBlock, ...]) -> None:
         self._pieces.release(tuple([offer_id for block in gone for offer_id in block.offer_ids]))
+
+
+async def _sums(copies: "list[asyncio.Future[StepResult]]") -> tuple[int, ...] | None:
+    """Waits for copies to host memory. Returns their checksums, or None if the mesh failed."""
+    try:
+        results = await asyncio.gather(*copies)
+    except JdisaggError:
+        return None
+    return tuple([one.checksum.checksum for one in results if isinstance(one, ExtractResult)])
+
+
+def _summed(block: HostBlock, checksums: tuple[int, ...]) -> tuple[HostPiece, ...]:
+    pieces = zip(block.pieces, checksums, strict=True)
+    return tuple([replace(piece, checksum=checksum) for piece, checksum in pieces])

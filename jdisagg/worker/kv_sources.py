@@ -73,6 +73,7 @@ class RestorePlan:
         moved_tokens: Number of tokens that the source must copy, which determines the duration.
         ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
         peer: Worker to fetch from; None if the source is local.
+        snapshot: Whether the source also restores the snapshot at the end of `chain`.
     """
 
     source: "KvSource"
@@ -82,6 +83,7 @@ class RestorePlan:
     moved_tokens: int
     ahead_tokens: int = 0
     peer: HandoffSource | None = None
+    snapshot: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,10 @@ class Restore:
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
         moved_tokens: Number of tokens copied, which the source records in its `prices`.
+        slot: Slot reserved for the snapshot at the end of the plan's chain; None without one.
+        snapshot: Snapshot that the source must not evict during the restore.
+        restored: Whether the snapshot is verified and in its slot.
+        snapshot_tokens: Number of leading tokens that the snapshot is of; None for the plan's.
     """
 
     plan: RestorePlan
@@ -105,6 +111,10 @@ class Restore:
     held: dict[int, object] = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     moved_tokens: int = 0
+    slot: int | None = None
+    snapshot: object = None
+    restored: bool = False
+    snapshot_tokens: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -291,6 +301,8 @@ class KvSources:
         if pages is None:
             return "room"
         restore.pages, epoch, began = pages, kept.epoch, self._now()
+        if plan.snapshot:
+            restore.slot = kept.begin_snapshot(plan.rank, owner, len(chain) * size, rolling=True)
         self._running[source.name] += 1
         try:
             cause = await source.bring(restore)
@@ -299,6 +311,10 @@ class KvSources:
         finally:
             self._running[source.name] -= 1
             fresh = epoch == kept.epoch
+            if not restore.restored:
+                kept.forget_snapshots(plan.rank, owner)
+            elif restore.snapshot_tokens is not None:
+                kept.begin_snapshot(plan.rank, owner, restore.snapshot_tokens, rolling=True)
             kept.let_go(plan.rank, owner, chain[: restore.blocks] if fresh else ())
             if fresh:
                 self._count(restore, restored)

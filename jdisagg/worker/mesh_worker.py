@@ -27,7 +27,7 @@ from jdisagg.errors import (
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage, PeerPort
-from jdisagg.messages.step_commands import STUCK_TOKEN, StepCommand, StepResult
+from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
 from jdisagg.scheduler.executor import Executor
@@ -35,7 +35,7 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.residency import BlockNames, Residency
+from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
@@ -302,8 +302,12 @@ class MeshWorker(ABC):
         of_token = mesh.kv_spec.bytes_per_token
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
-        pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
-        return (pages, *self._sources.stats())
+        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
+        if kept.snapshots:
+            count, total = (sum(map(of, kept.snapshots)) for of in (len, lambda one: one.total))
+            size = mesh.snapshot_bytes
+            tiers.append(KeptTier("snapshots", count, count * size, total * size))
+        return (*tiers, *self._sources.stats())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
         """Adds a sequence's tokens, and its cached tokens by origin, to the counters."""
@@ -317,6 +321,24 @@ class MeshWorker(ABC):
             if kept.evicted_blocks > known:
                 count = kept.evicted_blocks - known
                 self.counters.add("prefix_blocks_evicted", count, cause="room")
+        if kept.snapshots:
+            made, used, evicted = (
+                sum([getattr(one, what) for one in kept.snapshots])
+                for what in ("made", "used", "evicted")
+            )
+            self.counters.add("snapshots_kept", made - self.counters["snapshots_kept"])
+            self.counters.add("snapshots_used", used - self.counters["snapshots_used"])
+            self.counters.add("snapshots_evicted", evicted - self.counters["snapshots_evicted"])
+
+    def _continue_from(
+        self, kept: Residency, rank: int, chain: Chain, tokens: int, slot: int
+    ) -> None:
+        """Copies the snapshot after `tokens` cached positions to a sequence's state slot, if the
+        model keeps state. Called when the sequence gets pages, before the snapshot may be
+        evicted."""
+        if kept.snapshots:
+            copy = (rank, kept.use_snapshot(rank, chain, tokens), slot)
+            self._loop.fire(CopyPages(self._loop.next_number(), (), (copy,)))
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
         """Drops the cached blocks in pages of a rank (None: all ranks) and in all tiers. Files on

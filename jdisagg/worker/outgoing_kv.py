@@ -342,6 +342,16 @@ def offers_of_pages(
                 )
 
 
+def offers_of_block(
+    limits: MeshLimits, rank: int, start: int, end: int, new_id: Callable[[], int]
+) -> Iterator[Offer]:
+    """Yields offers of all KV of positions [start, end): also that of sliding-window layers, if
+    these layers are sent separately."""
+    yield from offers_of_pages(limits, rank, start, end, new_id)
+    if limits.windows_apart:
+        yield from offers_of_pages(limits, rank, start, end, new_id, KvKind.WINDOW)
+
+
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:

@@ -15,8 +15,9 @@ from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff
+from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, WindowDestination
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
+from jdisagg.worker.outgoing_kv import state_weight
 from jdisagg.worker.peers import Peers
 from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
@@ -79,27 +80,38 @@ class PeerFetch(KvSource):
         chain = query.chain[: usable // size]
         known = [min(count, len(chain)) for count in query.known]
         most = max(known)
-        tokens = (len(chain) - most) * size
-        if not self.prices.worth(tokens, tokens + query.ahead_tokens):
-            return None
         rank, ahead = known.index(most), query.ahead_tokens
-        return RestorePlan(self, rank, chain, tokens, tokens, ahead, query.peer)
+        tokens = moved = (len(chain) - most) * size
+        if with_state := bool(self._kept.snapshots and chain):
+            whole = len(chain) * size
+            tokens = whole - self._kept.cached_tokens(rank, chain, whole, to_compute=True)
+            moved += state_weight(self._mesh) // self._mesh.layer_groups if tokens else 0
+        if not self.prices.worth(moved, tokens + ahead):
+            return None
+        return RestorePlan(self, rank, chain, tokens, moved, ahead, query.peer, with_state)
 
     async def bring(self, restore: Restore) -> str:
         size, handoff = self._kept.block_tokens, None
+        if restore.plan.snapshot and restore.slot is None:
+            return "room"
         try:
             handoff = await self._begin_hand_off(restore)
             if handoff is None:
                 return "gone"
             await self._receive(handoff)
+            restore.restored = restore.plan.snapshot
         except JdisaggError as error:
             spoiled = handoff is not None and handoff.spoiled
             refused = isinstance(error, IncompatiblePeerError)
             return "spoiled" if spoiled else "refused" if refused else "lost"
         finally:
-            blocks = handoff.kept_tokens() // size if handoff is not None else 0
+            blocks = handoff.whole_tokens() // size if handoff is not None else 0
             restore.origins.update(dict.fromkeys(range(restore.first, blocks), "peer"))
         restore.moved_tokens = (blocks - restore.first) * size
+        if restore.restored:
+            restore.snapshot_tokens = blocks * size
+            restore.moved_tokens += state_weight(self._mesh) // self._mesh.layer_groups
+            self._counters.add("peer_snapshots_fetched")
         return "gone" if blocks < len(restore.plan.chain) else ""
 
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
@@ -123,13 +135,21 @@ class PeerFetch(KvSource):
         except BaseException:
             line.give_up("its answer is not waited for")
             raise
-        if reply.blocks < 1:
+        if reply.blocks < 1 and not reply.snapshot:
             return None
+        start, mesh, slot = restore.first * size, self._mesh, restore.slot
+
+        def pages(tokens: int) -> tuple[int, ...]:
+            return restore.pages[: pages_for(tokens, mesh.page_size)]
+
+        windows = WindowDestination(pages, mesh.window_groups, lambda _: start)
         to = Destination(
             plan.rank,
-            lambda tokens: restore.pages[: pages_for(tokens, self._mesh.page_size)],
-            self._mesh.layer_groups,
-            restore.first * size,
+            pages,
+            mesh.layer_groups,
+            start,
+            state=(lambda: slot) if slot is not None else None,
+            windows=windows if mesh.windows_apart else None,
         )
         return IncomingHandoff(self._loop, line, to, self._limits, self._counters, self._now)
 

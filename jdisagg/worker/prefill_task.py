@@ -91,7 +91,9 @@ class PrefillTask:
     def tokens(self) -> tuple[int, ...]:
         return self.call.request.prompt_token_ids + self.call.children[0].accepted
 
-    def job(self, pages: tuple[int, ...], state: int) -> PrefillJob:
+    def job(
+        self, pages: tuple[int, ...], state: int, snapshots: tuple[int, ...] = ()
+    ) -> PrefillJob:
         request, children = self.call.request, self.call.children
         return PrefillJob(
             sequence=self.prompt.key,
@@ -104,6 +106,7 @@ class PrefillTask:
             cached_tokens=self.cached_tokens,
             state=state,
             prompt_logprobs=self.of_prompt,
+            snapshots=snapshots,
         )
 
     def end(self, offers: int) -> HandoffEnd:

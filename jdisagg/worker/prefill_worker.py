@@ -61,7 +61,7 @@ from jdisagg.scheduler.prefill_admission import (
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.state_slots import StateSlots
+from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
@@ -100,12 +100,15 @@ class PrefillWorker(MeshWorker):
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._states = StateSlots(mesh)
-        self._residency = Residency(self._ledgers, mesh.page_size, context.names)
+        self._residency = Residency(
+            self._ledgers, mesh.page_size, context.names, snapshots_of(mesh)
+        )
         self._sources = self._find_sources(self._residency, context.tiers, peers)
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
         )
-        self._batches = PrefillBatches(mesh, context.ids, self._residency.cut_tokens)
+        kept = self._residency
+        self._batches = PrefillBatches(mesh, context.ids, kept.cut_tokens, kept.begin_snapshot)
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer
         self._backlog = Backlog()
@@ -198,7 +201,11 @@ class PrefillWorker(MeshWorker):
             self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
             self._states.take(rank, key)
-            self._batches.add(task.job(pages, self._states.slot(rank, key)))
+            slot, kept = self._states.slot(rank, key), self._residency
+            if cached:
+                self._continue_from(kept, rank, task.chain, cached, slot)
+            wanted = kept.wanted_snapshots(rank, task.chain, task.prompt.tokens, cached)
+            self._batches.add(task.job(pages, slot, wanted))
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
         return {
@@ -324,12 +331,13 @@ class PrefillWorker(MeshWorker):
 
     def _look_up(self, task: PrefillTask) -> None:
         """Updates, for each rank, the number of the prompt's leading blocks that are in pages."""
-        kept, size = self._residency, self._residency.block_tokens
+        kept = self._residency
         if task.useful:
             ranks = range(self._mesh.ranks)
             task.known = tuple([kept.match(rank, task.useful) for rank in ranks])
-            cached = tuple([kept.usable_tokens(count * size, True) for count in task.known])
-            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=cached)
+            most = len(task.useful) * kept.block_tokens
+            cached = [kept.cached_tokens(rank, task.useful, most, True) for rank in ranks]
+            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=tuple(cached))
 
     def _query(self, task: PrefillTask) -> RestoreQuery:
         ahead = self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens)

@@ -4,7 +4,8 @@
 last positions are copied first: their copy is queued on the mesh when the sequence loses its pages,
 so these pages can be reused at once. The other positions follow in batches, and their pages are
 held until then. A sequence continues from the last token that was read back; results of steps in
-flight are dropped. Checksums are compared when the KV is back in pages.
+flight are dropped, unless layers keep recurrent state or ring buffers, which are copied after these
+steps. Checksums are compared when the KV is back in pages.
 
 If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
 preempted and is recomputed by another attempt. These failures never change tokens."""
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.errors import JdisaggError
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.decode_state import DecodeState
@@ -26,7 +28,7 @@ from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_pieces import HostPieces
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.outgoing_kv import offers_of_pages
+from jdisagg.worker.outgoing_kv import offers_of_pages, state_offers, window_offers
 from jdisagg.worker.step_loop import StepLoop
 
 
@@ -127,6 +129,12 @@ class SpilledKv:
                 ledger = self._state.ledgers[child.rank]
                 pages = ledger.pages(child.key)
                 copies = self._copy_out(spill, 0, pages)
+                slot = self._state.states.slot(child.rank, child.key)
+                copies += [
+                    self._pieces.copy_out(piece.offer, self._beside(piece, spill, slot))
+                    for piece in spill.whole
+                ]
+                child.steps_count = self.spills.steps_count
                 if count := self._pages_before(spill, 0):
                     spill.guest = self._state.residency.guest()
                     ledger.share(child.key, spill.guest, count)
@@ -140,7 +148,9 @@ class SpilledKv:
         return False
 
     def _new_spill(self, child: Sequence) -> Spill:
-        residency, tokens = self._state.residency, child.position
+        residency, tokens, mesh = self._state.residency, child.position, self._mesh
+        if self.spills.steps_count and child.stage is Stage.RUNNING:
+            tokens = child.issued_position
         chain, size = self._state.chain_to_keep(child), self._state.residency.block_tokens
         batches = [
             tuple(
@@ -155,8 +165,19 @@ class SpilledKv:
             for batch in batch_ranges(self._mesh, len(chain) * size, size, tokens)
         ]
         until = child.group.suspended_until or self._context.clock.now() + self._most_seconds
-        nbytes = self.spills.bytes_of(batches)
-        return Spill(child, child.rank, batches, tokens, nbytes, chain, residency.epoch, until)
+        offers = [*state_offers(mesh, child.rank, self._context.ids)]
+        if mesh.ring_pages:
+            offers += window_offers(mesh, child.rank, tokens, self._context.ids)
+        whole = tuple(map(HostPiece, offers))
+        nbytes = self.spills.bytes_of([*batches, whole])
+        epoch = residency.epoch
+        return Spill(child, child.rank, batches, tokens, nbytes, chain, epoch, until, whole=whole)
+
+    def _beside(self, piece: HostPiece, spill: Spill, slot: int) -> tuple[int, ...]:
+        """Returns the pages of a piece of `Spill.whole`: the state slot, or its ring buffers."""
+        if piece.offer.kind is KvKind.STATE:
+            return (slot,)
+        return self._mesh.ring(slot, spill.tokens)
 
     def _copy_out(
         self, spill: Spill, number: int, pages: tuple[int, ...]
@@ -181,8 +202,10 @@ class SpilledKv:
             except JdisaggError:
                 return  # the mesh failed, and all its sequences have ended
             sums = [one.checksum.checksum for one in results if isinstance(one, ExtractResult)]
-            summed = [replace(one, checksum=sum_) for one, sum_ in zip(batch, sums, strict=True)]
-            spill.batches[number] = tuple(summed)
+            pieces = (*batch, *spill.whole) if not number else batch
+            summed = [replace(one, checksum=sum_) for one, sum_ in zip(pieces, sums, strict=True)]
+            spill.batches[number] = tuple(summed[: len(batch)])
+            spill.whole = tuple(summed[len(batch) :]) or spill.whole
         del self._moving[spill.child.key]
         spill.written = True
         self._counters.add("sequences_spilled")
@@ -211,6 +234,12 @@ class SpilledKv:
             for batch in reversed(spill.batches):
                 missing = [piece for piece in batch if piece.offer.start >= cached_tokens]
                 intact = intact and await self._pieces.bring_back(missing, child.rank, pages)
+            slot = self._state.states.slot(child.rank, child.key)
+            # results of steps in flight came before those of copies, which were issued later
+            assert child.position == spill.tokens or child.stage is Stage.ENDED
+            for piece in spill.whole:
+                beside = self._beside(piece, spill, slot)
+                intact = intact and await self._pieces.bring_back([piece], child.rank, beside)
         except JdisaggError:
             return  # see above
         del self._moving[child.key]

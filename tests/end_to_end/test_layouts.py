@@ -6,15 +6,13 @@ golden families. `test_process_matrix.py` holds the same between two processes. 
 pairwise choice runs by default, in which every two settings meet; `pytest -m slow` runs all."""
 
 import itertools
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.errors import ConfigError
+from jdisagg.config import EngineConfig, Mode
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import (
     MOE,
@@ -223,14 +221,6 @@ async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_
     )
     async with running(sizes) as run:
         await check_continuations(run, directory, (24, 31, 40, 25, 33, 52), (1, 2, 1, 1, 1, 1))
-
-
-async def test_a_prefix_cache_is_refused_for_a_model_with_state(tmp_path: Path) -> None:
-    sizes = config(directory=golden_copy("qwen3_5", tmp_path), context=128, slots=1, chunk=16)
-    sizes = replace(sizes, prefix=PrefixConfig(True, 16))
-    with pytest.raises(ConfigError, match="prefix_cache is not for a model that keeps state"):
-        async with running(sizes):
-            raise AssertionError("unreachable")
 
 
 def test_the_pairwise_choice_covers_every_pair():

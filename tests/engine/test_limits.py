@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import groups_of_layers, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -149,9 +149,7 @@ def test_a_ring_holds_window_and_page_and_never_writes_over_what_is_seen(
         assert len(set(seen)) == len(seen)
 
 
-def test_windows_go_apart_only_between_two_meshes_and_where_nothing_stays() -> None:
-    apart = hands_windows_apart
-    assert apart(True, Mode.DISAGGREGATED, PrefixConfig())
-    assert not apart(False, Mode.DISAGGREGATED, PrefixConfig())
-    assert not apart(True, Mode.CHUNKED, PrefixConfig())
-    assert not apart(True, Mode.DISAGGREGATED, PrefixConfig(True))
+def test_windows_go_apart_only_between_two_meshes() -> None:
+    assert hands_windows_apart(True, Mode.DISAGGREGATED)
+    assert not hands_windows_apart(False, Mode.DISAGGREGATED)
+    assert not hands_windows_apart(True, Mode.CHUNKED)

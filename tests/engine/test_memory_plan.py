@@ -177,11 +177,7 @@ def test_layers_with_a_window_hold_window_and_page_of_each_sequence_on_a_decode_
     assert instance.pages_per_rank == 16 * 256
     assert plan.pages == 16 * 32_768 * 3 * layer
     assert plan.rings == (16 + 4) * (1024 + 128) * 15 * layer and "sliding windows" in str(plan)
-    for role, prefix in (
-        (WorkerRole.PREFILL, None),
-        (WorkerRole.MIXED, None),
-        (WorkerRole.DECODE, PrefixConfig(True)),
-    ):
+    for role, prefix in ((WorkerRole.PREFILL, None), (WorkerRole.MIXED, None)):
         mode = Mode.UNIFIED if role is WorkerRole.MIXED else Mode.DISAGGREGATED
         same, whole = fit_instance(SMALL, role, mode, *how[1:], prefix)
         assert not whole.rings and whole.pages == same.pages_per_rank * 128 * 18 * layer  # type: ignore[operator]
@@ -249,3 +245,25 @@ def test_every_recipe_for_an_h200_is_added_up() -> None:
     marks = test_the_recipes_for_an_h200_fit_one.pytestmark  # type: ignore[attr-defined]
     tried = {recipe for recipe, _ in marks[0].args[1]}
     assert tried == {path.stem for path in CONFIGS.glob("*_h200.py")}
+
+
+GEMMA_3_27B = CostGeometry(
+    "gemma-3-27b", 5376, 62, 262_208, GroupedAttention(32, 16, 128, 1024, 52), 21_504, tied=True
+)
+
+
+@pytest.mark.parametrize(
+    "model", [GEMMA_3_27B, geometry("gpt-oss-20b"), geometry("gpt-oss-120b")], ids=lambda m: m.name
+)
+@pytest.mark.parametrize("context", [8192, 131_072])
+def test_a_prefix_cache_costs_a_decode_worker_of_layers_with_windows_no_more_than_a_tenth(
+    model: CostGeometry, context: int
+) -> None:
+    """All memory, and what is not weights."""
+    how = (WorkerRole.DECODE, Mode.DISAGGREGATED, replace(BF16, context_tokens=context))
+    off, on = (
+        fit_instance(SMALL, *how, model, memory(10_000), prefix)[1]
+        for prefix in (None, PrefixConfig(True, peer_fetch=True, append_tokens=256))
+    )
+    assert off.rings == on.rings > 0 and off.pages == on.pages
+    assert on.total - on.weights <= 1.1 * (off.total - off.weights)

@@ -15,8 +15,9 @@ from tests.fakes.toy_model import Entry
 class FakeStates:
     def __init__(self, limits: MeshLimits) -> None:
         nothing: Entry = (-1, -1, -1)
-        slots = limits.state_slots_per_rank
+        slots = limits.state_rows
         self._on = limits.kv_spec.has_state
+        self._sequences = limits.state_slots_per_rank
         self._slots = [[nothing] * slots for _ in range(limits.ranks)]
 
     def advance(
@@ -31,6 +32,11 @@ class FakeStates:
             f"rank {rank}, slot of state {slot} holds {found}, not that after {tokens} tokens"
         )
         self._slots[rank][slot] = (after[0], 0, after[1])
+
+    def keep(self, rank: int, slot: int, tokens: int, chain: int) -> None:
+        """A snapshot after `tokens` tokens, in a slot beside those of sequences."""
+        assert self._on and slot >= self._sequences
+        self._slots[rank][slot] = (tokens, 0, chain)
 
     def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
         for rank, source, destination in copies:
@@ -51,14 +57,20 @@ def kept_as_it_is(limits: MeshLimits) -> MeshLimits:
     return limits
 
 
-def with_state(limits: MeshLimits) -> MeshLimits:
+def with_state(limits: MeshLimits, snapshots: int = 0, every: int = 0) -> MeshLimits:
     """The same mesh of a model whose second layer keeps state, too, with room for that of the
-    sequences in its slots and of a few ahead."""
+    sequences in its slots and of a few ahead, and for snapshots at multiples of `every` tokens."""
     spec = limits.kv_spec
     first, second = spec.layers
     kept = KVLayer(second.components, state=(KVComponent("recurrent", 1, 2),))
     spec = KVSpec((first, kept), spec.dtype)
-    return replace(limits, kv_spec=spec, state_slots_per_rank=limits.slots_per_rank + 4)
+    return replace(
+        limits,
+        kv_spec=spec,
+        state_slots_per_rank=limits.slots_per_rank + 4,
+        snapshots_per_rank=snapshots,
+        snapshot_tokens=every,
+    )
 
 
 def _only_slot(command: ExtractBlock | InsertBlock) -> int:

@@ -30,7 +30,7 @@ def test_what_can_be_served_is_said_and_all_that_is_wrong_is_named(tmp_path: Pat
     assert layouts.status == 1 and layouts.out.count("problem: ") == 2
     assert f"cannot read '{tokens}'" in layouts.out
     assert "prefill: layout tp=3 does not divide the model's 4 kv heads" in layouts.out
-    assert state.status == 1 and "prefix_cache is not for a model that keeps state" in state.out
+    assert state.status == 0 and "sequence states" in state.out
     assert small.status == 1 and "does not fit, prefill (dp=1,tp=2,ep=1)" in small.out
     assert family.status == 1 and "cannot be served: the family 'sphinx'" in family.out
     assert not any(end.err for end in (good, here, layouts, state, small, family))

@@ -171,6 +171,29 @@ def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
 
 @BOTH
 @PLATFORMS
+@pytest.mark.parametrize("counts", [[20, 0, 48, 40], [100]])
+def test_states_inside_rows_are_those_of_rows_that_end_there(
+    recurrence: Recurrence, counts: list[int], platform: str
+) -> None:
+    """After whole steps of the recurrence, at a row's end, or nowhere; ends are as without."""
+    rng, stops = np.random.default_rng(7), [min(16, counts[0]), 0, 48, 32][: len(counts)]
+    inputs, runs = recurrence.inputs(rng, TOKENS), layout(counts, GRAIN, TOKENS)
+    state = jnp.asarray(rng.normal(size=(len(counts), *ZERO)), jnp.float32)
+    plain, ends = packed(recurrence.runs, inputs, state, runs[:4], platform)
+    out, both = jax.jit(
+        lambda stop_R: recurrence.runs(inputs, state, runs._replace(stop_R=stop_R), platform)
+    )(jnp.asarray(stops, jnp.int32))
+    np.testing.assert_allclose(out, plain, atol=1e-5)
+    np.testing.assert_allclose(both[: len(counts)], ends, atol=1e-5)
+    for row, stop in enumerate(stops):
+        first = int(runs.first_R[row])
+        _, after = recurrence.by_hand(part_of(inputs, first, first + stop), state[row])
+        if stop:
+            recurrence.assert_near(both[len(counts) + row], after)
+
+
+@BOTH
+@PLATFORMS
 def test_a_broken_row_reaches_no_other(recurrence: Recurrence, platform: str) -> None:
     rng = np.random.default_rng(5)
     inputs, runs = recurrence.inputs(rng, TOKENS), layout([20, 0, 17, 40], GRAIN, TOKENS)
@@ -220,6 +243,21 @@ def test_the_convolution_sees_across_chunks_and_never_across_rows(
             y[first : first + count], np.reshape(wanted, (-1, CHANNELS)), atol=1e-5
         )
         np.testing.assert_array_equal(new[row], seen[count:])
+
+
+def test_the_convolution_gives_the_inputs_before_a_place_inside_a_row() -> None:
+    rng, counts, stops = np.random.default_rng(2), [20, 0, 17, 40], [16, 0, 1, 40]
+    runs = layout(counts, GRAIN, TOKENS)
+    x = rng.normal(size=(TOKENS, CHANNELS)).astype(np.float32)
+    kernel = rng.normal(size=(CHANNELS, TAPS)).astype(np.float32)
+    state = rng.normal(size=(ROWS, TAPS - 1, CHANNELS)).astype(np.float32)
+    stopped = runs._replace(stop_R=jnp.asarray(stops, jnp.int32))
+    _, both = convolve_runs(*map(jnp.asarray, (x, kernel, state)), stopped)
+    for row, (count, stop) in enumerate(zip(counts, stops, strict=True)):
+        first = int(runs.first_R[row])
+        seen = np.concatenate([state[row], x[first : first + count]])
+        np.testing.assert_array_equal(both[row], seen[count:])
+        np.testing.assert_array_equal(both[ROWS + row], seen[stop : stop + TAPS - 1])
 
 
 def test_a_step_of_the_convolution_is_a_row_of_one_token_and_a_bias_is_added_once() -> None:

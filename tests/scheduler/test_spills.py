@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.messages.ports import Offer
+from jdisagg.request import Grammar, GrammarKind
 from jdisagg.scheduler.host_blocks import HostPiece
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.sequences import Sequence, Stage
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE, Spill, Spills, batch_ranges
 from tests.fakes.fake_executor import toy_limits
+from tests.fakes.fake_states import with_state
 from tests.scheduler.test_decode_batches import Bench
 
 LIMITS = toy_limits(page_size=4, pages_per_rank=400, slots_per_rank=8)
@@ -92,12 +94,19 @@ def test_only_who_has_all_its_kv_in_pages_goes() -> None:
         assert spills(room_tokens=0).refusal(child) == "off"
 
 
-def test_sequences_whose_layers_keep_more_than_pages_are_computed_anew() -> None:
-    """It has run ahead with the steps in flight."""
+def test_steps_in_flight_count_where_layers_keep_more_than_pages() -> None:
+    """Unless how many tokens they give is unknown."""
     (child,) = sequences(1)
-    for change in ({"windows_apart": True}, {"ring_pages": 2}):
-        limits = replace(LIMITS, **change)  # type: ignore[arg-type]
-        assert Spills(limits, 1 << 20, Prices()).refusal(child) == "off"
+    assert not spills().steps_count
+    for limits in (replace(LIMITS, ring_pages=2), with_state(LIMITS)):
+        kept = Spills(limits, 1 << 20, Prices())
+        assert kept.steps_count and kept.refusal(child) == ""
+        grammar = Grammar(GrammarKind.REGEX, "a+")
+        sampling = replace(child.group.request.sampling, grammar=grammar)
+        constrained = replace(child.group.request, sampling=sampling)
+        child.group.request, plain = constrained, child.group.request
+        assert kept.refusal(child) == "off"
+        child.group.request = plain
 
 
 @given(

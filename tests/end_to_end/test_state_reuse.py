@@ -1,0 +1,153 @@
+"""Models with recurrent state, and with a window in some layers: conversations whose prompts begin
+alike go on from snapshots of the state and from KV that stays, and give the streams of a server
+that keeps nothing. Decode workers keep windows alone."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.request import Request
+from tests.end_to_end.clusters import Running, config, golden_copy, running
+from tests.fakes.cluster import Collected
+
+
+class Talk:
+    """Turns that go on from earlier answers or branch off from within, with n > 1, seeds and
+    stops."""
+
+    def __init__(self, run: Running, seed: int) -> None:
+        self._run, self._random, self._count = run, random.Random(seed), 0
+        self._histories = [self.words(length) for length in (20, 45, 75)]
+
+    def words(self, tokens: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(3, 130) for _ in range(tokens))
+
+    def wave(self, requests: int) -> list[Request]:
+        return [self._next() for _ in range(requests)]
+
+    def _next(self) -> Request:
+        rng, self._count = self._random, self._count + 1
+        history = rng.choice(self._histories)
+        if self._count % 3 == 0:
+            history = history[: rng.randrange(len(history))]
+        ids = (history + self.words(rng.choice((1, 3, 16, 30))))[:150]
+        options: dict[str, object] = {"max_tokens": rng.choice((3, 18, 35)), "ignore_eos": True}
+        if self._count % 2:
+            options |= {"temperature": 0.8, "seed": rng.getrandbits(40), "top_p": 0.9}
+        if self._count % 4 == 1:
+            options |= {"n": 2}
+        if self._count % 5 == 2:
+            options |= {"logprobs": 2}
+        return self._run.request(ids, f"r{self._count}", **options)
+
+    def heard(self, requests: Sequence[Request], done: Sequence[Collected]) -> None:
+        for request, one in zip(requests, done, strict=True):
+            self._histories += [
+                request.prompt_token_ids + tuple(tokens) for tokens in one.tokens.values()
+            ]
+        self._histories = self._histories[:3] + self._histories[3:][-6:]
+
+
+async def converse(engine: EngineConfig, waves: int = 3) -> tuple[list[object], int, Running]:
+    """The streams, and the number of cached tokens."""
+    async with running(engine) as run:
+        talk, streams, cached = Talk(run, seed=11), [], 0
+        for _ in range(waves):
+            asked = talk.wave(4)
+            done = await run.complete_all(asked)
+            talk.heard(asked, done)
+            streams += [(one.tokens, one.finish) for one in done]
+            cached += sum(one.usage.cached_tokens for one in done if one.usage)
+        for worker in run.cluster._workers:
+            for kept in worker._kept.snapshots:
+                assert kept.pending == 0 and kept.free + len(kept) == kept.total
+    return streams, cached, run
+
+
+SIZES = {"context": 256, "slots": 4, "chunk": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "prefill", "decode"),
+    [
+        ("qwen3_next", Mode.DISAGGREGATED, "tp=2", "dp=2"),
+        pytest.param("qwen3_next", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.ci),
+        pytest.param("qwen3_5", Mode.UNIFIED, "tp=1", "tp=2", marks=pytest.mark.slow),
+        pytest.param("nemotron_h_moe", Mode.DISAGGREGATED, "dp=2", "tp=1", marks=pytest.mark.slow),
+        pytest.param("granite4_hybrid", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.ci),
+        pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
+    ],
+)
+async def test_streams_are_those_of_a_server_that_keeps_nothing(
+    name: str, mode: Mode, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    directory = golden_copy(name, tmp_path)
+    engine = config(
+        mode, prefill, decode, directory=directory, prefill_page=16, decode_page=8, **SIZES
+    )  # type: ignore[arg-type]
+    alone = replace(engine, prefix=PrefixConfig())
+    expected, none, _ = await converse(alone)
+    streams, cached, run = await converse(replace(engine, prefix=PrefixConfig(True, 16)))
+    assert streams == expected
+    assert none == 0 and cached > 0
+    kept = [one for worker in run.cluster._workers for one in worker._kept.snapshots]
+    assert sum(one.used for one in kept) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        pytest.param("gpt_oss", "tp=1", "dp=2", marks=pytest.mark.ci),
+        pytest.param("gemma3", "tp=2", "tp=2", marks=pytest.mark.slow),
+    ],
+)
+async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_keep(
+    name: str, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    """The pages of the prefill worker have room for one long prompt; host memory has the rest."""
+    directory = golden_copy(name, tmp_path)
+    engine = config(
+        prefill=prefill, decode=decode, directory=directory, prefill_page=16, decode_page=4, **SIZES
+    )  # type: ignore[arg-type]
+    expected, none, _ = await converse(engine, waves=5)
+    few = replace(engine.prefill, pages_per_rank=11)
+    tiers = PrefixConfig(True, 16, host_gib=0.25, restores="always")
+    streams, cached, run = await converse(replace(engine, prefill=few, prefix=tiers), waves=5)
+    assert streams == expected
+    assert none == 0 and cached > 0
+    first, second = run.cluster._workers
+    limits = run.cluster.decode.executor.limits
+    assert limits.ring_pages and second.counters["prefix_hit_tokens"] > 0
+    assert first.counters["host_tokens_restored"] > 0
+    assert first.counters["host_blocks_broken"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(
+    mode: Mode, tmp_path: Path
+) -> None:
+    directory = golden_copy("qwen3_next", tmp_path)
+    engine = config(mode, "tp=1", "tp=1", directory=directory, dtype="bfloat16", **SIZES)  # type: ignore[arg-type]
+    heard: list[list[object]] = []
+    for reuse in (False, True):
+        prefix = PrefixConfig(True, 16, 64) if reuse else PrefixConfig()
+        async with running(replace(engine, prefix=prefix)) as run:
+            talk, said, cached = Talk(run, seed=5), [], 0
+            history = talk.words(100)
+            for turn in range(4):
+                request = run.request(
+                    history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3
+                )
+                done = await run.complete(request)
+                assert done.usage is not None
+                said.append((done.tokens, done.logprobs))
+                cached += done.usage.cached_tokens
+                history += (*done.tokens[0], *talk.words(20))
+        assert (cached > 0) == reuse
+        heard.append(said)
+    assert heard[0] == heard[1]
