@@ -17,8 +17,15 @@ from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.scheduler.prefill_batches import PrefillJob
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
-from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import (
+    ChildProgress,
+    Sequence,
+    SequenceGroup,
+    Stage,
+    wanted_of_prompt,
+)
 from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
 
 
@@ -68,6 +75,22 @@ class DecodeState:
         for child in group.children:
             self.note_pages(child)
         self._named.setdefault(group.request.identity, []).append(group)
+
+    def prefill_job(self, group: SequenceGroup) -> PrefillJob:
+        """Returns the prompt of a group, to be computed on this mesh."""
+        rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
+        return PrefillJob(
+            group.key,
+            rank,
+            known,
+            self.ledgers[rank].pages(group.key),
+            tuple([child.sample_spec() for child in group.alive]),
+            group.arrival,
+            cached_tokens=cached,
+            state=self.states.slot(rank, group.key),
+            prompt_logprobs=wanted_of_prompt(group.request, tuple(group.children[0].generated)),
+            snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
+        )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
         """Returns all groups of one request: those of several attempts or several children."""

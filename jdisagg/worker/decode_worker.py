@@ -55,10 +55,10 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, wanted_of_prompt
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
@@ -416,27 +416,8 @@ class DecodeWorker(MeshWorker):
         if source is not None:
             self._incoming.begin(group, source)
         else:
-            specs = tuple(child.sample_spec() for child in group.alive)
-            pages = self._state.ledgers[group.rank].pages(group.key)
             known, cached = group.known_tokens, group.cached_tokens
-            self._prefills.add(
-                PrefillJob(
-                    group.key,
-                    group.rank,
-                    known,
-                    pages,
-                    specs,
-                    group.arrival,
-                    cached_tokens=cached,
-                    state=self._state.states.slot(group.rank, group.key),
-                    prompt_logprobs=wanted_of_prompt(
-                        group.request, tuple(group.children[0].generated)
-                    ),
-                    snapshots=self._state.residency.wanted_snapshots(
-                        group.rank, group.chain, len(known), cached
-                    ),
-                )
-            )
+            self._prefills.add(self._state.prefill_job(group))
             self._backlog.add(group.key, len(known), cached)
             if self._mode is Mode.DISAGGREGATED:
                 self.counters.add("prompts_appended")
