@@ -9,12 +9,15 @@ or decode workers. Alert thresholds that depend on a service's objectives are co
 of this file. Operators change them in their copy."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jdisagg.observe.counter_texts import TEXTS, text_of
 from jdisagg.request import FinishReason
+from tools.reference import metric_rows
 
 FOLDER = Path(__file__).resolve().parents[1] / "deploy"
 COLUMNS, WIDTH, HEIGHT = 24, 8, 7
@@ -366,9 +369,29 @@ ALERTS = (
 )
 
 
+def _meanings() -> dict[str, str]:
+    """Returns the meaning of each metric, as its HELP text states it."""
+    found = {name.strip("`"): meaning for name, _, _, meaning in metric_rows()}
+    for texts in TEXTS.values():
+        found |= {f"jdisagg_{counter}_total": meaning for counter, meaning in texts.items()}
+    found["jdisagg_handoffs_total"] = text_of("handoffs_completed")
+    found["jdisagg_pull_failures_total"] = text_of("pulls_failed")
+    return found
+
+
+def _description(panel: Panel, meanings: Mapping[str, str]) -> str:
+    names = dict.fromkeys(
+        re.sub(r"_(bucket|sum|count)$", "", name)
+        for _, query in panel.queries
+        for name in re.findall(r"\bjdisagg_\w+", query)
+    )
+    return "\n".join(f"{name}: {meanings[name]}" for name in names)
+
+
 def grafana() -> dict[str, Any]:
     """Returns the dashboard as the JSON object that Grafana imports."""
     panels: list[dict[str, Any]] = []
+    meanings = _meanings()
     top = 0
     for row, members in ROWS.items():
         place = {"x": 0, "y": top, "w": COLUMNS, "h": 1}
@@ -376,7 +399,8 @@ def grafana() -> dict[str, Any]:
         top += 1
         for number, panel in enumerate(members):
             down, across = divmod(number, COLUMNS // WIDTH)
-            panels.append(_graph(panel, across * WIDTH, top + down * HEIGHT))
+            made = _graph(panel, across * WIDTH, top + down * HEIGHT)
+            panels.append({**made, "description": _description(panel, meanings)})
         top += -(-len(members) // (COLUMNS // WIDTH)) * HEIGHT
     for number, panel in enumerate(panels):
         panel["id"] = number + 1

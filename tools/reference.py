@@ -147,8 +147,8 @@ def field_texts(doc: str) -> dict[str, str]:
 
 
 def metrics() -> str:
-    rows = sorted({row[0]: row for row in _metric_rows()}.values())
-    counters = sorted(_counter_rows())
+    rows = sorted({row[0]: row for row in metric_rows()}.values())
+    counters = sorted(counter_rows())
     lines = [
         "# Metrics\n",
         "Prometheus series that jdisagg exports ([observability](../observability.md) explains how"
@@ -171,13 +171,15 @@ def metrics() -> str:
     return "\n".join(lines)
 
 
-def _metric_rows() -> Iterator[tuple[str, str, str, str]]:
+def metric_rows() -> Iterator[tuple[str, str, str, str]]:
     for path in sorted((ROOT / "jdisagg" / "observe").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and len(node.args) >= 2:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 texts = _texts(node.args)
-                if name in FAMILIES and len(texts) >= 2 and texts[0]:
+                if name in ("_gauge", "_family"):
+                    yield from _statuses(node.args if name == "_gauge" else node.args[1:])
+                elif name in FAMILIES and len(texts) >= 2 and texts[0]:
                     labels = [text for text in texts[2:] if text]
                     labels += [
                         text
@@ -189,7 +191,24 @@ def _metric_rows() -> Iterator[tuple[str, str, str, str]]:
             elif isinstance(node, ast.Tuple) and len(node.elts) == 3:
                 texts = _texts(node.elts)
                 if isinstance(node.elts[2], ast.Lambda) and texts[0] and texts[1]:
-                    yield _metric(f"worker_{texts[0]}", "gauge", ["worker", "role"], texts[1])
+                    kept = texts[0].startswith("kept_")
+                    labels = ["worker", "role", *(["tier"] if kept else [])]
+                    yield _metric(
+                        texts[0] if kept else f"worker_{texts[0]}", "gauge", labels, texts[1]
+                    )
+
+
+def _statuses(nodes: list[ast.expr]) -> Iterator[tuple[str, str, str, str]]:
+    """Yields the metric of a family that is read at the scrape, unless its name or text is not
+    constant. `nodes` are its name, text and labels."""
+    name, text, *_ = (*_texts(nodes[:2]), "", "")
+    if not re.fullmatch(r"(jdisagg_)?[a-z]+(_[a-z]+)*", name) or not text or len(nodes) < 3:
+        return
+    of_worker = ast.unparse(nodes[2]).startswith(("labels", "(*labels"))
+    labels = ["worker", "role"] if of_worker else []
+    labels += [one for one in _texts(getattr(nodes[2], "elts", [])) if one]
+    kind = "counter" if name in ("jdisagg_compilations", "worker_preemptions") else "gauge"
+    yield _metric(name, kind, labels, text)
 
 
 def _texts(nodes: list[ast.expr]) -> list[str]:
@@ -209,7 +228,7 @@ def _metric(name: str, kind: str, labels: list[str], text: str) -> tuple[str, st
     return f"`{full}`", kind, ", ".join(labels), _sentence(text)
 
 
-def _counter_rows() -> Iterator[tuple[str, str, str]]:
+def counter_rows() -> Iterator[tuple[str, str, str]]:
     """Yields the name, the labels and the meaning of each counter in `jdisagg.telemetry.Counters`.
     Finds counters by the calls that add to them."""
     found: dict[str, set[str]] = {}

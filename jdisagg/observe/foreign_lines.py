@@ -25,11 +25,12 @@ def wrapped(line: str, process: str, now: float, stream: str = "stderr") -> str:
     except ValueError:
         pass
     severity = _NATIVE.match(line)
+    usual = "ERROR" if line.startswith("error: ") else _USUAL[stream]
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
     return json.dumps(
         {
             "time": f"{at}.{int(now % 1 * 1000):03d}Z",
-            "level": _LEVELS[severity[1]] if severity else _USUAL[stream],
+            "level": _LEVELS[severity[1]] if severity else usual,
             "logger": stream,
             "message": line,
             "process": process,

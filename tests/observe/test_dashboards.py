@@ -97,3 +97,17 @@ def test_a_legend_names_labels_that_its_query_keeps_and_panels_do_not_overlap() 
         for target in panel.get("targets", ()):
             kept = {one.strip() for group in BY.findall(target["expr"]) for one in group.split(",")}
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept
+
+
+METRIC_NAME = re.compile(r"\bjdisagg_\w+?(?=_bucket|\{|\[)")
+
+
+def test_every_panel_says_what_its_metrics_mean() -> None:
+    for panel in json.loads(dashboards.files()["grafana.json"])["panels"]:
+        asked = {
+            name
+            for target in panel.get("targets", ())
+            for name in METRIC_NAME.findall(target["expr"])
+        }
+        for name in asked:
+            assert re.search(rf"{name}: \w.+\.", panel["description"]), panel["title"]

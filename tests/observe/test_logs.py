@@ -112,6 +112,7 @@ os.write(2, b"I1122 19:18:35.123456   77 ssl_transport_security.cc:2563] Handsha
 print("printed", file=sys.stderr, flush=True)
 os.write(2, b"compiling:   3%|\\rcompiling:  90%|\\n")
 print("ready", flush=True)
+print("error: it broke", file=sys.stderr, flush=True)
 os.write(2, b"last words")
 os.abort()
 """
@@ -131,4 +132,5 @@ def test_whatever_a_process_writes_is_json_its_last_words_too() -> None:
     assert native["level"] == "INFO" and native["logger"] == "stderr"
     (out,) = map(json.loads, done.stdout.splitlines())
     assert (out["message"], out["logger"], out["level"]) == ("ready", "stdout", "INFO")
+    assert messages["error: it broke"]["level"] == "ERROR"
     assert {"printed", "compiling:   3%|", "compiling:  90%|", "last words"} <= set(messages)

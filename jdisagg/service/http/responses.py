@@ -24,6 +24,7 @@ from jdisagg.service.http.fields import (
     YES,
     FieldKind,
     Fields,
+    either,
 )
 from jdisagg.service.http.grammar import grammar_of_response
 from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
@@ -149,7 +150,7 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
         call = ToolCall(
             item.given("name", TEXT),
             item.read("arguments", TEXT_OR_JSON) or "",
-            item.given("call_id", TEXT),
+            either(item, ("call_id", "id"), TEXT) or "",
         )
         if not messages or messages[-1].role != "assistant":
             messages.append(ChatMessage("assistant", ""))
@@ -157,7 +158,8 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
     elif kind == "function_call_output":
         item.ignore("id", "status")
         output = text_of(item, "output")
-        messages.append(ChatMessage("tool", output, tool_call_id=item.given("call_id", TEXT)))
+        called = item.read("call_id", TEXT) or ""
+        messages.append(ChatMessage("tool", output, tool_call_id=called))
     else:
         raise InvalidRequestError(
             "input items must have the type message, reasoning, function_call or"

@@ -164,7 +164,7 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{}]}, "tools", "tools[0].name is missing"),
     ({"tools": [{"type": "web_search"}]}, "tools", "type must be function"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", "is not supported"),
-    ({"input": [{"type": "function_call", "name": "f"}]}, "input", "call_id is missing"),
+    ({"input": [{"type": "function_call"}]}, "input", "input[0].name is missing"),
     ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
     ({"text": {"format": {"type": "json_schema", "schema": {"items": 3}}}}, "text", "cannot be"),
 ]
