@@ -57,6 +57,7 @@ ODD: list[dict[str, Any]] = [
     {"stop": None},
     {"stop": []},
     {"stop_token_ids": []},
+    {"stop_token_ids": [65.0, "66"]},
     {"logit_bias": {}},
     {"logit_bias": []},
     {"logit_bias": None},
