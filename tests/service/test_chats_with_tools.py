@@ -194,31 +194,6 @@ async def test_calls_and_reasoning_are_told_from_words_at_both_doors(
     assert not any(request.sampling.skip_special_tokens for request in path.requests)
 
 
-@pytest.mark.parametrize("characters", [1, 3, 1000])
-async def test_a_call_before_the_thought_was_closed_ends_it(
-    door: HttpDoor, client: openai.AsyncOpenAI, characters: int
-) -> None:
-    path = door.path
-    assert isinstance(path, Script)
-    path.text, path.characters = "<think>\nI look.\n" + CALLS, characters
-    http = await whole(client, tools=[WEATHER]), await streamed(client, tools=[WEATHER])
-    for (said,) in (*http, await over_grpc(door, tools=[WEATHER])):
-        assert [call[1] for call in said.calls] == ["weather", "weather"]
-        assert (said.content, said.reasoning, said.end) == ("", "I look.", "tool_calls")
-
-
-@pytest.mark.parametrize("characters", [1, 3, 1000])
-async def test_a_call_of_a_tool_that_the_request_lacks_stays_text(
-    door: HttpDoor, client: openai.AsyncOpenAI, characters: int
-) -> None:
-    path = door.path
-    assert isinstance(path, Script)
-    path.text, path.characters = CALLS.replace("weather", "call00003"), characters
-    http = await whole(client, tools=[WEATHER]), await streamed(client, tools=[WEATHER])
-    for (said,) in (*http, await over_grpc(door, tools=[WEATHER])):
-        assert (said.content, said.calls, said.end) == (path.text, [], "stop")
-
-
 @pytest.mark.parametrize("characters", [1, 1000])
 async def test_usage_says_how_many_tokens_were_reasoning(door: HttpDoor, characters: int) -> None:
     path = door.path
