@@ -122,6 +122,7 @@ class _RecentDecision:
     waited_seconds: float
     prompt_tokens: int
     answer: Decision | Refusal
+    request_id: str
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
 
@@ -134,7 +135,13 @@ class _RecentDecision:
         answer, age = self.answer, now - self.at
         if isinstance(answer, Refusal):
             return PastDecision(
-                age, f"refused: {answer.kind}", answer.reason, "", "", self.prompt_tokens
+                age,
+                f"refused: {answer.kind}",
+                answer.reason,
+                "",
+                "",
+                self.prompt_tokens,
+                request_id=self.request_id,
             )
         return PastDecision(
             age,
@@ -147,6 +154,7 @@ class _RecentDecision:
             answer.tpot_seconds,
             self.ttft_seconds,
             self.tpot_seconds,
+            self.request_id,
         )
 
 
@@ -459,7 +467,7 @@ class Placer:
             answer = Deferred(self._expecting(error).message)
         if isinstance(answer, Refusal):
             self._counters.add("rejections", cause=answer.kind)
-            self._remember(query, answer, now)
+            self._remember(sized, query, answer, now)
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
         if isinstance(answer, Deferred):
             self._deferred_by = answer.reason
@@ -467,7 +475,7 @@ class Placer:
         if beside_queue:
             self.changed()  # the requests in the queue may fit, too
             return None
-        return self._charge(query, answer, now)
+        return self._charge(sized, query, answer, now)
 
     def _decide(self, query: PlacementQuery, now: float) -> PlacementOutcome:
         answer = decide(self.accounts.state, query, now, self._rules)
@@ -502,7 +510,9 @@ class Placer:
             self._pairs.broken(self.accounts.state.life, now),
         )
 
-    def _charge(self, query: PlacementQuery, decision: Decision, now: float) -> PlacementHandle:
+    def _charge(
+        self, sized: _Sized, query: PlacementQuery, decision: Decision, now: float
+    ) -> PlacementHandle:
         self._counters.add("placements", reason=decision.kind)
         for worker in (decision.prefill, decision.decode) if self._breakers else ():
             breaker = self._breaker(worker) if worker is not None else None
@@ -521,12 +531,14 @@ class Placer:
             query.work.expected_tokens,
         )
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
-        return PlacementHandle(decision, placed, self, self._remember(query, decision, now))
+        entry = self._remember(sized, query, decision, now)
+        return PlacementHandle(decision, placed, self, entry)
 
     def _remember(
-        self, query: PlacementQuery, answer: Decision | Refusal, now: float
+        self, sized: _Sized, query: PlacementQuery, answer: Decision | Refusal, now: float
     ) -> _RecentDecision:
-        entry = _RecentDecision(now, query.age_seconds, query.work.tokens, answer)
+        name = sized.asked.request.request_id
+        entry = _RecentDecision(now, query.age_seconds, query.work.tokens, answer, name)
         self._entries.append(entry)
         return entry
 

@@ -19,6 +19,7 @@ class PastDecision:
         predicted_step_seconds: Predicted time of one decode step, or None without a prediction.
         ttft_seconds: Measured time to the first token, or None until it is known.
         tpot_seconds: Measured time per further token, or None until it is known.
+        request_id: Id of the request. Not sent over gRPC.
     """
 
     age_seconds: float
@@ -31,6 +32,7 @@ class PastDecision:
     predicted_step_seconds: float | None = None
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ def keep_for_good() -> None:
 def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
     """Returns the data sources for the web page, in addition to the status."""
     guide = Guide() if config.http_guide else None
-    return PageSources(observer.recent if observer else None, guide)
+    if observer is None:
+        return PageSources(guide=guide)
+    return PageSources(observer.recent, observer.metrics.traffic, guide)
 
 
 def where(service: ServiceConfig) -> str:

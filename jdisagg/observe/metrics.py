@@ -13,6 +13,7 @@ requests. All metrics of jdisagg have the model's name as a label."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 
@@ -139,6 +140,16 @@ class RequestMetrics(MetricGroup):
             self.seconds.labels(result.value)
         for tier in CachedTokens().by_tier():
             self.cached_tokens.labels(tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Totals since the start of the process. `kv_bytes` is None in a process whose meshes receive
+    no KV; workers in other processes count their own."""
+
+    prompt_tokens: float
+    generated_tokens: float
+    kv_bytes: float | None
 
 
 class TransferMetrics(MetricGroup):
@@ -311,6 +322,15 @@ class Metrics(NoRouterEvents):
 
         return close
 
+    def traffic(self) -> Traffic:
+        requests = self.requests
+        moved = _samples(self.transfers.kv_bytes)
+        return Traffic(
+            sum(_samples(requests.prompt_tokens)),
+            sum(_samples(requests.generated_tokens)),
+            sum(moved) if moved else None,
+        )
+
     async def _read(self) -> list[Metric]:
         readings: Sequence[Reading] = await asyncio.gather(
             *(watched.read(STATUS_SECONDS) for watched in list(self._watched))
@@ -322,6 +342,16 @@ class Metrics(NoRouterEvents):
             ours = [_of_model(family, self.model) for family in ours]
         about = build_families(self._process, self.model, __version__, _version("jax"))
         return [*about, *ProcessCollector(registry=None).collect(), *ours]
+
+
+def _samples(counter: Counter) -> list[float]:
+    """Returns the value of a counter for each combination of labels."""
+    return [
+        sample.value
+        for family in counter.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    ]
 
 
 class _Families(CollectorRegistry):

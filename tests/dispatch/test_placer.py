@@ -196,10 +196,12 @@ def test_what_was_predicted_is_held_against_what_came() -> None:
                 told.append((what, predicted, actual))
 
         desk = Desk(events=Told())
-        placement = await desk.place()
+        asked = desk.seek()
+        placement = await desk.placer.place(asked)
         placement.measured_ttft(0.5)
         placement.measured_tpot(0.02)
         past = desk.placer.status().decisions[0]
+        assert past.request_id == asked.request.request_id != ""
         assert told == [
             ("ttft", past.predicted_ttft_seconds, 0.5),
             ("tpot", past.predicted_step_seconds, 0.02),

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jdisagg.config import Mode
 from jdisagg.errors import UnavailableError
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.observe.metrics import Metrics
+from jdisagg.observe.metrics import Metrics, Traffic
 from jdisagg.observe.sources import pages_by_state
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.telemetry import Counters
@@ -317,3 +317,12 @@ def test_reserved_pages_are_told_apart_where_the_worker_says_so() -> None:
         (1, "reserved", 0),
         (1, "used", 0),
     ]
+
+
+def test_traffic_is_the_sum_over_all_links_and_unknown_without_any() -> None:
+    metrics = Metrics("worker")
+    assert metrics.traffic() == Traffic(0.0, 0.0, None)
+    metrics.requests.prompt_tokens.inc(300)
+    for source, sent in (("a", 4096), ("b", 1024)):
+        metrics.transfers.kv_bytes.labels(source, "d", "none").inc(sent)
+    assert metrics.traffic() == Traffic(300.0, 0.0, 5120.0)

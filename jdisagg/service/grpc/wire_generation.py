@@ -8,7 +8,7 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -373,13 +373,18 @@ def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
     return pb.GetStatusResponse(
         waiting=status.waiting,
         decisions=[
-            pb.PastDecision(**dataclasses.asdict(decision)) for decision in status.decisions
+            pb.PastDecision(**_without(dataclasses.asdict(decision), "request_id"))
+            for decision in status.decisions
         ],
         accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
         waiting_requests=[
             pb.WaitingRequest(**dataclasses.asdict(request)) for request in status.waiting_requests
         ],
     )
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:

@@ -6,8 +6,10 @@ them to contact this server only. The files need no token, while the JSON data r
 token. A timeline is requested by its trace id, which the client chose. A token that belongs to a
 tenant cannot list the latest timelines, because the list covers all tenants."""
 
+import dataclasses
 import functools
 import importlib.resources
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +18,10 @@ import msgspec
 from jdisagg import __version__, caller
 from jdisagg.chat.messages import ChatMessage, ChatPrompt
 from jdisagg.dispatch.frontend import Frontend
-from jdisagg.dispatch.routing_status import WorkerAccount
+from jdisagg.dispatch.routing_status import PastDecision, WorkerAccount
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.observe.metrics import Traffic
 from jdisagg.observe.recent_requests import RecentRequests
 from jdisagg.observe.sources import pages_by_state
 from jdisagg.service.http.errors import Header, HttpRefusal
@@ -43,6 +46,9 @@ SHOWN_STATUS = (
     *("name", "layout", "running", "waiting", "slots", "handoffs", "preemptions"),
     *("queued_tokens", "draining", "loading_seconds", "kv_channels", "page_size"),
 )
+SHOWN_DECISION = tuple(
+    spec.name for spec in dataclasses.fields(PastDecision) if spec.name != "request_id"
+)
 SHOWN_MODEL = ("name", "family", "context_tokens", "dtype", "kv_bytes_per_token")
 QUESTION_BYTES = 1 << 12
 
@@ -64,10 +70,12 @@ class PageSources:
 
     Attributes:
         recent: Timelines of recent requests, or None.
+        traffic: Function that returns the totals of this process, or None.
         guide: Simulator for the planning guide, or None if the guide is off.
     """
 
     recent: RecentRequests | None = None
+    traffic: Callable[[], Traffic] | None = None
     guide: GuidePort | None = None
 
 
@@ -113,9 +121,24 @@ class Page:
                 "model": await self._model(),
                 "waiting": routing.waiting,
                 "workers": [_worker(worker, accounts.get(worker.name)) for worker in workers],
-                "decisions": routing.decisions[:SHOWN_DECISIONS],
+                "traffic": self._sources.traffic and self._sources.traffic(),
+                "decisions": self._decisions(routing.decisions[:SHOWN_DECISIONS]),
             },
         )
+
+    def _decisions(self, decisions: Sequence[PastDecision]) -> list[dict[str, object]]:
+        """Returns decisions with the trace of their request, or "" if it has none. A token that
+        belongs to a tenant gets no traces, as in `_timelines`."""
+        recent = self._sources.recent
+        known = recent.requests() if recent and not caller.current().tenant else ()
+        traces = {one.request: one.trace for one in known}
+        return [
+            {
+                **{name: getattr(item, name) for name in SHOWN_DECISION},
+                "trace": traces.get(item.request_id, ""),
+            }
+            for item in decisions
+        ]
 
     async def _timelines(self, exchange: Exchange) -> None:
         """Lists the latest traced requests. The list covers all tenants, so a token that belongs to

@@ -18,7 +18,10 @@ from jdisagg.service.server import GenerationServer
 from tests.service.doors import MODEL, STATUS, TEMPLATE, FakePath, byte_tokenizer
 from tests.service.http_doors import HttpDoor, running
 
-PLACED = PastDecision(1.5, "disaggregated", "the soonest", "prefill-0", "decode-1", 300, 0.2, 0.02)
+PLACED = replace(
+    PastDecision(1.5, "disaggregated", "the soonest", "prefill-0", "decode-1", 300, 0.2, 0.02),
+    request_id="seen",
+)
 REFUSED = PastDecision(9.0, "refused: overload", "256 requests wait", "", "", 12)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"

@@ -106,7 +106,9 @@ async def test_the_status_says_what_get_status_says() -> None:
     ]
     assert (second["attempts"], second["barred_seconds"]) == (3, 2.5)
     assert status["workers"][0]["attempts"] == 0
-    assert status["decisions"] == [asdict(PLACED), asdict(REFUSED)]
+    decisions = [dict(asdict(one), trace="") for one in (PLACED, REFUSED)]
+    assert [decision.pop("request_id") for decision in decisions] == ["seen", ""]
+    assert status["decisions"] == decisions
     assert status["model"]["name"] == "tiny" and status["model"]["mode"] == "disaggregated"
 
 
@@ -143,12 +145,24 @@ async def test_a_request_whose_client_asks_for_a_trace_has_a_timeline_and_no_oth
         (known,) = (await door.ask("/api/timelines")).fields["requests"]
         spans = (await door.ask(f"/api/timelines/{TRACE}")).fields["spans"]
         nothing = (await door.ask("/api/timelines/" + "0" * 32)).fields
+        placed, refused = (await door.ask("/api/status")).fields["decisions"]
+    assert (placed["trace"], refused["trace"]) == (TRACE, "")
     assert (known["trace"], known["request"], known["result"]) == (TRACE, "seen", "length")
     assert known["prompt_tokens"] == 5
     assert [span["name"] for span in spans] == ["request", "first token"]
     whole, first = spans
     assert first["ended"] is None and whole["started"] <= first["started"] <= whole["ended"]
     assert nothing == {"spans": []}
+
+
+async def test_the_status_counts_the_tokens_of_requests() -> None:
+    async with page_door() as door:
+        before = (await door.ask("/api/status")).fields["traffic"]
+        await door.ask(COMPLETIONS, {"prompt": "Hello", "max_tokens": 3})
+        after = (await door.ask("/api/status")).fields["traffic"]
+    assert (before["prompt_tokens"], before["generated_tokens"]) == (0, 0)
+    assert (after["prompt_tokens"], after["generated_tokens"]) == (5, 3)
+    assert after["kv_bytes"] is None, "the fake path has no meshes"
 
 
 async def test_a_running_requests_timeline_is_known_so_far() -> None:
@@ -170,11 +184,16 @@ async def test_a_token_of_a_tenant_is_not_told_of_others_requests(tmp_path) -> N
     tokens = tmp_path / "tokens"
     tokens.write_text("all\none tenant=acme\n")
     async with page_door(service=ServiceConfig(token_file=str(tokens))) as door:
-        asked = {"prompt": "x", "max_tokens": 2}
+        asked = {"prompt": "x", "max_tokens": 2, "request_id": "seen"}
         await door.ask(COMPLETIONS, asked, traceparent=TRACEPARENT, authorization="Bearer one")
+        placed = [
+            (await door.ask("/api/status", authorization=f"Bearer {token}")).fields["decisions"][0]
+            for token in ("one", "all")
+        ]
         told = await door.ask("/api/timelines", authorization="Bearer one")
         by_trace = await door.ask(f"/api/timelines/{TRACE}", authorization="Bearer one")
         everybody = await door.ask("/api/timelines", authorization="Bearer all")
+    assert [decision["trace"] for decision in placed] == ["", TRACE]
     assert told.fields == {"requests": []}
     assert len(by_trace.fields["spans"]) == 2
     assert len(everybody.fields["requests"]) == 1

@@ -49,6 +49,11 @@ async def test_the_page_chats_and_shows_cluster_decisions_and_timelines(tmp_path
         assert text.count(HOSTILE) == 4
         assert not await page.run("document.querySelector('main img, main script, b b')")
         await page.until("document.querySelector('#live-timeline .track') !== null")
+        await page.until("document.querySelectorAll('#live-timeline dd').length > 0")
+        assert await page.run("document.querySelectorAll('#examples button').length") > 1
+        await page.run("document.querySelector('#beside').click()")
+        await page.until("/first token after/.test(document.querySelector('.beside').textContent)")
+        assert len(path.requests.pop().prompt_token_ids) > 100
         await say(page, "And now?", 2)
         await page.until(ended(2))
         turns = [request.prompt_token_ids for request in path.requests]
@@ -59,12 +64,16 @@ async def test_the_page_chats_and_shows_cluster_decisions_and_timelines(tmp_path
         await page.until("document.querySelectorAll('#pools tbody tr').length === 200")
         assert "133 workers" in await page.run("document.querySelector('#pools').textContent")
         assert "excluded" in await page.run("document.querySelector('#pools').textContent")
+        assert "generated tokens" in await page.run(
+            "document.querySelector('#figures').textContent"
+        )
+        assert await page.run("document.querySelectorAll('svg.spark').length") == 2
         await page.run("location.hash = '/decisions'")
         await page.until("document.querySelectorAll('#decision-list tbody tr').length === 2")
         shown = await page.run("document.querySelector('#decision-list').textContent")
         assert "prefill-0 → decode-1" in shown and "256 requests wait" in shown
         await page.run("location.hash = '/timelines'")
-        await page.until("document.querySelectorAll('.pick').length === 2")
+        await page.until("document.querySelectorAll('.pick').length >= 2")
         await page.run("document.querySelector('.pick').click()")
         await page.until("document.querySelector('#timeline .track') !== null")
 
@@ -128,7 +137,10 @@ async def test_the_guide_draws_three_ways_and_follows_its_sliders(tmp_path: Path
         await page.until("document.querySelectorAll('.way .lane').length > 60")
         before = await page.run("document.querySelector('#ways').textContent")
         await page.run("document.querySelector('#guide-rate').value = 0")
-        await page.run("document.querySelector('#guide-rate').dispatchEvent(new Event('input'))")
+        await page.run(
+            "document.querySelector('#guide-rate').dispatchEvent("
+            "new Event('input', {bubbles: true}))"
+        )
         await page.until(
             f"document.querySelector('#ways').textContent !== {json.dumps(before)}"
             " && document.querySelector('#guide-said').textContent === ''"

@@ -1,6 +1,11 @@
 // The live cluster: pools and workers as reported by GetStatus.
 
-import { bar, byId, count, el, plural, seconds } from "./dom.js";
+import { bar, byId, bytes, count, el, plural, seconds, svg } from "./dom.js";
+
+// Totals of the server, once a second for the last minute: {at, prompt_tokens, ...}.
+const MINUTE = 60;
+const NOW_SECONDS = 5; // over which the present rate is taken
+const samples = [];
 
 const POOLS = [
   ["prefill", "Prefill"],
@@ -105,12 +110,55 @@ const legend = () =>
 
 const figure = (value, label) => el("div", { class: "figure" }, el("b", {}, value), label);
 
+export function measure(traffic) {
+  if (!traffic) return;
+  samples.push({ at: performance.now() / 1000, ...traffic });
+  while (samples.length > 1 && samples.at(-1).at - samples[0].at > MINUTE) samples.shift();
+}
+
+function rateBetween(one, other, name) {
+  const [from, to] = [one[name] || 0, other[name] || 0];
+  return other.at > one.at ? Math.max(0, to - from) / (other.at - one.at) : 0;
+}
+
+// The present rate of a total, and its course over the last minute.
+function rate(name, text, label) {
+  const last = samples.at(-1);
+  if (!last || last[name] === null) {
+    return figure("–", `${label}: counted in the workers' processes`);
+  }
+  const since = samples.find((sample) => last.at - sample.at <= NOW_SECONDS) || last;
+  const rates = samples.slice(1).map((sample, index) => ({
+    at: sample.at,
+    value: rateBetween(samples[index], sample, name),
+  }));
+  const most = Math.max(0, ...rates.map(({ value }) => value));
+  const made = figure(text(rateBetween(since, last, name)), label);
+  const points = rates.map(
+    ({ at, value }) =>
+      `${(120 * (1 - (last.at - at) / MINUTE)).toFixed(1)},${(27 - (25 * value) / (most || 1)).toFixed(1)}`,
+  );
+  const said = `${label} over the last minute, ${text(most)} at most`;
+  made.append(
+    svg(
+      "svg",
+      { viewBox: "0 0 120 28", class: "spark", role: "img", "aria-label": said },
+      svg("polyline", { points: points.join(" ") }),
+    ),
+    el("small", {}, `at most ${text(most)} in the last minute`),
+  );
+  return made;
+}
+
 export function drawCluster(status) {
   const { workers, waiting, model } = status;
   const running = sum(
     workers.filter((worker) => worker.role !== "prefill").map((worker) => worker.running),
   );
   byId("figures").replaceChildren(
+    rate("generated_tokens", (value) => `${count(value)}/s`, "generated tokens"),
+    rate("prompt_tokens", (value) => `${count(value)}/s`, "prompt tokens of finished requests"),
+    rate("kv_bytes", (value) => `${bytes(value)}/s`, "KV from prefill to decode"),
     figure(count(workers.length), workers.length === 1 ? "worker" : "workers"),
     figure(count(running), "running sequences"),
     figure(count(waiting), "waiting at the router"),

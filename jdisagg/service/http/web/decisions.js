@@ -28,12 +28,18 @@ function row(decision) {
     cell("Workers", placed(decision)),
     cell("TTFT", versus(decision.predicted_ttft_seconds, decision.ttft_seconds)),
     cell("TPOT", versus(decision.predicted_step_seconds, decision.tpot_seconds)),
+    cell(
+      "Timeline",
+      decision.trace
+        ? el("a", { href: `#/timelines/${decision.trace}` }, "show")
+        : el("span", { class: "hint" }, "not traced"),
+    ),
     cell("Reason", el("span", { class: "reason" }, `${decision.kind}: ${decision.reason}`)),
   );
 }
 
 export function drawDecisions(decisions) {
-  const heads = ["Age", "Prompt tokens", "Workers", "TTFT", "TPOT", "Reason"];
+  const heads = ["Age", "Prompt tokens", "Workers", "TTFT", "TPOT", "Timeline", "Reason"];
   const shown = decisions.length
     ? el(
         "table",

@@ -62,7 +62,7 @@ function sentence(facts, row, used, name) {
     row.sent_bytes < row.kv_bytes ? `, of which ${bytes(row.sent_bytes)} are sent` : "";
   return (
     `A prompt of ${count(row.prompt_tokens)} tokens has ${bytes(row.kv_bytes)} of KV${sent}. ` +
-    `${name}${links}, takes ${seconds(used.seconds)}, ` +
+    `Over ${name}${links}, it takes ${seconds(used.seconds)}, ` +
     `${Number(share.toPrecision(2))} % of the ${seconds(row.prefill_seconds)} of its prefill. ` +
     (used.exposed_seconds < used.seconds * 0.99
       ? `Most of it is sent while later chunks compute: ${seconds(used.exposed_seconds)} remain ` +

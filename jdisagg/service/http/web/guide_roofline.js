@@ -4,7 +4,7 @@
 import { figures, logChart, powers } from "./charts.js";
 import { count, el, seconds } from "./dom.js";
 
-const NAMED = { decode: [1, 16, 128, 512], prefill: [16, 128, 1024, 8192] };
+const NAMED = { decode: [1, 16, 128, 512], prefill: [16, 128, 1024] };
 
 const three = (value) => Number(value.toPrecision(3));
 const tera = (value) => `${three(value / 1e12)} TFLOP/s`;
@@ -50,7 +50,7 @@ function sentence({ roofline, hardware, devices }, ridge) {
   const each = devices === 1 ? "" : ` Figures are those of one of the ${devices} devices of an instance.`;
   return (
     `One ${hardware.toUpperCase()} needs ${count(ridge)} FLOP per byte read to be busy. Decode of one ` +
-    `sequence does ${three(one.intensity)}, of 64 sequences ${three(many.intensity)}: it waits for ` +
+    `sequence of ${count(roofline.context_tokens)} tokens does ${three(one.intensity)}, of 64 sequences ${three(many.intensity)}: it waits for ` +
     `memory. Prefill of 8,192 tokens does ${count(prompt.intensity)} and is bound by ` +
     `${prompt.bound === "compute" ? "arithmetic" : "memory"}. Larger batches help decode; a prompt ` +
     `needs none.${each}`
@@ -86,7 +86,7 @@ function draw(place, roofline, ridge) {
       high,
       ticks: powers(10, low, high),
       text: (value) => count(value),
-      title: `FLOP per byte (decode: contexts of ${count(roofline.context_tokens)} tokens)`,
+      title: "FLOP per byte",
     },
     y: {
       low: floor,

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { setModel, startChat } from "./chat.js";
-import { drawCluster } from "./cluster.js";
+import { drawCluster, measure } from "./cluster.js";
 import { drawDecisions } from "./decisions.js";
 import { byId, count, el, seconds } from "./dom.js";
 import { simulate, startGuide } from "./guide.js";
@@ -13,13 +13,21 @@ const THEME = "jdisagg-theme";
 const views = [...document.querySelectorAll(".view")].map((view) => view.id);
 let shown = "chat";
 
-function show(view) {
+// `address`: a view's name, and after a slash the trace of a timeline.
+function show(address) {
+  const [view, trace] = address.split("/");
   shown = views.includes(view) ? view : "chat";
   for (const id of views) byId(id).hidden = id !== shown;
   for (const tab of document.querySelectorAll("[data-view]")) {
     tab.setAttribute("aria-selected", String(tab.dataset.view === shown));
   }
+  if (shown === "timelines" && trace) openTimeline(trace).catch((error) => say(error.message));
   refresh();
+}
+
+async function openTimeline(trace) {
+  const { spans } = await get(`api/timelines/${trace}`);
+  byId("timeline").replaceChildren(drawTimeline(spans));
 }
 
 function startTabs() {
@@ -60,19 +68,15 @@ function drawHead({ model, ready, version }) {
 
 async function drawTimelines() {
   const { requests } = await get("api/timelines");
-  const open = async (trace) => {
-    const { spans } = await get(`api/timelines/${trace}`);
-    byId("timeline").replaceChildren(drawTimeline(spans));
-  };
   const rows = requests.map((one) =>
     el(
       "li",
       {},
       el(
         "button",
-        { type: "button", class: "pick", onclick: () => open(one.trace) },
+        { type: "button", class: "pick", onclick: () => openTimeline(one.trace) },
         el("b", {}, one.request),
-        `${seconds(one.seconds)} · ${count(one.prompt_tokens)} prompt tokens · ${one.result}`,
+        `${new Date(1000 * one.started).toLocaleTimeString()} · ${seconds(one.seconds)} · ${count(one.prompt_tokens)} prompt tokens · ${one.result}`,
       ),
     ),
   );
@@ -91,6 +95,7 @@ async function refresh() {
     const status = await get("api/status");
     drawHead(status);
     setModel(status.model);
+    measure(status.traffic);
     byId("guide-tab").hidden = !status.guide;
     if (shown === "guide" && status.guide) simulate();
     if (shown === "cluster") drawCluster(status);

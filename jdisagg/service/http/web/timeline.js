@@ -1,7 +1,7 @@
 // A request's timeline from its arrival to its last token. Spans are those of the server
 // (observe/ports.py, mesh.py, path.py), grouped into a few rows.
 
-import { el, seconds } from "./dom.js";
+import { bytes, count, el, plural, seconds } from "./dom.js";
 
 const ROWS = [
   ["Request", "whole", ["request", "first token"]],
@@ -10,10 +10,22 @@ const ROWS = [
   ["Prefill", "prefill", ["prefill compute", "prefill chunk"]],
   ["Transfer", "transfer", ["pull", "exposed transfer", "offer", "all offered", "extract"]],
   ["Insert", "transfer", ["insert", "verified"]],
-  ["Admit", "decode", ["hand-off to first span", "first span", "admit", "moved"]],
+  ["Hand-off", "wait", ["hand-off to first span", "first span", "admit", "moved"]],
   ["Decode", "decode", ["decode", "preempted", "migration"]],
   ["Failures", "bad", ["retry", "failed", "source lost", "hand-off aborted"]],
 ];
+
+// What happens in a row.
+const MEANS = {
+  Request: "from its arrival to its last token",
+  Queue: "waits for workers and for its turn",
+  Reserve: "the decode worker reserves pages",
+  Prefill: "computes the prompt",
+  Transfer: "sends KV from prefill to decode",
+  Insert: "writes KV into pages and compares checksums",
+  "Hand-off": "from the end of the prefill to the first tokens of the decode worker",
+  Decode: "computes the other tokens",
+};
 
 // Spans that other rows show in more detail.
 const DETAILED = ["prefill"];
@@ -78,8 +90,54 @@ export function drawTimeline(spans) {
     track.append(...others.map((span) => mark(span, "wait", origin, whole)));
     made.append(el("div", { class: "row" }, el("b", {}, "Other"), track));
   }
-  made.append(axis(whole), el("p", { class: "hint" }, workersOf(all)));
+  made.append(axis(whole), figuresOf(all), el("p", { class: "hint" }, workersOf(all)));
   return made;
+}
+
+// Seconds in which at least one of the spans runs.
+function covered(spans) {
+  let [total, until] = [0, -Infinity];
+  for (const { started, ended } of spans) {
+    if (ended === null || ended <= until) continue;
+    total += ended - Math.max(started, until);
+    until = ended;
+  }
+  return total;
+}
+
+const total = (spans, name) => spans.reduce((sum, span) => sum + (span.args[name] || 0), 0);
+
+// Seconds, bytes and tokens of each row, as a list.
+function figuresOf(all) {
+  const items = [];
+  for (const [label, , names] of ROWS) {
+    const mine = all.filter((span) => names.includes(span.name));
+    if (!mine.length) continue;
+    const named = (name) => mine.filter((span) => span.name === name);
+    const parts = [seconds(covered(mine))];
+    if (label === "Request") {
+      const [first, whole] = [named("first token")[0], named("request")[0]];
+      if (whole?.args.prompt_tokens) parts.push(`${count(whole.args.prompt_tokens)} prompt tokens`);
+      if (first && whole) parts.push(`first token after ${seconds(first.started - whole.started)}`);
+    }
+    if (label === "Transfer") {
+      const pulls = named("pull");
+      const codecs = [...new Set(pulls.map((span) => span.args.codec))].filter(Boolean).join(", ");
+      parts.push(`${bytes(total(pulls, "bytes"))} in ${plural(pulls.length, "transfer")}`);
+      if (codecs) parts.push(`codec ${codecs}`);
+      const exposed = named("exposed transfer");
+      if (exposed.length) parts.push(`${seconds(covered(exposed))} after the prefill`);
+    }
+    const tokens = total(named("decode"), "tokens");
+    if (label === "Decode" && tokens) {
+      parts.push(`${plural(tokens, "token")}, ${seconds(covered(mine) / tokens)} each`);
+    }
+    items.push(
+      el("dt", {}, label),
+      el("dd", {}, parts.join(", "), el("small", {}, MEANS[label] || "")),
+    );
+  }
+  return el("dl", { class: "spans" }, ...items);
 }
 
 function workersOf(spans) {
