@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, config, golden_copy, running
+from tests.end_to_end.clusters import PATIENT, Running, config, golden_copy, running
 from tests.fakes.cluster import Collected
 
 
@@ -151,3 +151,32 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(
         assert (cached > 0) == reuse
         heard.append(said)
     assert heard[0] == heard[1]
+
+
+@pytest.mark.ci
+async def test_nothing_is_compiled_for_snapshots_once_it_is_warm(tmp_path: Path) -> None:
+    """Neither for a hit in pages, nor for a prefix that comes back from host memory, nor for a
+    branch."""
+    directory = golden_copy("qwen3_5", tmp_path)
+    engine = config(
+        prefill="tp=1",
+        decode="tp=1",
+        directory=directory,
+        context=128,
+        slots=1,
+        chunk=32,
+        warm_up=True,
+        limits=PATIENT,
+    )
+    prefix = PrefixConfig(True, 16, host_gib=0.1, restores="always")
+    few = replace(engine.prefill, pages_per_rank=8)
+    async with running(replace(engine, prefill=few, prefix=prefix)) as run:
+        compiled, talk = run.cluster.compilations, Talk(run, 3)
+        first, counters = talk.words(60), run.cluster._workers[0].counters
+        prompts = (first, first, talk.words(110), (*first, 5), (*first[:40], *talk.words(20)))
+        for number, ids in enumerate(prompts):
+            run.cluster._workers[1]._kept.clear()
+            await run.complete(run.request(ids, f"r{number}", max_tokens=4, ignore_eos=True))
+        (kept,) = run.cluster._workers[0]._kept.snapshots
+        assert kept.used > 0 and counters["host_snapshots_restored"] > 0
+        assert run.cluster.compilations == compiled
