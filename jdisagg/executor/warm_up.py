@@ -95,7 +95,7 @@ def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int, KvKind
         )
     }
     kinds = [(KvKind.POSITIONS, limits.bands)]
-    if limits.windows_apart:
+    if limits.windows_apart and not limits.ring_pages:
         kinds.append((KvKind.WINDOW, limits.window_bands))
     return [
         (groups, length, kind)

@@ -281,7 +281,9 @@ class MeshWorker(ABC):
         self._host = HostTier(kept, loop, mesh, room, self._context.ids, self.counters)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
-        if peers is not None:
+        # without these, there is no place for the windows or the state that come with blocks
+        has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
+        if peers is not None and has_place:
             fetch = PeerFetch(
                 kept,
                 loop,

@@ -345,10 +345,10 @@ def offers_of_pages(
 def offers_of_block(
     limits: MeshLimits, rank: int, start: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields offers of all KV of positions [start, end): also that of sliding-window layers, if
-    these layers are sent separately."""
+    """Yields offers of all KV of positions [start, end) in pages: also that of sliding-window
+    layers, if these layers are sent separately and have pages."""
     yield from offers_of_pages(limits, rank, start, end, new_id)
-    if limits.windows_apart:
+    if limits.windows_apart and not limits.ring_pages:
         yield from offers_of_pages(limits, rank, start, end, new_id, KvKind.WINDOW)
 
 
