@@ -26,9 +26,10 @@ from tests.programs import CACHE_FLAG
 
 PORT = 19200
 PYTHON = sys.executable
-START_SECONDS = time_scale.seconds(120.0)
+START_SECONDS = time_scale.seconds(240.0)
 # After a condition has ended: registration, reconnection and a new attempt.
 RECOVERY_SECONDS = time_scale.seconds(15.0)
+FREED_SECONDS = time_scale.seconds(30.0)  # the longest lease, and a restarted worker registers
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 150, 40
 WORKER_FLAGS = (
     f"--model={LLAMA}",
@@ -227,21 +228,40 @@ class Lab:
         assert not [one for one in load.streams if one.wrong], "a stream has wrong tokens"
         assert all(one.ended is not None for one in load.streams)
         with Client(self.address(self.routers[-1])) as client:
-            wait_until(lambda: all_free(client, self.workers), "all is freed", RECOVERY_SECONDS)
+            until = time.monotonic() + FREED_SECONDS
+            while left := held(client, self.workers):
+                assert time.monotonic() < until, f"not freed: {left}\n{self.logs()}"
+                time.sleep(0.05)
+
+    def logs(self, characters: int = 3000) -> str:
+        """Returns the ends of all processes' logs."""
+        return "\n".join(
+            f"---- {name}\n{process.log.read_text()[-characters:]}"
+            for name, process in self.processes.items()
+        )
 
     def close(self) -> None:
         self.hosts.close()
 
 
-def all_free(client: Client, workers: Sequence[str]) -> bool:
+def held(client: Client, workers: Sequence[str]) -> str:
+    """Returns what is not free, or "" once all workers are there and free."""
     try:
         statuses = {status.name: status for status in client.status()}
-    except JdisaggError:
-        return False
-    return set(workers) == set(statuses) and all(
-        status.free_pages == status.total_pages and not status.running and not status.handoffs
-        for status in statuses.values()
-    )
+    except JdisaggError as error:
+        return str(error)
+    missing = sorted(set(workers) - set(statuses))
+    busy = [
+        f"{name}: {sum(status.free_pages)} of {sum(status.total_pages)} pages free,"
+        f" {status.running} running, {status.handoffs} hand-offs"
+        for name, status in statuses.items()
+        if status.free_pages != status.total_pages or status.running or status.handoffs
+    ]
+    return "; ".join([*(f"{name} is not there" for name in missing), *busy])
+
+
+def all_free(client: Client, workers: Sequence[str]) -> bool:
+    return not held(client, workers)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float, said: object = "") -> None:
@@ -258,8 +278,7 @@ def lab(folder: Path, **counts: int) -> Iterator[Lab]:
         made.start_all()
         yield made
     except BaseException:
-        for name, process in made.processes.items():  # pytest shows it
-            print(f"---- {name}\n{process.log.read_text()[-6000:]}")
+        print(made.logs())  # pytest shows it
         raise
     finally:
         made.close()
